@@ -1,0 +1,39 @@
+"""Errors meant for people: each names the call, what was required, what came, and what to do next.
+
+The command line prints these in one line and exits with status 2; anything else is a defect and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ZonalError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class ArgumentError(ZonalError, ValueError):
+    """An argument does not fit: wrong shape, dtype, range or name."""
+
+
+class PathError(ZonalError, ValueError):
+    """The requested execution path cannot run this operator on this input."""
+
+
+class FileFormatError(ZonalError, ValueError):
+    """A file is missing, truncated, corrupt, or not what was asked for."""
+
+
+class NonFiniteError(ZonalError, ArithmeticError):
+    """NaN or infinity appeared where training or a memory needs finite numbers."""
+
+
+class InsufficientSpaceError(ZonalError, OSError):
+    """The disk is full; nothing was left half written."""
+
+
+def unknown_name(call: str, kind: str, got: str, valid: Iterable[str]) -> ArgumentError:
+    """The error for a misspelt name: lists the valid ones and the nearest."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ArgumentError(f"{call}: unknown {kind} {got!r}.{hint} Valid names: {', '.join(names)}.")

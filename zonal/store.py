@@ -1,0 +1,147 @@
+"""Files that are either whole or absent: atomic writes, safetensors with a checked header, JSON.
+
+Only safetensors and JSON are ever read. A tensor file carries one JSON header under the metadata key ``zonal`` with the
+keys ``kind`` (what the file holds) and ``checksum`` (SHA-256 over names, dtypes, shapes and bytes of the tensors).
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from zonal.errors import FileFormatError, InsufficientSpaceError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@contextlib.contextmanager
+def _temporary_beside(path: Path) -> Iterator[Path]:
+    """A temporary file in the folder of ``path`` that replaces it on success and vanishes on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes private files; results are meant to be readable like any other file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _space_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise InsufficientSpaceError(f"store: no space left while writing {path}. Free some space and run again; nothing was half written.") from error
+        raise
+    except safetensors.SafetensorError as error:
+        # safetensors wraps the operating system's error and keeps only its words
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise InsufficientSpaceError(f"store: no space left while writing {path}. Free some space and run again; nothing was half written.") from error
+        raise
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically.
+
+    Raises: InsufficientSpaceError when the disk is full.
+    """
+    target = Path(path)
+    with _space_errors(target), _temporary_beside(target) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write ``value`` as indented UTF-8 JSON, atomically. NaN and infinity are refused by the format and by this function."""
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file; a missing or malformed one is a FileFormatError in one line."""
+    target = Path(path)
+    try:
+        return json.loads(target.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileFormatError(f"read_json: {target} does not exist.") from error
+    except IsADirectoryError as error:
+        raise FileFormatError(f"read_json: {target} is a folder, a JSON file was required.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged.") from error
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over name, dtype, shape and little-endian bytes of each tensor, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON header to one safetensors file, atomically.
+
+    ``header`` must have the key ``kind``; ``checksum`` is added here.
+    """
+    target = Path(path)
+    # clone: safetensors refuses tensors that share storage, and a tied weight saved twice is still right
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    metadata = {"zonal": json.dumps({**header, "checksum": checksum(plain)}, allow_nan=False)}
+    with _space_errors(target), _temporary_beside(target) as temporary:
+        safetensors.torch.save_file(plain, temporary, metadata=metadata)
+
+
+def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """The JSON header of a tensor file, without reading its tensors."""
+    target = Path(path)
+    if not target.is_file():
+        raise FileFormatError(f"load {kind}: {target} does not exist or is not a file.")
+    try:
+        with safetensors.safe_open(target, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise FileFormatError(f"load {kind}: {target} is not a readable safetensors file ({error}). It may be truncated; use an older copy.") from error
+    if "zonal" not in metadata:
+        raise FileFormatError(f"load {kind}: {target} is a safetensors file of another program (no 'zonal' header). Required: a {kind} written by this library.")
+    try:
+        header = json.loads(metadata["zonal"])
+    except json.JSONDecodeError as error:
+        raise FileFormatError(f"load {kind}: the header of {target} is damaged ({error}).") from error
+    if not isinstance(header, dict) or header.get("kind") != kind:
+        found = header.get("kind") if isinstance(header, dict) else header
+        raise FileFormatError(f"load {kind}: {target} holds a {found!r}, a {kind!r} was required.")
+    return header
+
+
+def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of ``save_tensors`` and check its kind and checksum.
+
+    Raises: FileFormatError when the file is missing, truncated, foreign, of another kind, or its bytes do not match.
+    """
+    header = read_header(path, kind)
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise FileFormatError(f"load {kind}: {path} cannot be read ({error}). It may be truncated; use an older copy.") from error
+    if checksum(tensors) != header.get("checksum"):
+        raise FileFormatError(f"load {kind}: the checksum of {path} does not match its contents. The file was damaged; use an older copy.")
+    return tensors, header
