@@ -1,0 +1,91 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from zonal.errors import ArgumentError
+from zonal.evaluation import best_learning_rate, difference_within_spread, spread, student_t_quantile
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 7, 12, 29, 30, 101])
+@pytest.mark.parametrize("probability", [0.001, 0.3, 0.5, 0.75, 0.95, 0.975, 0.9999])
+def test_quantile_agrees_with_scipy(degrees, probability):
+    expected = scipy.stats.t.ppf(probability, degrees)
+    assert student_t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize(("probability", "degrees"), [(0.0, 3), (1.0, 3), (0.5, 0), (0.5, -1)])
+def test_quantile_refuses(probability, degrees):
+    with pytest.raises(ArgumentError, match="student_t_quantile"):
+        student_t_quantile(probability, degrees)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 11])
+def test_spread_agrees_with_scipy(n):
+    values = np.random.default_rng(n).normal(3.0, 2.0, n)
+    low, high = scipy.stats.t.interval(0.95, n - 1, loc=values.mean(), scale=scipy.stats.sem(values))
+    got = spread(values.tolist())
+    assert (got.n, got.minimum, got.maximum) == (n, values.min(), values.max())
+    assert got.mean == pytest.approx(values.mean())
+    assert got.deviation == pytest.approx(values.std(ddof=1))
+    assert (got.low, got.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_one_value_has_no_spread():
+    got = spread([2.5])
+    assert (got.mean, got.deviation, got.low, got.high) == (2.5, None, None, None)
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
+def test_spread_refuses(values):
+    with pytest.raises(ArgumentError, match="spread"):
+        spread(values)
+
+
+@pytest.mark.parametrize(("offset", "verdict"), [(0.0, "within the spread"), (0.05, "within the spread"), (4.0, "beyond the spread")])
+def test_difference_is_the_paired_t_test(offset, verdict):
+    generator = np.random.default_rng(7)
+    a = generator.normal(size=5)
+    b = a + generator.normal(scale=0.3, size=5) - offset
+    test = scipy.stats.ttest_rel(a, b)
+    low, high = test.confidence_interval(0.95)
+    got = difference_within_spread(dict(enumerate(a)), dict(enumerate(b)))
+    assert (got.low, got.high) == (pytest.approx(low), pytest.approx(high))
+    assert got.verdict == verdict
+    assert (test.pvalue < 0.05) == (verdict == "beyond the spread")
+
+
+def test_pairing_sees_what_an_unpaired_test_would_not():
+    a = {0: 1.0, 1: 2.0, 2: 3.0}
+    b = {0: 1.1, 1: 2.1, 2: 3.11}
+    assert difference_within_spread(a, b).verdict == "beyond the spread"
+    assert scipy.stats.ttest_ind(list(a.values()), list(b.values())).pvalue > 0.5
+
+
+def test_only_common_seeds_count():
+    got = difference_within_spread({0: 1.0, 1: 9.0}, {0: 0.5, 2: 3.0})
+    assert (got.n, got.mean, got.verdict) == (1, 0.5, "not decidable")
+    assert difference_within_spread({0: 1.0}, {1: 1.0}).verdict == "not decidable"
+
+
+def test_equal_values_are_within_the_spread():
+    same = {0: 1.0, 1: 1.0, 2: 1.0}
+    assert difference_within_spread(same, same).verdict == "within the spread"
+
+
+def test_best_learning_rate_is_by_mean():
+    finals = {1e-3: [0.5, 0.7], 1e-2: [0.9, 0.2], 3e-3: [0.6, 0.65]}
+    assert best_learning_rate(finals, higher_is_better=True) == 3e-3
+    assert best_learning_rate(finals, higher_is_better=False) == 1e-2
+
+
+def test_a_rate_that_diverged_is_not_best():
+    finals = {1e-3: [0.5, 0.5], 1e-2: [0.99, None]}
+    assert best_learning_rate(finals, higher_is_better=True) == 1e-3
+    assert best_learning_rate({1e-3: [None], 1e-2: [0.1]}, higher_is_better=True) == 1e-2
+    assert best_learning_rate({1e-3: [None]}, higher_is_better=True) is None
+
+
+def test_ties_go_to_the_smaller_rate():
+    assert best_learning_rate({3e-3: [1.0], 1e-3: [1.0]}, higher_is_better=True) == 1e-3

@@ -1,0 +1,16 @@
+"""What a trained model is worth: metrics of one run, and what several seeds say together."""
+
+from zonal.evaluation.metrics import Accumulator, evaluate
+from zonal.evaluation.selection import best_learning_rate
+from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
+
+__all__ = [
+    "Accumulator",
+    "Difference",
+    "Spread",
+    "best_learning_rate",
+    "difference_within_spread",
+    "evaluate",
+    "spread",
+    "student_t_quantile",
+]

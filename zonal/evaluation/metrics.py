@@ -1,0 +1,138 @@
+"""Metrics of a language model on the evaluation batches of a task.
+
+* ``loss``: mean cross-entropy in nats over every supervised position of the whole set (not a mean of batch means).
+* ``accuracy``: the mean over supervised positions of each example, then the mean over examples. This is the order of
+  zoology's MQAR metric: an example with few queries weighs as much as one with many.
+* ``bits_per_byte``: loss / (ln 2 · bytes per position), where the task knows how many bytes a position stands for.
+* ``slices``: accuracy of the examples that share a property, such as their number of key-value pairs or their length.
+
+Sums are taken in float64 on the CPU, so the numbers do not depend on how many examples a batch holds beyond the
+rounding of the model itself.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+
+
+class EvaluationBatch(Protocol):
+    """tokens (B,T), targets (B,T) with -100 where nothing is asked, and properties of each example by name."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def slices(self) -> Mapping[str, Sequence[int]]: ...
+
+
+class EvaluationTask(Protocol):
+    """What is needed of a task here."""
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Any]: ...
+
+
+class Predictor(Protocol):
+    """A module with ``predict``: (tokens, targets) → predicted ids (N,), target ids (N,), row of each (N,), and the
+    cross-entropy of each in nats (N,), for the N supervised positions."""
+
+    training: bool
+
+    def predict(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> Any: ...
+
+
+class Accumulator:
+    """Adds up batches; ``result`` gives the metrics of everything added so far."""
+
+    def __init__(self, bytes_per_position: float | None = None):
+        if bytes_per_position is not None and not bytes_per_position > 0:
+            raise ArgumentError(f"Accumulator: bytes_per_position must be positive, got {bytes_per_position}.")
+        self.bytes_per_position = bytes_per_position
+        self.positions = 0
+        self.examples = 0
+        self._loss = 0.0
+        self._accuracy = 0.0
+        # property → value → [sum of example accuracies, examples]
+        self._slices: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+
+    def add(
+        self, predicted: Tensor, target: Tensor, row: Tensor, loss: Tensor, examples: int, slices: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Add one batch of ``examples`` rows; the four tensors (N,) hold one entry for each supervised position.
+
+        Rows without a supervised position do not count as examples.
+        """
+        rows = row.detach().cpu()
+        correct = (predicted.detach() == target).double().cpu()
+        asked = torch.bincount(rows, minlength=examples)
+        right = torch.bincount(rows, weights=correct, minlength=examples)
+        if asked.numel() != examples:
+            raise ArgumentError(f"Accumulator.add: rows must lie in 0..{examples - 1}, got {int(rows.max())}.")
+        for name, values in slices.items():
+            if len(values) != examples:
+                raise ArgumentError(f"Accumulator.add: slice {name!r} needs one value an example ({examples}), got {len(values)}.")
+        present = asked > 0
+        accuracy = right / asked.clamp_min(1)
+        self.positions += int(asked.sum())
+        self.examples += int(present.sum())
+        self._loss += float(loss.detach().double().sum())
+        self._accuracy += float(accuracy[present].sum())
+        for name, values in slices.items():
+            for value, kept, score in zip(values, present.tolist(), accuracy.tolist(), strict=True):
+                if kept:
+                    entry = self._slices[name][int(value)]
+                    entry[0] += score
+                    entry[1] += 1
+
+    def result(self) -> dict[str, Any]:
+        """``loss``, ``accuracy``, ``slices``, ``positions``, ``examples`` and, where bytes are known, ``bits_per_byte``."""
+        if not self.positions:
+            raise ArgumentError("evaluate: the evaluation batches hold no supervised position (every target is -100).")
+        loss = self._loss / self.positions
+        result: dict[str, Any] = {"loss": loss, "accuracy": self._accuracy / self.examples}
+        if self.bytes_per_position is not None:
+            result["bits_per_byte"] = loss / (math.log(2) * self.bytes_per_position)
+        result["slices"] = {
+            name: {str(value): total / count for value, (total, count) in sorted(values.items())}
+            for name, values in self._slices.items()
+        }
+        result["positions"] = self.positions
+        result["examples"] = self.examples
+        return result
+
+
+def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device) -> None:
+    """Predict one batch on ``device`` and add it to ``into``."""
+    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+    predicted, target, row, loss = model.predict(tokens, targets)
+    into.add(predicted, target, row, loss, tokens.shape[0], batch.slices)
+
+
+def evaluate(
+    model: Predictor, task: EvaluationTask, *, batch_size: int, bytes_per_position: float | None = None
+) -> dict[str, Any]:
+    """Metrics of ``model`` over all evaluation batches of ``task``.
+
+    The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
+
+    Returns: see ``Accumulator.result``.
+    """
+    device = next(model.parameters()).device
+    total = Accumulator(bytes_per_position)
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            for batch in task.evaluation_batches(batch_size):
+                accumulate(model, batch, total, device)
+    finally:
+        model.train(was_training)
+    return total.result()

@@ -1,0 +1,123 @@
+"""What a handful of seeds can and cannot say.
+
+An interval is mean ± t(0.975, n-1) · s / √n with the sample standard deviation s (divisor n-1). It takes the seeds as
+independent draws from about a normal distribution; with two or three seeds it is wide, and that is the honest answer.
+
+Two operators are compared **paired by seed**: a seed fixes the data order and the initial values of shared parameters,
+so the differences of pairs vary less than the runs themselves. No correction for many comparisons is made: among
+twenty pairs of equal operators, about one is expected to leave the spread by chance.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zonal.errors import ArgumentError
+
+Verdict = Literal["within the spread", "beyond the spread", "not decidable"]
+
+
+def _central_probability(angle: float, degrees: int) -> float:
+    """P(|T| < √ν tan θ) for Student's t with ν degrees of freedom: the finite sums for whole ν
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    if degrees % 2:
+        term, total = math.cos(angle), 0.0
+        for k in range(3, degrees + 1, 2):
+            total += term
+            term *= square * (k - 1) / k
+        return 2.0 / math.pi * (angle + sine * total)
+    term, total = 1.0, 0.0
+    for k in range(2, degrees + 1, 2):
+        total += term
+        term *= square * (k - 1) / k
+    return sine * total
+
+
+def student_t_quantile(probability: float, degrees: int) -> float:
+    """The t with P(T ≤ t) = ``probability`` for Student's t with ``degrees`` degrees of freedom (a whole number ≥ 1).
+
+    Found by bisection to the precision of float64. Raises ArgumentError outside 0 < probability < 1.
+    """
+    if degrees < 1 or degrees != int(degrees):
+        raise ArgumentError(f"student_t_quantile: degrees must be a whole number of at least 1, got {degrees}.")
+    if not 0.0 < probability < 1.0:
+        raise ArgumentError(f"student_t_quantile: probability must lie between 0 and 1, got {probability}.")
+    if probability < 0.5:
+        return -student_t_quantile(1.0 - probability, degrees)
+    central = 2.0 * probability - 1.0
+    low, high = 0.0, math.pi / 2
+    while True:
+        middle = 0.5 * (low + high)
+        if middle in (low, high):
+            return math.sqrt(degrees) * math.tan(low)
+        if _central_probability(middle, int(degrees)) < central:
+            low = middle
+        else:
+            high = middle
+
+
+@dataclass(frozen=True)
+class Spread:
+    """n values of one quantity. ``deviation`` and the interval are None for n = 1: one seed has no spread to show."""
+
+    n: int
+    mean: float
+    deviation: float | None
+    minimum: float
+    maximum: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The paired difference a - b over the n seeds both have, its interval, and what may be said of it."""
+
+    n: int
+    mean: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+
+
+def _finite(call: str, values: Sequence[float]) -> list[float]:
+    numbers = [float(value) for value in values]
+    for number in numbers:
+        if not math.isfinite(number):
+            raise ArgumentError(f"{call}: values must be finite, got {number}. Leave failed runs out.")
+    return numbers
+
+
+def spread(values: Sequence[float], *, level: float = 0.95) -> Spread:
+    """Mean, sample standard deviation, extremes and the two-sided t interval of ``values`` (at least one, finite)."""
+    numbers = _finite("spread", values)
+    n = len(numbers)
+    if not n:
+        raise ArgumentError("spread: at least one value is required, got none.")
+    mean = math.fsum(numbers) / n
+    if n == 1:
+        return Spread(1, mean, None, mean, mean, None, None)
+    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1))
+    half = student_t_quantile(0.5 + level / 2, n - 1) * deviation / math.sqrt(n)
+    return Spread(n, mean, deviation, min(numbers), max(numbers), mean - half, mean + half)
+
+
+def difference_within_spread(a: Mapping[int, float], b: Mapping[int, float], *, level: float = 0.95) -> Difference:
+    """Is the difference between two operators larger than the spread over seeds? ``a`` and ``b`` map seed → final value.
+
+    The rule, on the differences a - b of the seeds that both have:
+
+    * fewer than two such seeds: "not decidable";
+    * the two-sided ``level`` t interval of the mean difference excludes 0: "beyond the spread";
+    * otherwise: "within the spread".
+    """
+    seeds = sorted(set(a) & set(b))
+    if not seeds:
+        return Difference(0, None, None, None, "not decidable")
+    pairs = spread([a[seed] - b[seed] for seed in seeds], level=level)
+    if pairs.low is None or pairs.high is None:
+        return Difference(pairs.n, pairs.mean, None, None, "not decidable")
+    beyond = pairs.low > 0.0 or pairs.high < 0.0
+    return Difference(pairs.n, pairs.mean, pairs.low, pairs.high, "beyond the spread" if beyond else "within the spread")
