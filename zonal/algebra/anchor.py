@@ -1,0 +1,333 @@
+"""Anchors: from kernel blocks to weights, W = A(K_qk, K_kk, visible); the output is y = W V.
+
+Row, Count and Raw look at one query's own row of K and reduce it key by key: their ``reduction`` is a monoid
+(init, absorb, combine, finalise), which is what the tiled, chunked and streaming drivers are made of. Ridge and Koopman
+solve with the kernel among keys; they are not such a reduction, and say so (``solves``).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.declaration import Declaration, Move, require, row
+from zonal.algebra.prior import Visibility
+from zonal.algebra.score import Params
+from zonal.errors import NonFiniteError
+
+
+class Blocks(NamedTuple):
+    """What an anchor may look at. K blocks are float32 or better, zero where forbidden (log K: -inf).
+
+    qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
+    visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
+    """
+
+    qk: Tensor
+    log: bool
+    kk: Tensor | None
+    visible: Tensor
+    visibility: Visibility
+    params: Params
+
+
+class State(NamedTuple):
+    """A partial sum over keys: total (B, H, T, P) = sum K v, mass (B, H, T, 1) = sum K, top = the maximum taken out of log K."""
+
+    total: Tensor
+    mass: Tensor
+    top: Tensor
+
+
+class Anchor(Declaration):
+    slot = "anchor"
+    solves: ClassVar[bool] = False
+    include_self: ClassVar[bool] = True
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        """W (B, H, T, S): the definition."""
+        raise NotImplementedError(f"{type(self).__name__}.weights")
+
+    def output_scale(self, params: Params) -> Tensor | None:
+        """A factor a head on y, (H,), or None."""
+        return None
+
+
+class SumAnchor(Anchor):
+    """An anchor whose weights are K_ts times a factor of the row: the ones with a key-by-key reduction."""
+
+    normalises: ClassVar[bool] = False
+
+    def init(self, shape: tuple[int, int, int], value_dim: int, like: Tensor) -> State:
+        """The empty sum for (B, H, T) queries."""
+        return State(like.new_zeros(*shape, value_dim), like.new_zeros(*shape, 1), like.new_full((*shape, 1), float("-inf")))
+
+    def absorb(self, state: State, kernel: Tensor, v: Tensor, log: bool) -> State:
+        """Add the keys of one tile. With ``log`` the kernel is log K and the running maximum is taken out (online softmax)."""
+        if not log:
+            return State(state.total + kernel @ v, state.mass + kernel.sum(-1, keepdim=True), state.top)
+        top = torch.maximum(state.top, kernel.amax(-1, keepdim=True))
+        safe = top.masked_fill(top == float("-inf"), 0)
+        part = (kernel - safe).exp()
+        keep = (state.top - safe).exp()
+        return State(state.total * keep + part @ v, state.mass * keep + part.sum(-1, keepdim=True), top)
+
+    def combine(self, a: State, b: State, log: bool) -> State:
+        """The sum over both sets of keys. Associative and commutative."""
+        if not log:
+            return State(a.total + b.total, a.mass + b.mass, a.top)
+        top = torch.maximum(a.top, b.top)
+        safe = top.masked_fill(top == float("-inf"), 0)
+        keep_a, keep_b = (a.top - safe).exp(), (b.top - safe).exp()
+        return State(a.total * keep_a + b.total * keep_b, a.mass * keep_a + b.mass * keep_b, top)
+
+    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+        """What the row's K is multiplied by, (B, H, T, 1); with ``log`` its negative logarithm, +inf for empty rows."""
+        raise NotImplementedError(f"{type(self).__name__}.factor")
+
+    def finalise(self, state: State, count: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+        """(y, factor) from the whole sum. ``count`` (B or 1, 1, T, 1): visible keys. Empty rows give 0."""
+        if log:
+            y = state.total * torch.where(state.mass > 0, 1 / state.mass, 0)
+            return y, torch.where(state.mass > 0, state.top + state.mass.log(), float("inf"))
+        factor = self.factor(state, count, log)
+        return state.total * factor, factor
+
+
+@dataclass(frozen=True)
+class Row(SumAnchor):
+    """W = K / sum over visible keys of K. Signed kernels are refused unless ``allow_signed``: their sums can vanish.
+
+    Empty rows (and rows whose kernel is zero everywhere) give 0.
+    """
+
+    normalises: ClassVar[bool] = True
+
+    allow_signed: bool = False
+
+    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+        return torch.where(state.mass != 0, 1 / state.mass, 0)
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        if blocks.log:
+            top = blocks.qk.amax(-1, keepdim=True) if blocks.qk.shape[-1] else blocks.qk.new_zeros(*blocks.qk.shape[:-1], 1)
+            kernel = (blocks.qk - top.masked_fill(top == float("-inf"), 0).detach()).exp()
+        else:
+            kernel = blocks.qk
+        mass = kernel.sum(-1, keepdim=True)
+        # the inner where keeps 1/0 out of the backward pass, where it would be 0 * inf
+        empty = mass == 0
+        return torch.where(empty, 0, kernel / torch.where(empty, 1, mass))
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "anchor", "only the row-conditional of K is observed"),
+            Move("derived", "anchor", "hence K and a K (any positive a_t) are the same operator: row gauge"),
+        )
+
+
+@dataclass(frozen=True)
+class Count(SumAnchor):
+    """W = K / number of visible keys. Rows need not sum to one."""
+
+    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+        return torch.where(count > 0, 1 / count.to(state.total.dtype), 0)
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        kernel = blocks.qk.exp() if blocks.log else blocks.qk
+        count = blocks.visible.expand(*blocks.visible.shape[:-1], kernel.shape[-1]).sum(-1, keepdim=True)
+        return kernel * torch.where(count > 0, 1 / count.clamp_min(1).to(kernel.dtype), 0)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "anchor", "K is read as a density against the counting measure of visible keys: no row gauge"),)
+
+
+@dataclass(frozen=True)
+class Raw(SumAnchor):
+    """W = K."""
+
+    def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
+        return torch.ones_like(state.mass)
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        return blocks.qk.exp() if blocks.log else blocks.qk
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "anchor", "K itself is observed: no gauge, and outputs grow with the number of keys"),)
+
+
+def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
+    """Each row x_t of ``rows`` -> (A_t)^-1 x_t, A_t the leading block of A = L L^T that ``prefix[t]`` allows.
+
+    Leading blocks of L are the factors of the leading blocks of A, so one factor serves every prefix:
+    L^-1 x, cut to the prefix, then L^-T. prefix (…, T, S) bool.
+    """
+    half = torch.linalg.solve_triangular(lower, rows.transpose(-1, -2), upper=False).transpose(-1, -2)
+    half = half.masked_fill(~prefix, 0)
+    return torch.linalg.solve_triangular(lower.transpose(-1, -2), half.transpose(-1, -2), upper=True).transpose(-1, -2)
+
+
+def _shift(rows: Tensor) -> Tensor:
+    """(D a)_s = a_{s-1}."""
+    return F.pad(rows[..., :-1], (1, 0))
+
+
+def factorised(matrix: Tensor, who: str) -> Tensor:
+    """Lower Cholesky factor, with an error that says what to change when the matrix is not positive definite."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if bool((info > 0).any()):
+        raise NonFiniteError(
+            f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
+            "Raise the ridge, use float64, or choose a positive definite kernel."
+        )
+    return lower
+
+
+@dataclass(frozen=True)
+class Ridge(Anchor):
+    """W = K_qk (K_kk + rho I)^-1 on the visible keys: kernel ridge regression from keys to values, refitted for every query.
+
+    eps: the ridge. ``constant``: rho = eps (one a head, kept positive by softplus when learned). ``running_max``: rho_t =
+    eps max(m_t^2, 1e-12), m_t^2 the largest K_ss a query sees (the Echo paper's, made causal).
+    Causal queries see strictly earlier keys. Source: Echo, eq. 13 with K = 0.
+    """
+
+    solves: ClassVar[bool] = True
+    include_self: ClassVar[bool] = False
+    kv_rows: ClassVar[tuple[str, ...]] = ("raw_ridge",)
+
+    eps: float = 0.1
+    mode: Literal["constant", "running_max"] = "constant"
+    learn_ridge: bool = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        require(self.eps > 0, f"{name}: eps (the ridge) must be > 0, received {self.eps}.")
+        require(self.mode in ("constant", "running_max"), f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.")
+        require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
+
+    @property
+    def shifts(self) -> int:
+        """How many steps of the Koopman operator the read-out applies."""
+        return 0
+
+    def initial(self) -> dict[str, Tensor]:
+        # softplus^-1, so that training starts at exactly eps
+        return {"raw_ridge": row(self.eps).expm1().log()} if self.learn_ridge else {}
+
+    def ridge(self, params: Params, heads: int) -> Tensor:
+        """rho (H,) in float64 for the constant mode; the factor eps for the running maximum."""
+        if not self.learn_ridge:
+            return torch.full((heads,), self.eps, dtype=torch.float64)
+        value = F.softplus(params["raw_ridge"].double())
+        require(heads % value.shape[0] == 0, f"{type(self).__name__}: rows of the learned ridge ({value.shape[0]}) must divide the heads ({heads}).")
+        return value.repeat(heads // value.shape[0])
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        assert blocks.kk is not None
+        rho = self.ridge(blocks.params, blocks.qk.shape[1]).to(blocks.qk)
+        kernel = blocks.qk.exp() if blocks.log else blocks.qk
+        if self.mode == "constant" and blocks.visibility.nested:
+            return self._nested(kernel, blocks, rho)
+        return self._general(kernel, blocks, rho)
+
+    def _nested(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
+        kk, visibility, keys = blocks.kk, blocks.visibility, kernel.shape[-1]
+        assert kk is not None
+        if visibility.key_mask is not None:
+            real = visibility.key_mask[:, None]
+            kk = kk * (real[..., :, None] & real[..., None, :])
+        if visibility.packed:
+            start = visibility.segment_start.to(kk.device)
+            kk = kk * (start[:, None] == start[None, :])
+        lower = factorised(kk + rho.view(-1, 1, 1) * torch.eye(keys, dtype=kk.dtype, device=kk.device), type(self).__name__)
+        s = torch.arange(keys)
+        # the interval rule alone, before the key mask: a masked key is a zero row of kk, not a hole in the prefix
+        inside = ((s >= visibility.lo[:, None]) & (s < visibility.hi[:, None])).to(kernel.device)
+        rows = _prefix_solve(lower, kernel, inside)
+        for _ in range(self.shifts):
+            rows = _shift(rows).masked_fill(~blocks.visible, 0)
+            rows = _prefix_solve(lower, rows @ kk, inside)
+        return rows.masked_fill(~blocks.visible, 0)
+
+    def _general(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
+        """Any visible set: one solve a query."""
+        kk = blocks.kk
+        assert kk is not None
+        visible = blocks.visible.expand(kernel.shape[0], 1, *kernel.shape[-2:])
+        eye = torch.eye(kernel.shape[-1], dtype=kk.dtype, device=kk.device)
+        peak = torch.diagonal(kk, dim1=-2, dim2=-1)
+        out = []
+        for t in range(kernel.shape[-2]):
+            seen = visible[:, :, t]
+            block = kk * (seen[..., :, None] & seen[..., None, :])
+            ridge = rho[None, :, None]
+            if self.mode == "running_max":
+                ridge = ridge * torch.where(seen, peak, 0).amax(-1, keepdim=True).clamp_min(1e-12)
+            lower = factorised(block + ridge[..., None] * eye, type(self).__name__)
+            weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
+            for _ in range(self.shifts):
+                moved = _shift(weights[..., 0]).masked_fill(~seen, 0)
+                weights = torch.cholesky_solve(block @ moved[..., None], lower)
+            out.append(weights[..., 0].masked_fill(~seen, 0))
+        return torch.stack(out, -2) if out else kernel
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "anchor", "the operator is the best linear read-out of values from keys, with a ridge"),
+            Move("derived", "anchor", "hence weights may be negative and rows need not sum to one"),
+            Move("derived", "anchor", "for a linear kernel, sums G = sum z z^T and C = sum v z^T carry all of the past"),
+        )
+
+
+@dataclass(frozen=True)
+class Koopman(Ridge):
+    """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: ridge read-out after ``power`` steps of the fitted dynamics.
+
+    Dual form for any kernel: w_t = (S D)^power (K_kk + rho I)^-1 k_q, S = K_kk (K_kk + rho I)^-1, D the shift by one.
+    power: on distinct keys, 0 returns the value stored with the key, 1 the value one step later, 2 two later.
+    eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4) are learned, one a head. Source: Echo, eqs. 13 and 22.
+    """
+
+    power: int = 0
+    learn_ridge: bool = True
+    eta: float = 1.5
+    gate: float = -4.0
+    learn_scale: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode == "running_max":
+            object.__setattr__(self, "learn_ridge", False)
+        super().__post_init__()
+        require(isinstance(self.power, int) and 0 <= self.power <= 8, f"Koopman: power must be a whole number from 0 to 8, received {self.power!r}.")
+
+    @property
+    def shifts(self) -> int:
+        return self.power
+
+    def initial(self) -> dict[str, Tensor]:
+        learned = super().initial()
+        if self.learn_scale:
+            learned["eta"] = row(self.eta)
+            if self.power:
+                learned["gate"] = row(self.gate)
+        return learned
+
+    def gamma(self, params: Params) -> Tensor:
+        gate = params["gate"] if "gate" in params else row(self.gate)
+        return 1 + 0.5 * torch.sigmoid(gate.double())
+
+    def output_scale(self, params: Params) -> Tensor:
+        eta = params["eta"].double() if "eta" in params else row(self.eta).double()
+        return eta if self.power == 0 else eta * self.gamma(params) ** self.power
+
+    def moves(self) -> tuple[Move, ...]:
+        shift = Move("assumed", "anchor", f"keys follow linear dynamics; the read-out looks {self.power} step(s) ahead")
+        return (*super().moves(), *((shift,) if self.power else ()))
+
+
+ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}
+
+__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor", "factorised"]

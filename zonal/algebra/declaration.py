@@ -1,0 +1,92 @@
+"""What every slot of an operator has in common: a frozen value that can be printed, compared, written as JSON and read back."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError, unknown_name
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step from the full interaction to the operator that runs.
+
+    kind: ``assumed`` (a restriction the user chose), ``derived`` (follows exactly from what is assumed), or
+    ``approximated`` (changes the function).
+    """
+
+    kind: Literal["assumed", "derived", "approximated"]
+    slot: str
+    text: str
+
+
+class Declaration:
+    """Base of the frozen dataclasses that fill the slots.
+
+    A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose first
+    axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and hands
+    their current values back under the same names.
+    """
+
+    slot: ClassVar[str]
+    kv_rows: ClassVar[tuple[str, ...]] = ()
+    """Names in ``initial()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
+
+    def initial(self) -> dict[str, Tensor]:
+        return {}
+
+    def moves(self) -> tuple[Move, ...]:
+        """What this declaration assumes or derives, for the ledger."""
+        return ()
+
+    def config(self) -> dict[str, Any]:
+        """The declaration as plain JSON values, with its type."""
+        assert dataclasses.is_dataclass(self)
+        fields = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"type": type(self).__name__, **fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Declaration):
+        return value.config()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def from_config(config: Mapping[str, Any], valid: Mapping[str, type[Declaration]], slot: str) -> Declaration:
+    """The declaration that ``config()`` wrote down."""
+    fields = dict(config)
+    name = fields.pop("type", None)
+    if not isinstance(name, str) or name not in valid:
+        raise unknown_name("Operator.from_config", slot, str(name), valid)
+    known = {field.name: field for field in dataclasses.fields(valid[name])}  # type: ignore[arg-type]
+    for key in fields:
+        if key not in known:
+            raise unknown_name("Operator.from_config", f"field of {name}", key, known)
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        if isinstance(value, list):
+            values[key] = tuple(value)
+        elif isinstance(value, dict):
+            from zonal.algebra import slots  # the table of all slots imports this module
+
+            values[key] = from_config(value, slots.ALL, key)
+        else:
+            values[key] = value
+    return valid[name](**values)
+
+
+def row(*values: float) -> Tensor:
+    """A learnable column of one value a head group, in float32."""
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ArgumentError with ``message`` unless ``condition``."""
+    if not condition:
+        raise ArgumentError(message)

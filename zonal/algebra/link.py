@@ -1,0 +1,368 @@
+"""Links: how a score becomes evidence, K = l(S), with derivative, coefficients and tags.
+
+A link is evaluated on tiles: ``value(x, c)`` and ``derivative(x, c)`` are elementwise in x and take the link's
+coefficients c, a tensor (n, H, 1, 1) made once per call from what is learned. A link that is a polynomial says so
+(``degree``) and gives its monomial coefficients, which is all that feature maps and Horner kernels need to know.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import gegenbauer
+from zonal.algebra.declaration import Declaration, Move, require, row
+from zonal.algebra.score import Params
+
+NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
+
+
+def horner(x: Tensor, c: Tensor) -> Tensor:
+    """sum_k c[k] x^k for c (n, H, 1, 1)."""
+    if c.shape[0] == 1:
+        return c[0].expand(x.shape)
+    out = torch.addcmul(c[-2], c[-1], x)
+    for k in range(c.shape[0] - 3, -1, -1):
+        out = torch.addcmul(c[k], out, x)
+    return out
+
+
+def horner_derivative(x: Tensor, c: Tensor) -> Tensor:
+    """sum_k k c[k] x^(k-1)."""
+    if c.shape[0] == 1:
+        return torch.zeros_like(x)
+    powers = torch.arange(1, c.shape[0], dtype=c.dtype, device=c.device).view(-1, 1, 1, 1)
+    return horner(x, c[1:] * powers)
+
+
+def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
+    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64."""
+    sums, term = [], grad
+    for k in range(count):
+        # float32 inside a tile, float64 across tiles: summing 1e7 small terms in float32 loses three digits
+        sums.append(term.sum((-1, -2)).double().sum(0))
+        if k + 1 < count:
+            term = term * x
+    return torch.stack(sums).view(count, -1, 1, 1)
+
+
+class Link(Declaration):
+    slot = "link"
+    domain: ClassVar[tuple[float, float] | None] = None
+    log_space: ClassVar[bool] = False
+
+    @property
+    def positive(self) -> bool:
+        """Whether l(x) >= 0 on the whole domain."""
+        return False
+
+    @property
+    def degree(self) -> int | None:
+        """The polynomial degree, or None when the link is no polynomial."""
+        return None
+
+    @property
+    def operations(self) -> int:
+        """Elementwise passes over a tile for one evaluation, for the cost model."""
+        return 1
+
+    def coefficients(self, params: Params) -> Tensor:
+        """(n, H, 1, 1) in float64, differentiable in what is learned."""
+        return NO_COEFFICIENTS
+
+    def monomials(self, c: Tensor) -> Tensor:
+        """Coefficients of x^0, x^1, … as (degree + 1, H, 1, 1), for polynomial links."""
+        raise NotImplementedError(f"{type(self).__name__} is not a polynomial")
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.value")
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.derivative")
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        """Gradient of sum(grad * value(x, c)) with respect to c, in float64."""
+        return torch.zeros(0, 1, 1, 1, dtype=torch.float64, device=x.device)
+
+
+@dataclass(frozen=True)
+class Exp(Link):
+    """l(x) = exp(x): the only positive measurable link with l(a + b) = l(a) l(b). Kept in log space throughout."""
+
+    log_space: ClassVar[bool] = True
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> int:
+        return 6
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.exp()
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.exp()
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "link", "evidence multiplies where scores add"),
+            Move("derived", "link", "hence the link is exp(a x), a absorbed by the scale of the score"),
+        )
+
+
+@dataclass(frozen=True)
+class Identity(Link):
+    """l(x) = x."""
+
+    @property
+    def degree(self) -> int:
+        return 1
+
+    @property
+    def operations(self) -> int:
+        return 0
+
+    def monomials(self, c: Tensor) -> Tensor:
+        return torch.tensor([0.0, 1.0], dtype=torch.float64, device=c.device).view(2, 1, 1, 1)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("derived", "link", "the kernel is linear in phi(q): sums over keys can be kept instead of keys"),)
+
+
+@dataclass(frozen=True)
+class Gegenbauer(Link):
+    """Phi_n(x) = sum_{k=0}^{ceil n} w_k clamp(n - k + 1, 0, 1) R_k(x), R_k = C_k^lam(x) / C_k^lam(1), lam = (q - 1)/2.
+
+    degrees: n of each head group, fractional allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials).
+    init: ``ones`` (the paper; not localised) or ``reproducing`` (w_k = h(k/n) N_k, the kernel of the theory).
+    Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
+    """
+
+    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
+
+    degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0)
+    manifold_dim: int = 64
+    init: Literal["ones", "reproducing"] = "ones"
+    learn_weights: bool = True
+    learn_degrees: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
+        require(len(self.degrees) > 0 and all(n >= 0 and math.isfinite(n) for n in self.degrees),
+                f"Gegenbauer: degrees must be one or more numbers >= 0, received {self.degrees}.")
+        require(max(self.degrees) <= 64, f"Gegenbauer: degrees past 64 are not supported in float32 evaluation, received {max(self.degrees)}.")
+        require(self.manifold_dim >= 1, f"Gegenbauer: manifold_dim must be >= 1 (1 = Chebyshev), received {self.manifold_dim}.")
+        require(self.init in ("ones", "reproducing"), f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.")
+
+    @property
+    def degree(self) -> int:
+        # a learned degree may grow by one before its gate would need a polynomial that is not there
+        return math.ceil(max(self.degrees)) + (1 if self.learn_degrees else 0)
+
+    @property
+    def clenshaw(self) -> bool:
+        """Whether monomials would lose too many digits in float32, so that the three-term recurrence is used instead."""
+        return self.manifold_dim <= 8 and self.degree >= 16
+
+    @property
+    def operations(self) -> int:
+        return self.degree * (4 if self.clenshaw else 1)
+
+    def initial(self) -> dict[str, Tensor]:
+        count = self.degree + 1
+        if self.init == "ones":
+            weight = torch.ones(len(self.degrees), count)
+        else:
+            weight = torch.tensor([gegenbauer.reproducing_weights(n, self.manifold_dim, count) for n in self.degrees], dtype=torch.float32)
+        learned: dict[str, Tensor] = {"degree": row(*self.degrees)} if self.learn_degrees else {}
+        return {**learned, "weight": weight} if self.learn_weights else learned
+
+    def _gated(self, params: Params) -> Tensor:
+        device = next((p.device for p in params.values()), torch.device("cpu"))
+        degrees = params["degree"].double() if "degree" in params else torch.tensor(self.degrees, dtype=torch.float64, device=device)
+        if "weight" in params:
+            weight = params["weight"].double()
+        else:
+            weight = torch.ones(len(self.degrees), self.degree + 1, dtype=torch.float64, device=device)
+            if self.init == "reproducing":
+                rows = [gegenbauer.reproducing_weights(n, self.manifold_dim, self.degree + 1) for n in self.degrees]
+                weight = torch.tensor(rows, dtype=torch.float64, device=device)
+        if degrees.shape[0] != weight.shape[0]:
+            degrees = degrees.repeat(weight.shape[0] // degrees.shape[0])
+        order = torch.arange(self.degree + 1, dtype=torch.float64, device=device)
+        return weight * (degrees[:, None] - order + 1).clamp(0, 1)
+
+    def coefficients(self, params: Params) -> Tensor:
+        gated = self._gated(params)
+        if not self.clenshaw:
+            gated = gated @ gegenbauer.to_monomials(self.degree, self.manifold_dim).to(gated.device)
+        return gated.T[:, :, None, None]
+
+    def monomials(self, c: Tensor) -> Tensor:
+        if not self.clenshaw:
+            return c
+        matrix = gegenbauer.to_monomials(self.degree, self.manifold_dim).to(c.device)
+        return torch.einsum("khij,kn->nhij", c, matrix)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return gegenbauer.series(x, c, self.manifold_dim) if self.clenshaw else horner(x, c)
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return gegenbauer.series_derivative(x, c, self.manifold_dim) if self.clenshaw else horner_derivative(x, c)
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        if not self.clenshaw:
+            return power_sums(x, grad, c.shape[0])
+        sums = [(grad * r).sum((-1, -2)).double().sum(0) for r in gegenbauer.basis(x, c.shape[0], self.manifold_dim)]
+        return torch.stack(sums).view(c.shape[0], -1, 1, 1)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "link", f"the kernel is zonal: a polynomial of degree <= {self.degree} in the cosine"),
+            Move("assumed", "link", "weights may be negative; no theorem about positive kernels applies"),
+        )
+
+
+@dataclass(frozen=True)
+class Yat(Link):
+    """l(x) = x^2 / (2 + eps - 2x), 0 <= l <= 1/eps on [-1, 1]. Positive definite for eps > 0. Source: SLAY, eq. 3."""
+
+    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
+
+    eps: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self.eps > 0, f"Yat: eps must be > 0 (the kernel is unbounded at 0), received {self.eps}.")
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> int:
+        return 3
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.square() / (2 + self.eps - 2 * x)
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        gap = 2 + self.eps - 2 * x
+        return 2 * x * (2 + self.eps - x) / gap.square()
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "link", f"evidence is alignment squared over distance squared (eps = {self.eps:g})"),)
+
+
+@dataclass(frozen=True)
+class SquaredAffine(Link):
+    """l(x) = (x + b)^2: never negative, exact with (d + 1)(d + 2)/2 features. learn_bias: one b a head."""
+
+    bias: float = 0.04
+    learn_bias: bool = False
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def degree(self) -> int:
+        return 2
+
+    @property
+    def operations(self) -> int:
+        return 2
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"bias": row(self.bias)} if self.learn_bias else {}
+
+    def coefficients(self, params: Params) -> Tensor:
+        bias = params["bias"].double() if self.learn_bias else torch.tensor([self.bias], dtype=torch.float64)
+        return bias.view(1, -1, 1, 1)
+
+    def monomials(self, c: Tensor) -> Tensor:
+        return torch.cat([c.square(), 2 * c, torch.ones_like(c)])
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return (x + c[0]).square()
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return 2 * (x + c[0])
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        return power_sums(x, 2 * grad * (x + c[0]), 1)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "link", "evidence is the square of an affine function of the score"),
+            Move("derived", "link", "hence nonnegative, and exact with (d + 1)(d + 2)/2 features"),
+        )
+
+
+@dataclass(frozen=True)
+class PolynomialSquare(Link):
+    """l(x) = p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction, degree 2 deg p."""
+
+    polynomial: tuple[float, ...] = (0.04, 1.0)
+    floor: float = 0.0
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "polynomial", tuple(float(v) for v in self.polynomial))
+        require(2 <= len(self.polynomial) <= 9, f"PolynomialSquare: 2 to 9 coefficients (degree 1 to 8) are required, received {len(self.polynomial)}.")
+        require(self.floor >= 0, f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.")
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def degree(self) -> int:
+        return 2 * (len(self.polynomial) - 1)
+
+    @property
+    def operations(self) -> int:
+        return len(self.polynomial) + 1
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"coefficient": torch.tensor([self.polynomial], dtype=torch.float32)} if self.learn else {}
+
+    def coefficients(self, params: Params) -> Tensor:
+        values = params["coefficient"].double() if self.learn else torch.tensor([self.polynomial], dtype=torch.float64)
+        return values.T[:, :, None, None]
+
+    def monomials(self, c: Tensor) -> Tensor:
+        terms = [sum((c[i] * c[k - i] for i in range(max(0, k - len(c) + 1), min(k, len(c) - 1) + 1)), torch.zeros_like(c[0]))
+                 for k in range(2 * len(c) - 1)]
+        return torch.stack([terms[0] + self.floor, *terms[1:]])
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return horner(x, c).square() + self.floor
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return 2 * horner(x, c) * horner_derivative(x, c)
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        return power_sums(x, 2 * grad * horner(x, c), c.shape[0])
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "link", f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}"),
+            Move("derived", "link", "hence nonnegative, and exact with finitely many features"),
+        )
+
+
+LINKS: dict[str, type[Declaration]] = {
+    "Exp": Exp, "Identity": Identity, "Gegenbauer": Gegenbauer, "Yat": Yat, "SquaredAffine": SquaredAffine, "PolynomialSquare": PolynomialSquare,
+}
+
+__all__ = ["LINKS", "Exp", "Gegenbauer", "Identity", "Link", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]

@@ -1,0 +1,274 @@
+"""Operator: score x prior x link x anchor, with the learned parts as parameters. Softmax attention is one value of this type."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zonal.algebra import slots
+from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, SumAnchor
+from zonal.algebra.declaration import Declaration, Move, from_config
+from zonal.algebra.link import Exp, Identity, Link
+from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
+from zonal.algebra.score import Dot, Params, Score
+from zonal.errors import ArgumentError
+
+Readout = Literal["head", "concat"] | None
+
+
+class Tags(NamedTuple):
+    """What the planner may know about an operator. It reads these and never asks which mechanism it is."""
+
+    positive: bool  # K >= 0 on every input
+    log_space: bool  # the kernel is kept as its logarithm
+    bilinear: bool  # the score is a dot product of prepared vectors
+    degree: int | None  # the kernel is a polynomial of this degree in a bilinear score
+    solves: bool  # the anchor solves with the kernel among keys
+    normalises: bool  # the anchor divides by the row's sum
+    decays: bool  # the prior fades with time
+    includes_self: bool  # whether a causal query sees its own key
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An operator's parts with the current values of what it learned, for given numbers of heads.
+
+    coefficients: the link's, (n, H or 1, 1, 1) float64. kv: the same for the kernel among keys (rows per key head).
+    anchor_params: rows per query head, except names in ``anchor.kv_rows``: rows per key head.
+    """
+
+    score: Score
+    link: Link
+    anchor: Anchor
+    priors: tuple[Prior, ...]
+    heads: int
+    kv_heads: int
+    coefficients: Tensor
+    score_params: Params
+    anchor_params: Params
+    log_decay: Tensor | None  # (Hkv,) float64, of a declared constant decay
+    slopes: Tensor | None  # (H,)
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def _expand(value: Tensor, rows: int, name: str) -> Tensor:
+    if rows % value.shape[0]:
+        raise ArgumentError(
+            f"Operator: {name} has {value.shape[0]} head rows, which must divide the number of heads, received {rows}. "
+            "Declare as many values as heads, a divisor of it, or one."
+        )
+    return value.repeat(rows // value.shape[0], *[1] * (value.ndim - 1))
+
+
+class Operator(nn.Module):
+    """An attention operator, y_t = sum_s W_ts v_s with W = A(B * l(S)).
+
+    Args:
+        score: how q and k become a number. link: how that becomes evidence. anchor: how evidence becomes weights.
+        prior: declared masks and biases, in any order.
+        name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
+        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output).
+
+    The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row
+    for each head group; rows are repeated when an operator meets more heads, or made distinct by ``for_heads``.
+    """
+
+    def __init__(
+        self,
+        score: Score = Dot(),
+        link: Link = Exp(),
+        anchor: Anchor = Row(),
+        prior: Prior | tuple[Prior, ...] = (),
+        *,
+        name: str | None = None,
+        readout: Readout = None,
+        layer_init: Literal["default", "zero_output"] = "default",
+        spec: str | None = None,
+    ) -> None:
+        super().__init__()
+        priors = (prior,) if isinstance(prior, Prior) else tuple(prior)
+        for value, kind in ((score, Score), (link, Link), (anchor, Anchor), *((p, Prior) for p in priors)):
+            if not isinstance(value, kind):
+                raise ArgumentError(f"Operator: a {kind.__name__.lower()} is required, received {value!r}. See zonal.{kind.__name__.lower()} for what there is.")
+        self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
+        self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
+        self.spec = spec or self.name
+        self.readout: Readout = readout
+        self.layer_init = layer_init
+        self.learned_parts = nn.ParameterDict(
+            {f"{slot}_{key}": nn.Parameter(value) for slot, part in self._parts() for key, value in part.initial().items()}
+        )
+
+    def _parts(self) -> list[tuple[str, Declaration]]:
+        return [("score", self.score), ("link", self.link), ("anchor", self.anchor), *((f"prior{i}", p) for i, p in enumerate(self.prior))]
+
+    def _params(self, slot: str, part: Declaration, heads: int, kv_heads: int) -> Params:
+        return {
+            key: _expand(self.learned_parts[f"{slot}_{key}"], kv_heads if key in part.kv_rows else heads, f"{slot}.{key}")
+            for key in part.initial()
+        }
+
+    @property
+    def tags(self) -> Tags:
+        # a linear link over a score that is never negative is a positive kernel too
+        positive = self.link.positive or (isinstance(self.link, Identity) and self.score.positive)
+        decays = any(isinstance(p, Decay) for p in self.prior)
+        own = next((p.include_self for p in self.prior if isinstance(p, Causal)), None)
+        return Tags(
+            positive=positive,
+            log_space=self.link.log_space,
+            bilinear=self.score.bilinear,
+            degree=self.link.degree if self.score.bilinear else None,
+            solves=self.anchor.solves,
+            normalises=isinstance(self.anchor, SumAnchor) and self.anchor.normalises,
+            decays=decays,
+            includes_self=self.anchor.include_self if own is None else own,
+        )
+
+    def refusal(self) -> str | None:
+        """Why this combination of parts means nothing, or None when it does."""
+        if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
+            return (
+                f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can leave it; "
+                "use score.Cosine() with temperature >= 1"
+            )
+        if isinstance(self.anchor, Row) and not self.tags.positive and not self.anchor.allow_signed:
+            return (
+                f"anchor Row divides by a sum of {type(self.link).__name__} values, which may be negative and cancel; "
+                "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
+            )
+        if self.anchor.solves and any(isinstance(p, ALiBi | Decay) for p in self.prior):
+            return f"anchor {type(self.anchor).__name__} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
+        if self.anchor.solves and isinstance(self.link, Identity) and not self.score.bilinear:
+            return f"anchor {type(self.anchor).__name__} needs a positive definite kernel, and a bare distance is none; use link.Exp()"
+        return None
+
+    def check(self, call: str) -> None:
+        """Raise ArgumentError when ``refusal`` has something to say."""
+        reason = self.refusal()
+        if reason is not None:
+            raise ArgumentError(f"{call}: operator {self.name!r} cannot be run: {reason}.")
+
+    def bind(self, heads: int, kv_heads: int) -> Bound:
+        """The parts with current values for H query heads and Hkv key heads."""
+        link_params = self._params("link", self.link, heads, kv_heads)
+        decay = next(((f"prior{i}", p) for i, p in enumerate(self.prior) if isinstance(p, Decay)), None)
+        alibi = next((p for p in self.prior if isinstance(p, ALiBi)), None)
+        return Bound(
+            score=self.score, link=self.link, anchor=self.anchor, priors=self.prior, heads=heads, kv_heads=kv_heads,
+            coefficients=self._coefficients(link_params, heads),
+            score_params=self._params("score", self.score, heads, kv_heads),
+            anchor_params=self._params("anchor", self.anchor, heads, kv_heads),
+            log_decay=None if decay is None else decay[1].log_decay(self._params(*decay, heads, kv_heads), kv_heads),
+            slopes=None if alibi is None else alibi.for_heads(heads),
+        )
+
+    def _coefficients(self, params: Params, heads: int) -> Tensor:
+        c = self.link.coefficients(params)
+        if c.shape[1] in (1, heads):
+            return c
+        # rows that are declared but not learned (fixed degrees) repeat in the same way
+        return _expand(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
+
+    def replace(
+        self,
+        *,
+        score: Score | None = None,
+        link: Link | None = None,
+        anchor: Anchor | None = None,
+        prior: Prior | tuple[Prior, ...] | None = None,
+    ) -> "Operator":
+        """A new operator with some slots swapped; parts that stay keep their learned values."""
+        new = Operator(
+            score or self.score, link or self.link, anchor or self.anchor, self.prior if prior is None else prior,
+            name=self.name, readout=self.readout, layer_init=self.layer_init, spec=None,
+        )
+        kept = {slot for slot, part in self._parts() if dict(new._parts()).get(slot) == part}
+        for key, value in self.learned_parts.items():
+            if key.split("_", 1)[0] in kept:
+                new.learned_parts[key] = nn.Parameter(value.detach().clone())
+        return new
+
+    def for_heads(self, heads: int, kv_heads: int | None = None) -> "Operator":
+        """A copy whose learned parts have one row of their own for each head."""
+        new = Operator(
+            self.score, self.link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, spec=self.spec
+        )
+        for slot, part in self._parts():
+            for key in part.initial():
+                rows = (kv_heads or heads) if key in part.kv_rows else heads
+                value = _expand(self.learned_parts[f"{slot}_{key}"].detach(), rows, f"{slot}.{key}")
+                new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.clone())
+        return new
+
+    def moves(self) -> tuple[Move, ...]:
+        """Everything assumed, derived or approximated, slot by slot."""
+        listed = [move for _, part in self._parts() for move in part.moves()]
+        tags = self.tags
+        if tags.degree is not None and not tags.solves:
+            listed.append(Move("derived", "memory", f"a polynomial of degree {tags.degree} in a dot product: moments of keys carry all of the past"))
+        elif not tags.solves:
+            listed.append(Move("derived", "memory", "no finite sum over keys is exact: the past must be kept as keys and values"))
+        return tuple(listed)
+
+    def config(self) -> dict[str, Any]:
+        """The declaration as plain JSON values (learned values are not in it)."""
+        return {
+            "name": self.name, "spec": self.spec, "readout": self.readout, "layer_init": self.layer_init,
+            "score": self.score.config(), "link": self.link.config(), "anchor": self.anchor.config(),
+            "prior": [p.config() for p in self.prior],
+        }
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any]) -> "Operator":
+        """The operator that ``config()`` described.
+
+        Raises: ArgumentError for unknown types or fields.
+        """
+        missing = {"score", "link", "anchor", "prior"} - set(config)
+        if missing:
+            raise ArgumentError(f"Operator.from_config: the configuration lacks {', '.join(sorted(missing))}.")
+        read = {slot: from_config(config[slot], slots.ALL, slot) for slot in ("score", "link", "anchor")}
+        prior = tuple(from_config(p, slots.ALL, "prior") for p in config["prior"])
+        return Operator(
+            read["score"], read["link"], read["anchor"], prior,  # type: ignore[arg-type]
+            name=config.get("name"), readout=config.get("readout"), layer_init=config.get("layer_init", "default"), spec=config.get("spec"),
+        )
+
+    @torch.no_grad()
+    def learned(self, points: int = 81) -> dict[str, Any]:
+        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees, rates, temperatures."""
+        rows = max([1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])])
+        bound = self.bind(rows, rows)
+        reach = 1.0 if self.link.domain is not None or self.score.bound is not None else 3.0
+        x = torch.linspace(-reach, reach, points, dtype=torch.float64)
+        curve = self.link.value(x.expand(1, rows, 1, points), bound.coefficients)[0, :, 0]
+        out: dict[str, Any] = {"kernel_curve": {"x": x.tolist(), "heads": curve.tolist()}}
+        if isinstance(self.anchor, Ridge):
+            out["ridge"] = self.anchor.ridge(bound.anchor_params, rows).tolist()
+        if isinstance(self.anchor, Koopman):
+            scale = bound.anchor_params
+            out["eta"] = scale["eta"].tolist() if "eta" in scale else [self.anchor.eta]
+            if self.anchor.power:
+                out["gamma"] = self.anchor.gamma(scale).tolist()
+        if "link_degree" in self.learned_parts:
+            out["degrees"] = self.learned_parts["link_degree"].tolist()
+        if "score_log_temperature" in self.learned_parts:
+            out["temperature"] = self.learned_parts["score_log_temperature"].exp().tolist()
+        if bound.log_decay is not None:
+            out["rates"] = bound.log_decay.exp().tolist()
+        return out
+
+    def extra_repr(self) -> str:
+        return f"name={self.name!r}, score={self.score}, link={self.link}, anchor={self.anchor}, prior={self.prior}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise ArgumentError("Operator: an operator is a declaration; call zonal.attention(q, k, v, operator) to run it.")
+
+
+__all__ = ["Bound", "Operator", "Readout", "Tags"]

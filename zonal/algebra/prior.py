@@ -1,0 +1,256 @@
+"""Priors: what is allowed and what is favoured before any score is seen, B_ts.
+
+Declared priors (``Causal``, ``ChunkCausal``, ``Window``, ``ALiBi``, ``Decay``) belong to the operator; key padding, packed
+sequences, per-token decays and key biases come with the call. Together they are a ``Visibility`` and a ``Bias``:
+
+* every mask here is an interval of keys for each query, [lo_t, hi_t), cut by a key mask; and
+* every log prior is row_t + col_s - slope |t - s|: a decay is c_t - c_s with c the running sum of log decays.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Declaration, Move, require
+from zonal.errors import ArgumentError
+
+
+class Prior(Declaration):
+    slot = "prior"
+
+
+@dataclass(frozen=True)
+class Causal(Prior):
+    """Query t sees keys s <= t (``include_self=True``) or s < t (False). None leaves the choice to the anchor."""
+
+    include_self: bool | None = None
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "prior", "no query sees a later key"),)
+
+
+@dataclass(frozen=True)
+class ChunkCausal(Prior):
+    """Query t sees keys s < size * floor(t / size): whole chunks of the past, as the Echo paper trains."""
+
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"ChunkCausal: size must be >= 1, received {self.size}.")
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "prior", f"a query sees only whole chunks of {self.size} tokens before its own"),)
+
+
+@dataclass(frozen=True)
+class Window(Prior):
+    """Query t sees keys with t - left <= s <= t + right (``right`` matters without causality only)."""
+
+    left: int = 256
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.left >= 0 and (self.right is None or self.right >= 0), f"Window: left and right must be >= 0, received {self.left}, {self.right}.")
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "prior", f"a query sees at most the {self.left} keys before it"),)
+
+
+@dataclass(frozen=True)
+class ALiBi(Prior):
+    """log B_ts = -slope_h |t - s|; slopes default to 2^(-8 (h + 1) / H) (Press et al. 2022)."""
+
+    slopes: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slopes is not None:
+            object.__setattr__(self, "slopes", tuple(float(v) for v in self.slopes))
+
+    def for_heads(self, heads: int) -> Tensor:
+        """The slopes (H,)."""
+        values = self.slopes or tuple(2 ** (-8 * (h + 1) / heads) for h in range(heads))
+        require(heads % len(values) == 0, f"ALiBi: the number of slopes ({len(values)}) must divide the number of heads ({heads}).")
+        return torch.tensor(values, dtype=torch.float32).repeat(heads // len(values))
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "prior", "evidence falls exponentially with the distance of positions, at a fixed rate a head"),)
+
+
+@dataclass(frozen=True)
+class Decay(Prior):
+    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with attention(log_decay=...)."""
+
+    rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
+    learn: bool = True
+
+    kv_rows: ClassVar[tuple[str, ...]] = ("log_rate",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", tuple(float(v) for v in self.rates))
+        require(len(self.rates) > 0 and all(0 < r < 1 for r in self.rates), f"Decay: rates must lie in (0, 1), received {self.rates}.")
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates])} if self.learn else {}
+
+    def log_decay(self, params: dict[str, Tensor], heads: int) -> Tensor:
+        """log rate (H,) <= 0."""
+        if self.learn:
+            value = -params["log_rate"].double().exp()
+        else:
+            value = torch.tensor([math.log(r) for r in self.rates], dtype=torch.float64)
+        require(heads % value.shape[0] == 0, f"Decay: the number of rates ({value.shape[0]}) must divide the number of key heads ({heads}).")
+        return value.repeat(heads // value.shape[0])
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "prior", "evidence fades by a constant factor a step, so a sum over the past can be carried"),)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
+
+    lo, hi: int64 (T,) on the CPU (plain positions: the drivers plan their loops from them). key_mask: bool (B, S) or None.
+    segment_start, segment_end: the packed document each query lies in, (T,); without packing 0 and S.
+    position: absolute position of each query among the keys, (T,).
+    """
+
+    lo: Tensor
+    hi: Tensor
+    segment_start: Tensor
+    segment_end: Tensor
+    position: Tensor
+    keys: int
+    key_mask: Tensor | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
+        return bool((self.lo <= self.segment_start).all())
+
+    @property
+    def packed(self) -> bool:
+        return bool((self.segment_start > 0).any() or (self.segment_end < self.keys).any())
+
+    def key_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The keys that any query in [start, stop) may see."""
+        lo, hi = self.lo[start:stop], self.hi[start:stop]
+        open_ = hi > lo
+        if not bool(open_.any()):
+            return 0, 0
+        return int(lo[open_].min()), int(hi[open_].max())
+
+    def all_visible(self, t0: int, t1: int, s0: int, s1: int) -> bool:
+        """Whether the interval rule forbids nothing in this tile (the key mask may still)."""
+        return bool((self.lo[t0:t1] <= s0).all() and (self.hi[t0:t1] >= s1).all())
+
+    def tile(self, t0: int, t1: int, s0: int, s1: int, device: torch.device) -> Tensor | None:
+        """The mask of a tile, broadcastable to (B, 1, t, s); None where nothing is forbidden."""
+        mask = None
+        if not self.all_visible(t0, t1, s0, s1):
+            s = torch.arange(s0, s1)
+            mask = ((s >= self.lo[t0:t1, None]) & (s < self.hi[t0:t1, None])).to(device)[None, None]
+        if self.key_mask is not None:
+            keys = self.key_mask[:, None, None, s0:s1]
+            mask = keys if mask is None else mask & keys
+        return mask
+
+    def count(self, device: torch.device) -> Tensor:
+        """How many keys each query sees, (B or 1, 1, T) int64."""
+        lo, hi = self.lo.to(device), torch.maximum(self.hi, self.lo).to(device)
+        if self.key_mask is None:
+            return (hi - lo)[None, None]
+        seen = torch.nn.functional.pad(self.key_mask.long().cumsum(-1), (1, 0))
+        return (seen[:, hi] - seen[:, lo])[:, None]
+
+
+@dataclass(frozen=True)
+class Bias:
+    """log B_ts = row[b, h, t] + col[b, h, s] - slope[h] |position_t - s|, each part None when absent. float64 where it is a running sum."""
+
+    row: Tensor | None = None
+    col: Tensor | None = None
+    slope: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.row is None and self.col is None and self.slope is None
+
+    def tile(self, t0: int, t1: int, s0: int, s1: int, position: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The log prior of a tile, broadcastable to (B, H, t, s)."""
+        total = None
+        if self.row is not None or self.col is not None:
+            row = None if self.row is None else self.row[..., t0:t1]
+            col = None if self.col is None else self.col[..., s0:s1]
+            if row is not None and col is not None and t1 > t0:
+                # both are long running sums: take out a common reference before leaving float64
+                reference = row[..., :1].detach()
+                row, col = row - reference, col + reference
+            parts = [p for p in (None if row is None else row[..., :, None], None if col is None else col[..., None, :]) if p is not None]
+            total = sum((p.to(dtype) for p in parts[1:]), parts[0].to(dtype))
+        if self.slope is not None:
+            distance = (position[t0:t1, None] - torch.arange(s0, s1)).abs().to(self.slope.device)
+            alibi = -self.slope.to(dtype)[:, None, None] * distance.to(dtype)
+            total = alibi if total is None else total + alibi
+        return total
+
+
+def visibility(
+    queries: int,
+    keys: int,
+    priors: tuple[Prior, ...],
+    *,
+    causal: bool,
+    include_self: bool,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Visibility:
+    """The mask of a call. With fewer queries than keys, the queries are the last positions (as in a cached decoder)."""
+    mode: Literal["none", "causal", "chunk"] = "causal" if causal else "none"
+    left: int | None = None
+    right: int | None = None
+    chunk = 1
+    for prior in priors:
+        if isinstance(prior, Causal):
+            mode = "causal" if mode != "chunk" else mode
+            include_self = include_self if prior.include_self is None else prior.include_self
+        elif isinstance(prior, ChunkCausal):
+            mode, chunk = "chunk", prior.size
+        elif isinstance(prior, Window):
+            left, right = prior.left, prior.right
+    position = torch.arange(queries) + (keys - queries if (mode != "none" or left is not None) else 0)
+    start, end = torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys, dtype=torch.int64)
+    if cu_seqlens is not None:
+        edges = checked_cu_seqlens(cu_seqlens, keys)
+        require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
+        document = torch.bucketize(torch.arange(queries), edges[1:], right=True)
+        start, end = edges[:-1][document], edges[1:][document]
+    lo, hi = start.clone(), end.clone()
+    if mode == "causal":
+        hi = torch.minimum(hi, position + (1 if include_self else 0))
+    elif mode == "chunk":
+        hi = torch.minimum(hi, start + torch.div(position - start, chunk, rounding_mode="floor") * chunk)
+    if left is not None:
+        lo = torch.maximum(lo, position - left)
+        if right is not None:
+            hi = torch.minimum(hi, position + right + 1)
+    hi = hi.clamp_min(0)
+    return Visibility(lo, hi, start, end, position, keys, key_padding_mask)
+
+
+def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+    """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
+    edges = cu_seqlens.detach().to("cpu", torch.int64)
+    good = edges.ndim == 1 and edges.numel() >= 2 and int(edges[0]) == 0 and int(edges[-1]) == total and bool((edges.diff() > 0).all())
+    if not good:
+        raise ArgumentError(
+            f"attention: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received {cu_seqlens.tolist()}."
+        )
+    return edges
+
+
+PRIORS: dict[str, type[Declaration]] = {"Causal": Causal, "ChunkCausal": ChunkCausal, "Window": Window, "ALiBi": ALiBi, "Decay": Decay}
+
+__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Prior", "Visibility", "Window", "visibility"]

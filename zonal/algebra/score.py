@@ -1,0 +1,173 @@
+"""Scores: how a query and a key become one number, S_ts.
+
+A score first prepares queries and keys one by one (normalise, scale, map), then pairs them. Everything a memory stores
+is a prepared key. For ``bilinear`` scores the pairing is a plain dot product of prepared vectors, which is what feature
+maps and the ridge statistics need.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.declaration import Declaration, Move, require, row
+from zonal.algebra.metric import Euclidean, Metric
+
+Params = dict[str, Tensor]
+
+
+def _per_head(value: Tensor, like: Tensor) -> Tensor:
+    """A row parameter (H,) shaped to scale (B, H, T, D)."""
+    return value.to(like.dtype).view(1, -1, 1, 1)
+
+
+class Score(Declaration):
+    slot = "score"
+    bilinear: ClassVar[bool] = False
+
+    @property
+    def bound(self) -> float | None:
+        """The largest |S| the score can take, or None when it is unbounded."""
+        return None
+
+    @property
+    def positive(self) -> bool:
+        """Whether S >= 0 always."""
+        return False
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.prepare_query")
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.prepare_key")
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        """Prepared q (..., T, D), k (..., S, D) -> S (..., T, S)."""
+        return q @ k.transpose(-1, -2)
+
+    def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of sum(grad * pair(q, k)) with respect to prepared q and k."""
+        return grad @ k, grad.transpose(-1, -2) @ q
+
+
+_MAPS = ("none", "elu1", "relu", "silu")
+
+
+@dataclass(frozen=True)
+class Dot(Score):
+    """S_ts = scale * phi(q_t) . phi(k_s), scale = D^-1/2 unless given.
+
+    map: ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` or ``silu``, applied to both sides.
+    key_limit: keys longer than this are shortened to it (needed for a ridge whose size means something).
+    """
+
+    bilinear: ClassVar[bool] = True
+
+    scale: float | None = None
+    map: Literal["none", "elu1", "relu", "silu"] = "none"
+    key_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.map in _MAPS, f"Dot: map must be one of {', '.join(_MAPS)}, received {self.map!r}.")
+        require(self.key_limit is None or self.key_limit > 0, f"Dot: key_limit must be > 0 or None, received {self.key_limit}.")
+
+    @property
+    def positive(self) -> bool:
+        return self.map in ("elu1", "relu") and (self.scale is None or self.scale > 0)
+
+    def _mapped(self, x: Tensor) -> Tensor:
+        if self.map == "elu1":
+            return F.elu(x) + 1
+        if self.map == "relu":
+            return F.relu(x)
+        return F.silu(x) if self.map == "silu" else x
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        chosen = scale if scale is not None else self.scale
+        return self._mapped(q) * (chosen if chosen is not None else max(q.shape[-1], 1) ** -0.5)
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        k = self._mapped(k)
+        if self.key_limit is None:
+            return k
+        norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+        return k * (self.key_limit / norm.clamp_min(self.key_limit))
+
+    def moves(self) -> tuple[Move, ...]:
+        limit = () if self.key_limit is None else (Move("assumed", "score", f"keys are clipped to norm <= {self.key_limit:g}"),)
+        inner = "q.k" if self.map == "none" else f"{self.map}(q).{self.map}(k)"
+        return (Move("assumed", "score", f"the score is {inner}: of rank <= D, so queries and keys meet only through D numbers"), *limit)
+
+
+@dataclass(frozen=True)
+class Cosine(Score):
+    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything.
+
+    learn_temperature: one temperature a head (kept positive through its logarithm).
+    """
+
+    bilinear: ClassVar[bool] = True
+
+    temperature: float = 1.0
+    learn_temperature: bool = False
+    eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, f"Cosine: temperature must be > 0, received {self.temperature}.")
+
+    @property
+    def bound(self) -> float | None:
+        return None if self.learn_temperature else 1 / self.temperature
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"log_temperature": row(self.temperature).log()} if self.learn_temperature else {}
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        unit = F.normalize(q, dim=-1, eps=self.eps)
+        if scale is not None:  # the caller's scale stands in for 1 / temperature
+            return unit * scale
+        if self.learn_temperature:
+            unit = unit * _per_head(torch.exp(-params["log_temperature"]), q)
+        elif self.temperature != 1:
+            unit = unit / self.temperature
+        return unit
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        return F.normalize(k, dim=-1, eps=self.eps)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "score", "norms of q and k carry no evidence: the score is their cosine"),)
+
+
+@dataclass(frozen=True)
+class NegativeDistance(Score):
+    """S_ts = -d(q_t, k_s) / temperature for a metric d."""
+
+    metric: Metric = Euclidean()
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
+        return q
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        return k
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.metric.pair(q, k) / -self.temperature
+
+    def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return self.metric.pair_vjp(q, k, score * -self.temperature, grad / -self.temperature)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "score", f"evidence falls with the {type(self.metric).__name__} distance of query and key"),)
+
+
+SCORES: dict[str, type[Declaration]] = {"Dot": Dot, "Cosine": Cosine, "NegativeDistance": NegativeDistance}
+
+__all__ = ["SCORES", "Cosine", "Dot", "NegativeDistance", "Params", "Score"]
