@@ -43,6 +43,10 @@ class Score(Declaration):
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_key")
 
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        """A prepared key in the place of a query: what the kernel among keys, K_kk, is made with."""
+        return k
+
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         """Prepared q (..., T, D), k (..., S, D) -> S (..., T, S)."""
         return q @ k.transpose(-1, -2)
@@ -95,6 +99,9 @@ class Dot(Score):
         norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
         return k * (self.key_limit / norm.clamp_min(self.key_limit))
 
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        return k * (self.scale if self.scale is not None else max(k.shape[-1], 1) ** -0.5)
+
     def moves(self) -> tuple[Move, ...]:
         limit = () if self.key_limit is None else (Move("assumed", "score", f"keys are clipped to norm <= {self.key_limit:g}"),)
         inner = "q.k" if self.map == "none" else f"{self.map}(q).{self.map}(k)"
@@ -136,6 +143,9 @@ class Cosine(Score):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return F.normalize(k, dim=-1, eps=self.eps)
+
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        return k * _per_head(torch.exp(-params["log_temperature"]), k) if self.learn_temperature else k / self.temperature
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("assumed", "score", "norms of q and k carry no evidence: the score is their cosine"),)

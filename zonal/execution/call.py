@@ -1,0 +1,167 @@
+"""One call of attention, checked and prepared: what every path receives."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator, Tags
+from zonal.algebra.operator import Bound
+from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
+from zonal.errors import ArgumentError
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """q (B, H, T, D) and k (B, Hkv, S, D) are prepared by the score and in the computing type (float32 or better), as is v (B, Hkv, S, P).
+
+    coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
+    it is also contained in ``bias``. causal: whether queries are tied to positions at all (declared or asked for).
+    """
+
+    bound: Bound
+    tags: Tags
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    coefficients: Tensor
+    visibility: Visibility
+    bias: Bias
+    log_decay: Tensor | None
+    key_bias: Tensor | None
+    causal: bool
+    include_self: bool
+    dtype: torch.dtype  # of the result
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """(B, H, T, S, D, P)."""
+        return (*self.q.shape[:3], self.k.shape[2], self.q.shape[3], self.v.shape[3])
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk of a declared ChunkCausal prior."""
+        return next((p.size for p in self.bound.priors if isinstance(p, ChunkCausal)), None)
+
+    @property
+    def windowed(self) -> bool:
+        return any(isinstance(p, Window) for p in self.bound.priors)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
+        return x if self.bound.groups == 1 else x.repeat_interleave(self.bound.groups, dim=1)
+
+    def scaled(self, y: Tensor) -> Tensor:
+        """y times the anchor's factor a head, in the type of the result."""
+        factor = self.bound.anchor.output_scale(self.bound.anchor_params)
+        if factor is not None:
+            y = y * factor.to(y).view(1, -1, 1, 1)
+        return y.to(self.dtype)
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None) -> None:
+    """Raise ArgumentError naming the argument, what was required and what came."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ArgumentError(f"attention: {name} must have 4 axes (batch, heads, tokens, dim), received shape {tuple(x.shape)}.")
+        if x.dtype not in _FLOATS:
+            raise ArgumentError(f"attention: {name} must be float16, bfloat16, float32 or float64, received {x.dtype}.")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ArgumentError(f"attention: q, k and v must share one dtype, received {q.dtype}, {k.dtype}, {v.dtype}.")
+    if not (q.device == k.device == v.device):
+        raise ArgumentError(f"attention: q, k and v must be on one device, received {q.device}, {k.device}, {v.device}.")
+    if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
+        raise ArgumentError(f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, {k.shape[0]}, {v.shape[0]}.")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ArgumentError(f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}.")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ArgumentError(f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}).")
+    batch, _, keys, _ = k.shape
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
+            raise ArgumentError(
+                f"attention: key_padding_mask must be bool of shape (batch, keys) = {(batch, keys)} with True for real tokens, "
+                f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
+            )
+        if key_padding_mask.device != k.device:
+            raise ArgumentError(f"attention: key_padding_mask must be on {k.device}, received {key_padding_mask.device}.")
+    for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
+        if x is not None and tuple(x.shape) != (batch, k.shape[1], keys):
+            raise ArgumentError(f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, received {tuple(x.shape)}.")
+
+
+def prepare(
+    operator: Operator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    log_decay: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Call:
+    """Check the arguments against the operator and prepare queries, keys, masks and biases."""
+    checked(q, k, v, key_padding_mask, log_decay, key_bias)
+    operator.check("attention")
+    tags = operator.tags
+    bound = operator.bind(q.shape[1], k.shape[1])
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ArgumentError(f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens.")
+    if scale is not None and (bound.link.domain is not None or tags.solves):
+        raise ArgumentError(f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}.")
+    if tags.solves and (log_decay is not None or key_bias is not None):
+        raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; log_decay and key_bias must be None.")
+    out = q.dtype
+    compute = torch.promote_types(out, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        score_q = bound.score.prepare_query(q.to(compute), bound.score_params, scale)
+        score_k = bound.score.prepare_key(k.to(compute), bound.score_params)
+        seen = visibility(
+            q.shape[2], k.shape[2], _without_bias(bound.priors), causal=causal, include_self=tags.includes_self,
+            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+        )
+        decay = _log_decay(bound, k, key_padding_mask, log_decay)
+        bias = _bias(bound, seen, decay, key_bias)
+    tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
+    if decay is not None and not tied:
+        raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
+    return Call(
+        bound=bound, tags=tags, q=score_q, k=score_k, v=v.to(compute), coefficients=bound.coefficients.to(score_q),
+        visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
+    )
+
+
+def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
+    return tuple(p for p in priors if type(p).__name__ in ("Causal", "ChunkCausal", "Window"))
+
+
+def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
+    if given is not None:
+        decay = given.double()
+        if bool((decay > 0).any()):
+            raise ArgumentError("attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
+    elif bound.log_decay is not None:
+        decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
+    else:
+        return None
+    # a padded token is no step in time
+    return decay if padding is None else decay * padding[:, None]
+
+
+def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
+    row = col = None
+    if decay is not None:
+        running = decay.cumsum(-1)
+        running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
+        row, col = running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None, -running
+    if key_bias is not None:
+        extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
+        col = extra.double() if col is None else col + extra
+    return Bias(row, col, bound.slopes)
