@@ -1,0 +1,9 @@
+"""Models: the causal language model, its config, and initial weights that do not depend on the operator."""
+
+from zonal.models.causal_lm import CausalLM, Predictions, build
+from zonal.models.config import ModelConfig
+from zonal.models.cross_entropy import cross_entropy_sum
+from zonal.models.memory import ModelMemory
+from zonal.models.sampling import Sampler
+
+__all__ = ["CausalLM", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum"]

@@ -1,0 +1,351 @@
+"""The causal language model: an operator a layer, everything else shared."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal import store
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.models.config import ModelConfig
+from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
+from zonal.models.memory import ModelMemory
+from zonal.models.sampling import Sampler, StopRule
+from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
+
+IGNORE = -100
+FINISHED = -1
+
+
+class Predictions(NamedTuple):
+    """What the model says at the N supervised positions.
+
+    predicted (N,), target (N,): token ids. row (N,): which sequence of the batch. loss (N,): nats, float32 or better.
+    """
+
+    predicted: Tensor
+    target: Tensor
+    row: Tensor
+    loss: Tensor
+
+
+class CausalLM(nn.Module):
+    """Embedding, pre-norm blocks, norm, head.
+
+    Built by ``zonal.models.build(config, seed)`` when the initial weights are to be the same for every operator; the
+    constructor alone draws them from torch's global generator.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        # one table of angles for all layers: Rotary holds no parameter
+        rotary = Rotary(config.size_of_head, config.rotary_base) if config.rotary else False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(
+                    config.dim,
+                    config.heads,
+                    spec,
+                    kv_heads=config.kv_heads,
+                    head_dim=config.head_dim,
+                    rotary=rotary,
+                    qk_norm=config.qk_norm,
+                    conv=width,
+                ),
+                SwiGLU(config.dim, config.mlp_hidden) if config.mlp == "swiglu" else None,
+                config.norm_eps,
+            )
+            for spec, width in zip(config.layers, config.conv_widths, strict=True)
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
+        config = self.config
+        draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
+        draws.normal_(self.embedding.weight, "embedding.weight")
+        for index, block in enumerate(self._blocks()):
+            block.reset_parameters(draws.child(f"blocks.{index}"))
+        self.norm.reset_parameters()
+        if self.head is not None:
+            draws.normal_(self.head.weight, "head.weight")
+
+    # --- forward -------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V). Masks and path as in ``nn.Attention``."""
+        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+
+    def hidden(
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+    ) -> Tensor:
+        """tokens (B, T) -> what the head reads, (B, T, dim)."""
+        x = self._embed(tokens)
+        for block in self.blocks:
+            x = block(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        return self.norm(x)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> tuple[Tensor, int]:
+        """Cross-entropy at supervised positions.
+
+        Args:
+            tokens: (B, T).
+            targets: (B, T), the token to predict at each position; −100 = not supervised. The head is not run there.
+
+        Returns: the sum in nats (a scalar, float32 or better) and the number of supervised positions.
+        """
+        supervised = self._supervised("loss", tokens, targets)
+        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
+
+    @torch.no_grad()
+    def predict(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Predictions:
+        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``."""
+        supervised = self._supervised("predict", tokens, targets)
+        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        wanted = targets[supervised]
+        predicted, loss = predict_rows(rows, self._head_weight(), wanted)
+        return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
+
+    # --- memory --------------------------------------------------------------------------------------------------------
+
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's."""
+        return ModelMemory(tuple(block.empty_memory(batch, dtype, device) for block in self._blocks()))
+
+    @torch.no_grad()
+    def step(
+        self,
+        tokens: Tensor,
+        memory: ModelMemory,
+        *,
+        key_padding_mask: Tensor | None = None,
+        last_only: bool = False,
+        path: str = "auto",
+    ) -> tuple[Tensor, ModelMemory]:
+        """Read tokens after those in the memory: one or many.
+
+        Args:
+            tokens: (B, T).
+            memory: what came before; it is not changed.
+            key_padding_mask: (B, T), True = real token.
+            last_only: run the head at the last position alone.
+
+        Returns: logits (B, T, V), or (B, 1, V) with ``last_only``, and the memory after the tokens. Without gradients.
+        """
+        if len(memory.layers) != len(self.blocks):
+            raise ArgumentError(
+                f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. Make it with empty_memory()."
+            )
+        x = self._embed(tokens)
+        after = []
+        for block, before in zip(self.blocks, memory.layers, strict=True):
+            x, layer = block(x, before, key_padding_mask=key_padding_mask, path=path)
+            after.append(layer)
+        return self._logits(self.norm(x[:, -1:] if last_only else x)), ModelMemory(tuple(after))
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int | Sequence[int]] = (),
+        seed: int | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        memory: ModelMemory | None = None,
+    ) -> Iterator[Tensor]:
+        """Continue the tokens, one token a time, from the model's memory: the prompt is read once, in one call.
+
+        Args:
+            tokens: (B, T) prompts. Shorter ones are padded on the left, with ``key_padding_mask``.
+            max_new_tokens: at most so many.
+            temperature: logits are divided by it; 0 = the most likely token.
+            top_k: draw from the k most likely tokens only.
+            top_p: draw from the fewest most likely tokens whose probability reaches p.
+            stop: token ids, or sequences of token ids; a row that ends with one is finished. The stop itself is yielded.
+            seed: the same seed, prompt and model give the same tokens; None draws from torch's global generator.
+            key_padding_mask: (B, T), True = real token.
+            memory: what the model has already read before ``tokens``; it is not changed.
+
+        Yields: (B,) the next token of each row, −1 for a row that is finished. Ends when all rows are.
+        """
+        if max_new_tokens < 0:
+            raise ArgumentError(f"generate: max_new_tokens must not be negative, received {max_new_tokens}.")
+        self._check_tokens("generate", tokens)
+        if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
+            raise ArgumentError("generate: every prompt must end with a real token. Pad shorter prompts on the left.")
+        sampler = Sampler(temperature, top_k, top_p)
+        rule = StopRule(stop, tokens.shape[0])
+        generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+        before = self.empty_memory(tokens.shape[0]) if memory is None else memory
+        # checked now; the work below starts with the first next()
+        return self._continue(tokens, max_new_tokens, sampler, rule, generator, key_padding_mask, before)
+
+    def _continue(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        sampler: Sampler,
+        rule: StopRule,
+        generator: torch.Generator | None,
+        key_padding_mask: Tensor | None,
+        memory: ModelMemory,
+    ) -> Iterator[Tensor]:
+        finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        mask = key_padding_mask
+        for _ in range(max_new_tokens):
+            logits, memory = self.step(tokens, memory, key_padding_mask=mask, last_only=True)
+            drawn = sampler.draw(logits[:, -1], generator)
+            yield drawn.masked_fill(finished, FINISHED)
+            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=tokens.device)
+            if bool(finished.all()):
+                return
+            tokens, mask = drawn[:, None], None
+
+    @torch.no_grad()
+    def memory_bytes(self, length: int) -> int:
+        """Bytes that one sequence's memory takes after ``length`` tokens, all layers together."""
+        if length < 0:
+            raise ArgumentError(f"CausalLM.memory_bytes: length must not be negative, received {length}.")
+        return sum(block.attention.memory_bytes(length) for block in self._blocks())
+
+    # --- looking at it -------------------------------------------------------------------------------------------------
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; a tied weight counts once."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def learned(self) -> list[dict[str, Any]]:
+        """For each layer its operator spec and what the operator has learned, in plain lists."""
+        return [
+            {"layer": index, "operator": spec, **block.attention.operator.learned()}
+            for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
+        ]
+
+    @torch.no_grad()
+    def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
+        """The qualified name of the first parameter, or else of the first module in reading order, that is not finite; None if all are."""
+        for name, parameter in self.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                return name
+        x = self._embed(tokens)
+        for index, block in enumerate(self._blocks()):
+            mixed = block.attention(block.attention_norm(x), path=path)
+            if not bool(mixed.isfinite().all()):
+                return f"blocks.{index}.attention"
+            x = x + mixed
+            if block.mlp is not None and block.mlp_norm is not None:
+                x = x + block.mlp(block.mlp_norm(x))
+                if not bool(x.isfinite().all()):
+                    return f"blocks.{index}.mlp"
+        return None if bool(self._logits(self.norm(x)).isfinite().all()) else "head"
+
+    # --- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights and config to one safetensors file, whole or not at all."""
+        store.save_tensors(path, self.state_dict(), {"kind": "model", "config": self.config.to_dict()})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "CausalLM":
+        """The model of ``save``, on the CPU, in the dtype it was saved in.
+
+        Raises: FileFormatError when the file is missing, damaged, or not a model.
+        """
+        tensors, header = store.load_tensors(path, "model")
+        try:
+            model = cls(ModelConfig.from_dict(header["config"]))
+        except (KeyError, TypeError, ArgumentError) as error:
+            raise FileFormatError(f"load model: the config in {path} is not one of this version ({error}).") from error
+        expected = model.state_dict()
+        wrong = [f"{name} is missing" for name in expected if name not in tensors]
+        wrong += [f"{name} is unknown" for name in tensors if name not in expected]
+        wrong += [
+            f"{name} is {tuple(tensors[name].shape)} and should be {tuple(value.shape)}"
+            for name, value in expected.items()
+            if name in tensors and tensors[name].shape != value.shape
+        ]
+        if wrong:
+            raise FileFormatError(f"load model: the weights in {path} do not fit its config: {'; '.join(wrong[:3])}.")
+        # assign keeps the dtype of the file
+        model.load_state_dict(tensors, assign=True)
+        return model
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> Iterator[Block]:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head_weight())
+
+    def _check_tokens(self, call: str, tokens: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
+        # on a GPU this would wait for the device on every step; there the embedding itself refuses
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(value) for value in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ArgumentError(f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}.")
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        self._check_tokens("forward", tokens)
+        return self.embedding(tokens)
+
+    def _supervised(self, call: str, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) bool, where there is a target."""
+        if targets.shape != tokens.shape or targets.dtype != torch.int64:
+            raise ArgumentError(
+                f"CausalLM.{call}: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}."
+            )
+        supervised = targets != IGNORE
+        if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
+            raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
+        return supervised
+
+
+def build(config: ModelConfig, seed: int) -> CausalLM:
+    """A model whose initial weights are a function of (config, seed) alone.
+
+    Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
+    share all weights of equal name and shape. Operators keep their declared start; what they draw at random follows the seed.
+    torch's global generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CausalLM(config)
+    model.reset_parameters(seed)
+    return model

@@ -1,0 +1,129 @@
+"""The shape of a language model, as a value."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from zonal import mechanisms
+from zonal.errors import ArgumentError
+
+Mlp = Literal["swiglu", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder: embedding, one pre-norm block a layer, norm, head.
+
+    Args:
+        vocab_size: number of tokens V.
+        dim: width of the residual stream.
+        layers: the operator of each layer as a spec, for example ("softmax", "ska(power=1)").
+        heads: query heads of every layer.
+        kv_heads: key and value heads; None = ``heads``.
+        head_dim: size of one head; None = dim / heads.
+        mlp: "swiglu", or "none" for layers of attention alone.
+        mlp_ratio: hidden size of the SwiGLU over dim; rounded up to a multiple of 8.
+        rotary: rotary positions in every layer.
+        rotary_base: their wavelength base.
+        qk_norm: RMSNorm on q and k.
+        conv: width of the short convolution before the projections, one number or one a layer; 0 = none.
+        tie_embeddings: the head is the embedding.
+        max_len: the length the model is meant for; informs, does not limit.
+        norm_eps: ε of the norms.
+        init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 · layers).
+
+    Raises: ArgumentError naming the field, what was required and what came.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: tuple[str, ...]
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp: Mlp = "swiglu"
+    mlp_ratio: float = 8 / 3
+    rotary: bool = False
+    rotary_base: float = 10000.0
+    qk_norm: bool = False
+    conv: int | tuple[int, ...] = 0
+    tie_embeddings: bool = True
+    max_len: int | None = None
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        def refuse(field: str, required: str) -> ArgumentError:
+            return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
+
+        for field in ("vocab_size", "dim", "heads"):
+            if not _is_int(getattr(self, field)) or getattr(self, field) < 1:
+                raise refuse(field, "a positive integer")
+        for field in ("kv_heads", "head_dim", "max_len"):
+            value = getattr(self, field)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise refuse(field, "a positive integer or None")
+        for field in ("rotary", "qk_norm", "tie_embeddings"):
+            if not isinstance(getattr(self, field), bool):
+                raise refuse(field, "True or False")
+        for field in ("mlp_ratio", "norm_eps", "init_std", "rotary_base"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+                raise refuse(field, "a positive number")
+        if self.mlp not in get_args(Mlp):
+            raise refuse("mlp", " or ".join(repr(name) for name in get_args(Mlp)))
+        if isinstance(self.layers, str) or not self.layers or not all(isinstance(spec, str) for spec in self.layers):
+            raise refuse("layers", 'a tuple with one operator spec a layer, such as ("softmax", "sko")')
+        # a list from JSON is as good as a tuple, but a value must be hashable
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for spec in self.layers:
+            mechanisms.resolve(spec)  # an unknown name or argument is refused here, not when the model is built
+        if self.head_dim is None and self.dim % self.heads:
+            raise ArgumentError(f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim.")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")
+        if self.rotary and self.size_of_head % 2:
+            raise ArgumentError(f"ModelConfig: rotary needs an even head size, received {self.size_of_head}.")
+        if not _is_int(self.conv):
+            if isinstance(self.conv, str) or not hasattr(self.conv, "__len__") or len(self.conv) != len(self.layers):
+                raise refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
+            object.__setattr__(self, "conv", tuple(self.conv))
+        for width in self.conv_widths:
+            if not _is_int(width) or width < 0 or width == 1:
+                raise refuse("conv", "0 (none) or widths of at least 2")
+
+    @property
+    def size_of_head(self) -> int:
+        """The size of q, k and v of one head."""
+        return self.head_dim if self.head_dim is not None else self.dim // self.heads
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """The width of the short convolution of each layer."""
+        return (self.conv,) * len(self.layers) if isinstance(self.conv, int) else self.conv
+
+    @property
+    def mlp_hidden(self) -> int:
+        """The hidden size of the SwiGLU."""
+        return 8 * math.ceil(self.mlp_ratio * self.dim / 8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        fields = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ModelConfig":
+        """The config of ``to_dict``. Unknown and missing fields are refused by name."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - set(known))
+        missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields)
+        if unknown or missing:
+            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+            raise ArgumentError(f"ModelConfig.from_dict: {'; '.join(parts)}. Known fields: {', '.join(known)}.")
+        return cls(**fields)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,81 @@
+"""From logits to the next token, and knowing when to stop."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: only the k most likely tokens may be drawn.
+        top_p: only the smallest set of most likely tokens whose probability reaches p may be drawn.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ArgumentError(f"generate: temperature must be 0 (greedy) or a positive number, received {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ArgumentError(f"generate: top_k must be at least 1 or None, received {self.top_k}.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ArgumentError(f"generate: top_p must lie in (0, 1] or be None, received {self.top_p}.")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """logits (B, V) -> probabilities (B, V), zero for tokens that may not be drawn. Temperature > 0."""
+        logits = logits.double() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            # by rank and not by value, so that ties do not let more than k through
+            kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(self.top_k, dim=-1).indices, True)
+            logits = logits.masked_fill(~kept, -math.inf)
+        probabilities = logits.softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            # a token stays while those before it have not yet reached p: the first always stays
+            stays = ordered.cumsum(dim=-1) - ordered < self.top_p
+            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered * stays)
+            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
+        return probabilities
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """logits (B, V) -> tokens (B,)."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(1)
+
+
+class StopRule:
+    """Says which rows of a growing batch have just ended with one of the stop sequences.
+
+    Args:
+        stop: token ids, or sequences of token ids; a mixture is fine.
+        batch: number of rows.
+    """
+
+    def __init__(self, stop: Sequence[int | Sequence[int]], batch: int) -> None:
+        self.sequences = [(item,) if isinstance(item, int) else tuple(item) for item in stop]
+        if not all(self.sequences):
+            raise ArgumentError("generate: stop holds an empty sequence. Give token ids, or sequences of at least one token id.")
+        longest = max((len(sequence) for sequence in self.sequences), default=0)
+        self._keep = longest
+        self._recent: list[list[int]] = [[] for _ in range(batch)]
+
+    def update(self, tokens: Sequence[int]) -> list[bool]:
+        """Add one token a row; True where the row now ends with a stop sequence."""
+        ended = []
+        for recent, token in zip(self._recent, tokens, strict=True):
+            recent.append(token)
+            del recent[: max(0, len(recent) - self._keep)]
+            ended.append(any(tuple(recent[-len(sequence) :]) == sequence for sequence in self.sequences))
+        return ended

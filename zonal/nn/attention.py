@@ -1,0 +1,225 @@
+"""The attention layer: projections around any operator."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from zonal import mechanisms
+from zonal.algebra.operator import Operator
+from zonal.attention import attention
+from zonal.errors import ArgumentError
+from zonal.memory import Memory
+from zonal.nn.convolution import ShortConvolution
+from zonal.nn.initialise import Draws
+from zonal.nn.memory import LayerMemory
+from zonal.nn.norm import RMSNorm
+from zonal.nn.positions import check_masks, document_positions
+from zonal.nn.rotary import Rotary
+
+ReadoutNorm = Literal["auto", "head", "concat"]
+
+
+class Attention(nn.Module):
+    """y = W_O · norm(A(W_Q c, W_K c, W_V c)), with c = x or its short convolution and A any operator.
+
+    Args:
+        dim: size of x and y.
+        heads: H query heads.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head.
+        kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
+        head_dim: size of q, k and v of one head; None = dim / heads.
+        rotary: rotary positions on q and k; a ``Rotary`` is shared with whoever else holds it.
+        qk_norm: RMSNorm on q and on k, per head, one gain of size head_dim each.
+        readout_norm: RMSNorm on what the operator returns: "head" over each head with one gain shared by the heads, "concat"
+            over all heads at once, None for none; "auto" takes what the operator declares.
+        readout_eps: ε of that norm.
+        conv: width of the short convolution of x before the projections; 0 = none.
+        bias: biases in the four projections.
+        causal: each token sees itself and the past, or the past alone where the operator says so.
+
+    Raises: ArgumentError for sizes that do not fit; unknown operators list the valid names.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        operator: Operator | str,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: bool | Rotary = False,
+        qk_norm: bool = False,
+        readout_norm: ReadoutNorm | None = "auto",
+        readout_eps: float = 1e-6,
+        conv: int = 0,
+        bias: bool = False,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or heads < 1:
+            raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
+        if head_dim is None:
+            if dim % heads:
+                raise ArgumentError(f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads or pass head_dim.")
+            head_dim = dim // heads
+        if head_dim < 1:
+            raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
+        if readout_norm not in ("auto", "head", "concat", None):
+            raise ArgumentError(f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}.")
+        if conv < 0 or conv == 1:
+            raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
+
+        self.dim, self.heads, self.kv_heads, self.head_dim, self.causal = dim, heads, kv_heads, head_dim, causal
+        resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
+        self.operator: Operator = resolved.for_heads(heads, kv_heads)
+        self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
+
+        self.query = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.key = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.output = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(head_dim) if rotary else None
+        self.convolution = ShortConvolution(dim, conv) if conv else None
+        self.query_norm = RMSNorm(head_dim) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim) if qk_norm else None
+        if self.readout_norm == "head":
+            self.readout: RMSNorm | None = RMSNorm(head_dim, readout_eps)
+        elif self.readout_norm == "concat":
+            self.readout = RMSNorm(heads * head_dim, readout_eps)
+        else:
+            self.readout = None
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights but the operator's own, which keep the values it declares.
+
+        An operator with ``layer_init = "zero_output"`` starts with orthogonal queries and keys, head by head, and
+        writes nothing: W_O = 0.
+        """
+        for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
+            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        if self.operator.layer_init == "zero_output":
+            draws.orthogonal_(self.query.weight, "query.weight", self.heads)
+            draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
+            nn.init.zeros_(self.output.weight)
+        if self.convolution is not None:
+            self.convolution.reset_parameters(draws.child("convolution"))
+        for norm in (self.query_norm, self.key_norm, self.readout):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        dtype = dtype or self.query.weight.dtype
+        device = torch.device(device) if device is not None else self.query.weight.device
+        return LayerMemory(
+            memory=Memory.empty(self.operator, batch, self.kv_heads, self.head_dim, self.head_dim, dtype, device),
+            tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: LayerMemory | None = None,
+        *,
+        return_memory: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor | tuple[Tensor, LayerMemory]:
+        """Attend.
+
+        Args:
+            x: (B, T, dim), one token or many.
+            memory: what came before x; the result is then a pair.
+            return_memory: also return a memory when none is given.
+            key_padding_mask: (B, T), True = real token.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1); without memory.
+            path: the execution path of ``zonal.attention``.
+
+        Returns: y (B, T, dim), or (y, memory) when a memory is given or asked for. The given memory is not changed.
+        """
+        if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise ArgumentError(f"nn.Attention: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}.")
+        batch, length, _ = x.shape
+        check_masks("nn.Attention", batch, length, key_padding_mask, cu_seqlens)
+        if memory is None and return_memory:
+            memory = self.empty_memory(batch, x.dtype, x.device)
+        if memory is not None:
+            if cu_seqlens is not None:
+                raise ArgumentError("nn.Attention: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
+            if not self.causal:
+                raise ArgumentError("nn.Attention: a memory holds the past of a causal layer; this one was made with causal=False.")
+            if memory.batch != batch:
+                raise ArgumentError(f"nn.Attention: the memory holds {memory.batch} sequences, x has batch {batch}.")
+            if (memory.tail is None) != (self.convolution is None):
+                raise ArgumentError("nn.Attention: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
+
+        tail = None
+        inner = x
+        if self.convolution is not None:
+            inner, tail = self.convolution(
+                x, None if memory is None else memory.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+            )
+        q = self._split(self.query(inner), self.heads)
+        k = self._split(self.key(inner), self.kv_heads)
+        v = self._split(self.value(inner), self.kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary is not None:
+            positions = self._positions(length, memory, key_padding_mask, cu_seqlens)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+
+        result = attention(
+            q,
+            k,
+            v,
+            self.operator,
+            causal=self.causal,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            memory=None if memory is None else memory.memory,
+            path=path,
+        )
+        if memory is None:
+            return self._read_out(result)
+        y, absorbed = result
+        return self._read_out(y), memory.advance(absorbed, tail, length, key_padding_mask)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        """(B, T, heads · d) -> (B, heads, T, d)."""
+        return x.unflatten(2, (heads, self.head_dim)).transpose(1, 2)
+
+    def _positions(
+        self, length: int, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor | int:
+        """Positions count real tokens only, so that padding shifts nothing."""
+        start = 0 if memory is None else memory.position
+        if cu_seqlens is not None:
+            return document_positions(cu_seqlens, length)
+        if key_padding_mask is not None:
+            within = key_padding_mask.cumsum(dim=1) - 1
+            return within.clamp(min=0) + (start[:, None] if isinstance(start, Tensor) else start)
+        if isinstance(start, Tensor):
+            return start[:, None] + torch.arange(length, device=start.device)
+        return start
+
+    def _read_out(self, y: Tensor) -> Tensor:
+        """(B, H, T, P) -> (B, T, dim)."""
+        y = y.transpose(1, 2)
+        if self.readout_norm == "head" and self.readout is not None:
+            y = self.readout(y)
+        y = y.flatten(2)
+        if self.readout_norm == "concat" and self.readout is not None:
+            y = self.readout(y)
+        return self.output(y)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, readout_norm={self.readout_norm}"

@@ -1,0 +1,116 @@
+"""The short causal convolution that lets a layer see its last few tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+from zonal.nn.initialise import Draws
+from zonal.nn.positions import check_masks, document_index
+
+
+class ShortConvolution(nn.Module):
+    """y_t = Σ_{i<w} a_i ⊙ x_{t−i}, one filter a channel, optionally followed by SiLU.
+
+    The tokens before the first come from ``tail`` (w − 1 tokens, zeros for a new sequence). One pass over a sequence, many
+    passes over its pieces and one pass a token give the same values. A padded token does not exist: it neither enters a
+    window nor takes a place in the tail, and its own output is zero. Packed documents do not see each other.
+
+    Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters q, k and v
+    after their projections, with SiLU, without bias. Here the layer input is filtered, without bias, and without activation
+    unless asked. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
+
+    Args:
+        dim: channels.
+        width: w >= 2, the number of tokens in a window.
+        activation: None or "silu".
+    """
+
+    def __init__(self, dim: int, width: int, activation: str | None = None) -> None:
+        super().__init__()
+        if dim < 1 or width < 2:
+            raise ArgumentError(f"ShortConvolution: required dim >= 1 and width >= 2, received dim={dim}, width={width}.")
+        if activation not in (None, "silu"):
+            raise ArgumentError(f"ShortConvolution: activation must be None or 'silu', received {activation!r}.")
+        self.dim = dim
+        self.width = width
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(dim, width))
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        draws.uniform_(self.weight, "weight", self.width**-0.5)
+
+    def empty_tail(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        """The tail of a sequence that has not begun: zeros (batch, w − 1, dim)."""
+        return torch.zeros(batch, self.width - 1, self.dim, dtype=dtype or self.weight.dtype, device=device or self.weight.device)
+
+    def forward(
+        self,
+        x: Tensor,
+        tail: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Filter x.
+
+        Args:
+            x: (B, T, dim).
+            tail: (B, w − 1, dim), the tokens before x; None = none.
+            key_padding_mask: (B, T), True = real token.
+            cu_seqlens: (N + 1,) offsets of packed documents; B = 1, without ``tail``.
+
+        Returns: y (B, T, dim) and the new tail (B, w − 1, dim), a copy that does not keep x alive.
+
+        Raises: ArgumentError when shapes do not fit.
+        """
+        if x.dim() != 3 or x.shape[2] != self.dim:
+            raise ArgumentError(f"ShortConvolution: x must be (batch, tokens, {self.dim}), received {tuple(x.shape)}.")
+        batch, length, _ = x.shape
+        check_masks("ShortConvolution", batch, length, key_padding_mask, cu_seqlens)
+        if tail is None:
+            tail = x.new_zeros(batch, self.width - 1, self.dim)
+        elif cu_seqlens is not None:
+            raise ArgumentError("ShortConvolution: packed documents (cu_seqlens) start afresh and take no tail. Pass one of the two.")
+        elif tail.shape != (batch, self.width - 1, self.dim):
+            raise ArgumentError(f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}.")
+        tail = tail.to(x.dtype)
+
+        if cu_seqlens is not None:
+            return self._packed(x, cu_seqlens)
+        if key_padding_mask is not None:
+            return self._padded(x, tail, key_padding_mask)
+        extended = torch.cat((tail, x), dim=1)
+        return self._filter(extended), extended[:, length:].clone()
+
+    def _filter(self, extended: Tensor) -> Tensor:
+        """(B, w − 1 + T, dim) -> (B, T, dim): every full window."""
+        taps = self.weight.to(extended.dtype)
+        if extended.shape[1] == self.width:  # one token: a convolution call costs more than its arithmetic
+            y = (extended * taps.flip(1).t()).sum(dim=1, keepdim=True)
+        else:
+            y = F.conv1d(extended.transpose(1, 2), taps.flip(1)[:, None], groups=self.dim).transpose(1, 2)
+        return F.silu(y) if self.activation == "silu" else y
+
+    def _padded(self, x: Tensor, tail: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Move real tokens to the front of their rows, filter, and move them back."""
+        order = torch.argsort(~mask, dim=1, stable=True)  # slot -> token
+        x = x.masked_fill(~mask[..., None], 0.0)
+        extended = torch.cat((tail, x.gather(1, order[..., None].expand_as(x))), dim=1)
+        y = self._filter(extended)
+        back = torch.argsort(order, dim=1)  # token -> slot
+        y = y.gather(1, back[..., None].expand_as(y)).masked_fill(~mask[..., None], 0.0)
+        last = mask.sum(dim=1, keepdim=True) + torch.arange(self.width - 1, device=x.device)
+        return y, extended.gather(1, last[..., None].expand(-1, -1, self.dim))
+
+    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Put w − 1 zeros before every document, filter, and take them out."""
+        length, gap = x.shape[1], self.width - 1
+        documents = cu_seqlens.numel() - 1
+        place = torch.arange(length, device=x.device) + (document_index(cu_seqlens, length) + 1) * gap
+        spread = x.new_zeros(1, length + documents * gap, self.dim).index_copy(1, place, x)
+        return self._filter(spread)[:, place - gap], spread[:, -gap:].clone()
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, width={self.width}, activation={self.activation}"

@@ -1,0 +1,59 @@
+"""How weights start: one independent random stream a parameter, named by the parameter.
+
+Two models that differ only in their operator then share every parameter that has the same name and shape, bit for bit,
+whatever else either of them draws. This is what makes a comparison of operators start from one point.
+"""
+
+import dataclasses
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The source of initial weights.
+
+    Args:
+        std: standard deviation of ordinary weight matrices (GPT-2 and Llama use 0.02).
+        output_std: the same for projections that write into the residual stream; None = ``std``.
+        seed: the seed of all streams; None draws from torch's global generator.
+        prefix: the qualified name of the module that draws, with a trailing dot unless empty.
+    """
+
+    std: float = 0.02
+    output_std: float | None = None
+    seed: int | None = None
+    prefix: str = ""
+
+    def child(self, name: str) -> "Draws":
+        """The source for the submodule ``name``."""
+        return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
+
+    def generator(self, name: str) -> torch.Generator | None:
+        """The generator of parameter ``name``: seeded by SHA-256 of (seed, qualified name), so equal on every machine."""
+        if self.seed is None:
+            return None
+        digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()
+        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    @torch.no_grad()
+    def normal_(self, parameter: Tensor, name: str, *, output: bool = False, std: float | None = None) -> None:
+        """Fill with N(0, std²); ``output`` marks a projection into the residual stream."""
+        if std is None:
+            std = self.output_std if output and self.output_std is not None else self.std
+        # drawn in float32 on the CPU, then copied: the same numbers for every dtype and device
+        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=self.generator(name)))
+
+    @torch.no_grad()
+    def uniform_(self, parameter: Tensor, name: str, bound: float) -> None:
+        """Fill with U(−bound, bound)."""
+        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=self.generator(name)))
+
+    @torch.no_grad()
+    def orthogonal_(self, parameter: Tensor, name: str, blocks: int) -> None:
+        """Fill a (blocks · r, dim) matrix with ``blocks`` semi-orthogonal (r, dim) matrices, one a head."""
+        generator = self.generator(name)
+        for block in parameter.chunk(blocks):
+            block.copy_(torch.nn.init.orthogonal_(torch.empty(block.shape, dtype=torch.float32), generator=generator))

@@ -1,0 +1,41 @@
+"""Where a token stands: positions under packing and padding, and the checks of the two masks."""
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+
+
+def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Refuse a padding mask or packed offsets that do not fit (batch, length)."""
+    if key_padding_mask is not None and cu_seqlens is not None:
+        raise ArgumentError(f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass one of them.")
+    if key_padding_mask is not None and (key_padding_mask.shape != (batch, length) or key_padding_mask.dtype != torch.bool):
+        raise ArgumentError(
+            f"{call}: key_padding_mask must be a boolean tensor of shape {(batch, length)} with True at real tokens, "
+            f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
+        )
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ArgumentError(f"{call}: cu_seqlens packs all documents into one row, so x must have batch 1; received batch {batch}.")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+            raise ArgumentError(
+                f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
+            )
+        offsets = cu_seqlens.tolist()
+        if offsets[0] != 0 or offsets[-1] != length or any(b <= a for a, b in zip(offsets, offsets[1:], strict=False)):
+            raise ArgumentError(
+                f"{call}: cu_seqlens must rise strictly from 0 to the number of tokens {length}, received {offsets[0]} … {offsets[-1]} ({len(offsets)} offsets)."
+            )
+
+
+def document_index(cu_seqlens: Tensor, length: int) -> Tensor:
+    """(T,) the number of the document that each packed token belongs to."""
+    tokens = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+
+
+def document_positions(cu_seqlens: Tensor, length: int) -> Tensor:
+    """(T,) the position of each packed token within its document."""
+    starts = cu_seqlens[:-1][document_index(cu_seqlens, length)]
+    return torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype) - starts
