@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, require, row
+from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
 from zonal.errors import NonFiniteError
@@ -222,8 +222,7 @@ class Ridge(Anchor):
         if not self.learn_ridge:
             return torch.full((heads,), self.eps, dtype=torch.float64)
         value = F.softplus(params["raw_ridge"].double())
-        require(heads % value.shape[0] == 0, f"{type(self).__name__}: rows of the learned ridge ({value.shape[0]}) must divide the heads ({heads}).")
-        return value.repeat(heads // value.shape[0])
+        return expand_rows(value, heads, "the learned ridge")
 
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.kk is not None

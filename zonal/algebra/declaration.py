@@ -86,6 +86,21 @@ def row(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def expand_rows(value: Tensor, rows: int, name: str) -> Tensor:
+    """Head rows (R, ...) -> (rows, ...): repeated in turn for more heads, evenly thinned (keeping the last) for fewer.
+
+    Raises: ArgumentError when neither number divides the other.
+    """
+    have = value.shape[0]
+    if rows % have == 0:
+        return value if rows == have else value.repeat(rows // have, *[1] * (value.ndim - 1))
+    if have % rows == 0:
+        return value[have // rows - 1 :: have // rows]
+    raise ArgumentError(
+        f"Operator: {name} is declared for {have} heads and meets {rows}; one number must divide the other. Declare as many values as heads, or one."
+    )
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ArgumentError with ``message`` unless ``condition``."""
     if not condition:

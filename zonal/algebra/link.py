@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import Declaration, Move, require, row
+from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
 from zonal.algebra.score import Params
 
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
@@ -24,8 +24,10 @@ def horner(x: Tensor, c: Tensor) -> Tensor:
     if c.shape[0] == 1:
         return c[0].expand(x.shape)
     out = torch.addcmul(c[-2], c[-1], x)
+    # one buffer for all steps where no graph is recorded: fresh buffers cost more than the arithmetic
+    in_place = not (torch.is_grad_enabled() and (x.requires_grad or c.requires_grad))
     for k in range(c.shape[0] - 3, -1, -1):
-        out = torch.addcmul(c[k], out, x)
+        out = torch.addcmul(c[k], out, x, out=out) if in_place else torch.addcmul(c[k], out, x)
     return out
 
 
@@ -198,7 +200,7 @@ class Gegenbauer(Link):
                 rows = [gegenbauer.reproducing_weights(n, self.manifold_dim, self.degree + 1) for n in self.degrees]
                 weight = torch.tensor(rows, dtype=torch.float64, device=device)
         if degrees.shape[0] != weight.shape[0]:
-            degrees = degrees.repeat(weight.shape[0] // degrees.shape[0])
+            degrees = expand_rows(degrees, weight.shape[0], "Gegenbauer degrees")
         order = torch.arange(self.degree + 1, dtype=torch.float64, device=device)
         return weight * (degrees[:, None] - order + 1).clamp(0, 1)
 

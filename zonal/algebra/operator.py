@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zonal.algebra import slots
 from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, SumAnchor
-from zonal.algebra.declaration import Declaration, Move, from_config
+from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.score import Dot, Params, Score
@@ -56,15 +56,6 @@ class Bound:
         return self.heads // self.kv_heads
 
 
-def _expand(value: Tensor, rows: int, name: str) -> Tensor:
-    if rows % value.shape[0]:
-        raise ArgumentError(
-            f"Operator: {name} has {value.shape[0]} head rows, which must divide the number of heads, received {rows}. "
-            "Declare as many values as heads, a divisor of it, or one."
-        )
-    return value.repeat(rows // value.shape[0], *[1] * (value.ndim - 1))
-
-
 class Operator(nn.Module):
     """An attention operator, y_t = sum_s W_ts v_s with W = A(B * l(S)).
 
@@ -75,7 +66,8 @@ class Operator(nn.Module):
         layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output).
 
     The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row
-    for each head group; rows are repeated when an operator meets more heads, or made distinct by ``for_heads``.
+    for each head group; rows are repeated when an operator meets more heads, thinned evenly when it meets fewer, and made
+    each head's own by ``for_heads``.
     """
 
     def __init__(
@@ -109,7 +101,7 @@ class Operator(nn.Module):
 
     def _params(self, slot: str, part: Declaration, heads: int, kv_heads: int) -> Params:
         return {
-            key: _expand(self.learned_parts[f"{slot}_{key}"], kv_heads if key in part.kv_rows else heads, f"{slot}.{key}")
+            key: expand_rows(self.learned_parts[f"{slot}_{key}"], kv_heads if key in part.kv_rows else heads, f"{slot}.{key}")
             for key in part.initial()
         }
 
@@ -173,7 +165,7 @@ class Operator(nn.Module):
         if c.shape[1] in (1, heads):
             return c
         # rows that are declared but not learned (fixed degrees) repeat in the same way
-        return _expand(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
+        return expand_rows(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
 
     def replace(
         self,
@@ -202,7 +194,7 @@ class Operator(nn.Module):
         for slot, part in self._parts():
             for key in part.initial():
                 rows = (kv_heads or heads) if key in part.kv_rows else heads
-                value = _expand(self.learned_parts[f"{slot}_{key}"].detach(), rows, f"{slot}.{key}")
+                value = expand_rows(self.learned_parts[f"{slot}_{key}"].detach(), rows, f"{slot}.{key}")
                 new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.clone())
         return new
 

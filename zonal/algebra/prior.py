@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, require
+from zonal.algebra.declaration import Declaration, Move, expand_rows, require
 from zonal.errors import ArgumentError
 
 
@@ -72,8 +72,7 @@ class ALiBi(Prior):
     def for_heads(self, heads: int) -> Tensor:
         """The slopes (H,)."""
         values = self.slopes or tuple(2 ** (-8 * (h + 1) / heads) for h in range(heads))
-        require(heads % len(values) == 0, f"ALiBi: the number of slopes ({len(values)}) must divide the number of heads ({heads}).")
-        return torch.tensor(values, dtype=torch.float32).repeat(heads // len(values))
+        return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("assumed", "prior", "evidence falls exponentially with the distance of positions, at a fixed rate a head"),)
@@ -101,8 +100,7 @@ class Decay(Prior):
             value = -params["log_rate"].double().exp()
         else:
             value = torch.tensor([math.log(r) for r in self.rates], dtype=torch.float64)
-        require(heads % value.shape[0] == 0, f"Decay: the number of rates ({value.shape[0]}) must divide the number of key heads ({heads}).")
-        return value.repeat(heads // value.shape[0])
+        return expand_rows(value, heads, "Decay rates")
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("assumed", "prior", "evidence fades by a constant factor a step, so a sum over the past can be carried"),)

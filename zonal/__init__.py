@@ -1,0 +1,9 @@
+"""Zonal: attention operators declared by their parts, planned onto the cheapest exact path, and used as layers, models and memories."""
+
+from zonal import mechanisms
+from zonal.algebra import Operator, anchor, ledger, link, metric, prior, score
+from zonal.attention import attention
+
+__version__ = "0.1.0"
+
+__all__ = ["Operator", "anchor", "attention", "ledger", "link", "mechanisms", "metric", "prior", "score"]

@@ -1,0 +1,187 @@
+"""Score tiles that are made, used and forgotten: exact attention in memory linear in the number of tokens.
+
+Forward keeps y and one number a row (the anchor's factor, or the log of the row's sum); backward makes every tile again.
+Per tile, with W = K * factor (or exp(log K - lse)) and D_t = dy_t . y_t for a row anchor (0 otherwise):
+dV = W^T dY, dlogK = W (dY V^T - D), dK = factor (dY V^T - D), dS = dK B l'(S).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Anchor, SumAnchor
+from zonal.algebra.link import Link
+from zonal.algebra.prior import Bias, Visibility
+from zonal.algebra.score import Score
+from zonal.errors import PathError
+from zonal.execution.call import Call
+
+_QUERIES, _KEYS = 256, 512
+# many heads at once make long tiles; past this the tile leaves the cache and short query blocks are better
+_TILE_ELEMENTS = 1 << 20
+
+
+class _Parts(NamedTuple):
+    """What a tile is made from, apart from the tensors that get gradients."""
+
+    score: Score
+    link: Link
+    anchor: SumAnchor
+    log: bool
+    visibility: Visibility
+    slope: Tensor | None
+    groups: int
+
+
+def refusal(anchor: Anchor) -> str | None:
+    """Why the tiled path cannot run an anchor, or None."""
+    if not isinstance(anchor, SumAnchor):
+        return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
+    return None
+
+
+def blocks(batch_heads: int, queries: int, keys: int) -> tuple[int, int]:
+    """Tile sizes (queries, keys) for B H heads."""
+    key_block = min(_KEYS, max(keys, 1))
+    query_block = min(_QUERIES, max(queries, 1))
+    while batch_heads * query_block * key_block > _TILE_ELEMENTS and (query_block > 32 or key_block > 64):
+        if key_block > 2 * query_block or query_block <= 32:
+            key_block = max(64, key_block // 2)
+        else:
+            query_block = max(32, query_block // 2)
+    return query_block, key_block
+
+
+def tiled(call: Call) -> Tensor:
+    """y (B, H, T, P)."""
+    reason = refusal(call.bound.anchor)
+    if reason is not None:
+        raise PathError(f"attention: path 'tiled' cannot run operator: {reason}. Use path='dense' or path='chunked'.")
+    assert isinstance(call.bound.anchor, SumAnchor)
+    parts = _Parts(call.bound.score, call.bound.link, call.bound.anchor, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
+    y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
+    return call.scaled(y)
+
+
+def _expanded(x: Tensor, groups: int) -> Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _folded(x: Tensor, groups: int) -> Tensor:
+    """Sum over the query heads that share a key head."""
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
+
+
+class _Tile(NamedTuple):
+    """One tile: the score S, the evidence without prior (None in log space), its prior's factor, and log K or K with the prior."""
+
+    score: Tensor
+    prior: Tensor | None
+    kernel: Tensor
+    mask: Tensor | None
+
+
+def _tile(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int]) -> _Tile:
+    score = parts.score.pair(q, k)
+    if parts.link.domain is not None:
+        score = score.clamp_(*parts.link.domain)
+    prior = bias.tile(*span, parts.visibility.position, score.dtype)
+    mask = parts.visibility.tile(*span, score.device)
+    if prior is not None and mask is not None:
+        prior = torch.where(mask, prior, 0)
+    if parts.log:
+        kernel = score if prior is None else score + prior
+        kernel = kernel if mask is None else kernel.masked_fill(~mask, float("-inf"))
+        return _Tile(score, None, kernel, mask)
+    kernel = parts.link.value(score, c)
+    if prior is not None:
+        prior = prior.exp()
+        kernel = kernel * prior
+    if mask is not None:
+        kernel = kernel.masked_fill(~mask, 0)
+    return _Tile(score, prior, kernel, mask)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None, col: Tensor | None, parts: _Parts
+    ) -> Tensor:
+        batch, heads, queries, _ = q.shape
+        bias = Bias(row, col, parts.slope)
+        online = parts.log and parts.anchor.normalises
+        query_block, key_block = blocks(batch * heads, queries, k.shape[2])
+        y = q.new_empty(batch, heads, queries, v.shape[3])
+        factor = q.new_empty(batch, heads, queries, 1)
+        count = parts.visibility.count(q.device)[..., None]
+        for t0 in range(0, queries, query_block):
+            t1 = min(t0 + query_block, queries)
+            state = parts.anchor.init((batch, heads, t1 - t0), v.shape[3], q)
+            lo, hi = parts.visibility.key_range(t0, t1)
+            for s0 in range(lo, hi, key_block):
+                s1 = min(s0 + key_block, hi)
+                tile = _tile(parts, q[:, :, t0:t1], _expanded(k[:, :, s0:s1], parts.groups), c, bias, (t0, t1, s0, s1))
+                kernel = tile.kernel.exp() if parts.log and not online else tile.kernel
+                state = parts.anchor.absorb(state, kernel, _expanded(v[:, :, s0:s1], parts.groups), online)
+            y[:, :, t0:t1], factor[:, :, t0:t1] = parts.anchor.finalise(state, count[:, :, t0:t1], online)
+        ctx.parts = parts
+        ctx.save_for_backward(q, k, v, c, row, col, y, factor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PathError(
+                "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. "
+                "Use path='dense' where you need create_graph=True."
+            )
+        q, k, v, c, row, col, y, factor = ctx.saved_tensors
+        parts: _Parts = ctx.parts
+        bias = Bias(row, col, parts.slope)
+        online = parts.log and parts.anchor.normalises
+        needs_c, needs_bias = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4:6])
+        batch, heads, queries, _ = q.shape
+        query_block, key_block = blocks(batch * heads, queries, k.shape[2])
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dc = torch.zeros_like(c, dtype=torch.float64) if needs_c else None
+        drow = torch.zeros_like(row) if row is not None and needs_bias else None
+        dcol = torch.zeros_like(col) if col is not None and needs_bias else None
+        shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
+        for t0 in range(0, queries, query_block):
+            t1 = min(t0 + query_block, queries)
+            lo, hi = parts.visibility.key_range(t0, t1)
+            q_tile, dy_tile, factor_tile = q[:, :, t0:t1], dy[:, :, t0:t1], factor[:, :, t0:t1]
+            for s0 in range(lo, hi, key_block):
+                s1 = min(s0 + key_block, hi)
+                k_tile, v_tile = _expanded(k[:, :, s0:s1], parts.groups), _expanded(v[:, :, s0:s1], parts.groups)
+                tile = _tile(parts, q_tile, k_tile, c, bias, (t0, t1, s0, s1))
+                if online:
+                    w = (tile.kernel - factor_tile).exp_()
+                else:
+                    w = (tile.kernel.exp_() if parts.log else tile.kernel) * factor_tile
+                dv[:, :, s0:s1] += _folded(w.mT @ dy_tile, parts.groups)
+                dw = dy_tile @ v_tile.mT
+                if shared is not None:
+                    dw -= shared[:, :, t0:t1]
+                if parts.log:
+                    ds = dw.mul_(w)
+                    dlog = ds
+                else:
+                    dlog = dw * w if needs_bias else None
+                    ds = dw.mul_(factor_tile)
+                    if tile.prior is not None:
+                        ds *= tile.prior
+                    if tile.mask is not None:
+                        ds.masked_fill_(~tile.mask, 0)
+                    if dc is not None:
+                        dc += parts.link.coefficient_vjp(tile.score, ds, c).sum_to_size(dc.shape)
+                    ds = ds * parts.link.derivative(tile.score, c)
+                if dlog is not None and drow is not None:
+                    drow[..., t0:t1] += dlog.sum(-1).sum_to_size(drow[..., t0:t1].shape)
+                if dlog is not None and dcol is not None:
+                    dcol[..., s0:s1] += dlog.sum(-2).sum_to_size(dcol[..., s0:s1].shape)
+                dq_tile, dk_tile = parts.score.pair_vjp(q_tile, k_tile, tile.score, ds)
+                dq[:, :, t0:t1] += dq_tile
+                dk[:, :, s0:s1] += _folded(dk_tile, parts.groups)
+        return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None
