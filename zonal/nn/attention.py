@@ -9,7 +9,6 @@ from zonal import mechanisms
 from zonal.algebra.operator import Operator
 from zonal.attention import attention
 from zonal.errors import ArgumentError
-from zonal.memory import Memory
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory
@@ -117,6 +116,8 @@ class Attention(nn.Module):
 
     def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        from zonal.memory import Memory
+
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
         return LayerMemory(
@@ -177,20 +178,12 @@ class Attention(nn.Module):
             positions = self._positions(length, memory, key_padding_mask, cu_seqlens)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
 
-        result = attention(
-            q,
-            k,
-            v,
-            self.operator,
-            causal=self.causal,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            memory=None if memory is None else memory.memory,
-            path=path,
-        )
         if memory is None:
-            return self._read_out(result)
-        y, absorbed = result
+            y = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+            return self._read_out(y)
+        y, absorbed = attention(
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, memory=memory.memory, path=path
+        )
         return self._read_out(y), memory.advance(absorbed, tail, length, key_padding_mask)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:

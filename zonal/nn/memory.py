@@ -1,11 +1,12 @@
 """What an attention layer remembers of a sequence."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from zonal.memory import Memory
+if TYPE_CHECKING:
+    from zonal.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LayerMemory:
         padding: (B,) how many of them were padding; None = none in any row.
     """
 
-    memory: Memory
+    memory: "Memory"
     tail: Tensor | None = None
     length: int = 0
     padding: Tensor | None = None
@@ -34,7 +35,7 @@ class LayerMemory:
         """Bytes held, all rows together."""
         return self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes)
 
-    def advance(self, memory: Memory, tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None) -> "LayerMemory":
+    def advance(self, memory: "Memory", tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
         padding = self.padding
         if key_padding_mask is not None:
