@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
+export PIP_CONSTRAINT := constraints.txt
+
+.PHONY: demo test lint types format bench results clean install
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV) (once; about a minute) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
+	@touch $@
+
+demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about four minutes on 2 cores
+	@$(BIN)/zonal demo
+
+test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+lint: $(STAMP)  ## ruff and pyright
+	@$(BIN)/ruff check zonal tests benchmarks
+	@$(BIN)/pyright
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix zonal tests benchmarks
+
+bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 15 minutes, run alone)
+	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
+	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,196 @@
+"""The generic suite: operator x path x input x dtype against the dense float64 definition, outputs and all gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from matrix import CASES, OPERATORS, Case, Inputs, inputs, randomised
+from torch import Tensor
+
+import zonal
+from zonal import Operator
+from zonal.algebra.link import Gegenbauer, Link
+from zonal.errors import ArgumentError, PathError
+
+PATHS = ("tiled", "chunked", "streaming")
+# relative to the largest entry; float64 leaves room for sums in another order and for solves
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN: a path that reads what it never wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks far smaller than the inputs, so that every loop runs more than once."""
+    monkeypatch.setattr("zonal.execution.tiled._QUERIES", 8)
+    monkeypatch.setattr("zonal.execution.tiled._KEYS", 6)
+
+
+def gradients(y: Tensor, case: Inputs, operator: Operator) -> list[Tensor]:
+    leaves = [x for x in (case.q, case.k, case.v, case.key_bias) if x is not None] + list(operator.parameters())
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def check(operator: Operator, case: Inputs, path: str, tolerance: float = TOLERANCE) -> None:
+    """Raise AssertionError unless ``path`` equals the definition."""
+    expected = case.run(operator, "dense")
+    got = case.run(operator, path)
+    assert torch.isfinite(got).all()
+    pairs = [(got, expected), *zip(gradients(got, case, operator), gradients(expected, case, operator), strict=True)]
+    for index, (a, b) in enumerate(pairs):
+        scale = 1 + (b.abs().max().item() if b.numel() else 0)
+        error = (a - b).abs().max().item() if b.numel() else 0.0
+        assert error <= tolerance * scale, f"{path}: item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
+
+
+def admissible(operator: Operator, case: Case) -> bool:
+    """Whether the definition itself accepts this pair; what it refuses is tested in test_attention."""
+    if case.key_bias and operator.tags.solves:
+        return False
+    return not (operator.tags.decays and not case.causal)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_path_equals_definition(name: str, case_name: str, path: str) -> None:
+    operator, case = randomised(OPERATORS[name]()), CASES[case_name]
+    data = inputs(case)
+    if not admissible(operator, case):
+        with pytest.raises(ArgumentError, match="attention: operator"):
+            data.run(operator, "dense")
+        return
+    try:
+        data.run(operator, path)
+    except PathError as refused:
+        # a refusal must name the path and say what would do
+        assert f"path '{path}'" in str(refused)
+        assert "path='" in str(refused)
+        return
+    check(operator, data, path)
+
+
+MUST_RUN = {
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance"],
+    "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"],
+    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat"],
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in MUST_RUN.items() for name in names])
+def test_path_is_offered(path: str, name: str) -> None:
+    """A refusal is no way out: these must run."""
+    check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
+
+
+BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention"]
+KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "clustered", "duplicate"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", BUDGET)
+def test_error_budget(name: str, path: str, kind: str, dtype: torch.dtype) -> None:
+    """In low precision: at most twice the error of the same-precision definition, for the output and every gradient."""
+    operator64 = randomised(OPERATORS[name]())
+    operator = randomised(OPERATORS[name]()).float()
+    exact = inputs(Case(queries=40, keys=40, key_dim=8), scale=KINDS.get(kind, 1.0))
+    with torch.no_grad():
+        if kind == "clustered":
+            exact.k.copy_(exact.k[:, :, :1] + 0.1 * exact.k)
+        if kind == "duplicate":
+            exact.k.copy_(exact.k[:, :, :1].expand_as(exact.k))
+    low = exact.to(dtype)
+    exact = low.to(torch.float64)
+    try:
+        got = low.run(operator, path)
+    except PathError:
+        assert name not in MUST_RUN[path]
+        return
+    assert got.dtype == dtype
+    reference = low.run(operator, "dense")
+    truth = exact.run(operator64, "dense")
+    triples = [(got, reference, truth)]
+    triples += zip(gradients(got, low, operator), gradients(reference, low, operator), gradients(truth, exact, operator64), strict=True)
+    for index, (a, b, t) in enumerate(triples):
+        size = t.abs().max().item()
+        error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
+        # the floor: rounding of the result itself, which the reference may win by luck
+        floor = 8 * torch.finfo(dtype).eps * size
+        assert error <= 2 * allowed + floor + 1e-30, f"item {index}: error {error:.3g}, reference {allowed:.3g}, size {size:.3g}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["softmax", "sko", "squared_affine", "linear", "ridge", "ska-1", "retention", "softmax-window", "yat"])
+def test_future_does_not_leak(name: str, path: str) -> None:
+    """Changing tokens >= t, to large ones too, leaves outputs < t unchanged to the bit or to rounding."""
+    operator, data, t = randomised(OPERATORS[name]()), inputs(CASES["causal"]), 9
+    try:
+        before = data.run(operator, path)
+    except PathError:
+        assert name not in MUST_RUN[path]
+        return
+    with torch.no_grad():
+        for x in (data.q, data.k, data.v):
+            x[:, :, t:] = 50 * torch.randn(x[:, :, t:].shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+    after = data.run(operator, path)
+    assert torch.allclose(before[:, :, :t], after[:, :, :t], rtol=0, atol=1e-12)
+    assert not torch.allclose(before[:, :, t + 1 :], after[:, :, t + 1 :], rtol=0, atol=1e-3)
+
+
+def _slightly_wrong(self: Link, x: Tensor, c: Tensor) -> Tensor:
+    return x.square() / (2 + 0.1 - 2 * x) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "target", "wrong"),
+    [
+        ("tiled", "yat", "zonal.algebra.link.Yat.derivative", lambda self, x, c: 2 * x * (2 + 0.1 - x) / (2 + 0.1 - 2 * x).square() * (1 + 1e-6)),
+        ("tiled", "sko", "zonal.algebra.link.Gegenbauer.coefficient_vjp", lambda self, x, g, c: torch.zeros_like(c, dtype=torch.float64)),
+        ("tiled", "softmax", "zonal.execution.tiled._folded", lambda x, groups: x * (1 + 1e-6)),
+    ],
+)
+def test_suite_sees_a_broken_kernel(path: str, name: str, target: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite itself can fail: a kernel wrong in the sixth digit is caught."""
+    check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
+    monkeypatch.setattr(target, wrong)
+    with pytest.raises(AssertionError, match="is off by"):
+        check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
+
+
+def test_double_backward_is_refused() -> None:
+    data = inputs(CASES["causal"])
+    y = data.run(zonal.mechanisms.softmax(), "tiled")
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), data.q, create_graph=True)
+
+
+def test_dense_has_second_derivatives() -> None:
+    small = Case(batch=1, heads=1, kv_heads=1, queries=3, keys=3, key_dim=2, value_dim=2)
+    data = inputs(small)
+    operator = randomised(OPERATORS["squared_affine"]())
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="dense")
+
+    assert torch.autograd.gradgradcheck(run, (data.q, data.k, data.v))
+
+
+def test_fractional_degree_moves() -> None:
+    """A learned degree gets a gradient, and an integer degree is the series up to it."""
+    whole = Gegenbauer(degrees=(2.0,), manifold_dim=4, learn_weights=False)
+    half = Gegenbauer(degrees=(2.5,), manifold_dim=4, learn_weights=False)
+    x = torch.linspace(-1, 1, 9, dtype=torch.float64).view(1, 1, 1, -1)
+    third = Gegenbauer(degrees=(3.0,), manifold_dim=4, learn_weights=False)
+    middle = (whole.value(x, whole.coefficients({})) + third.value(x, third.coefficients({}))) / 2
+    assert torch.allclose(half.value(x, half.coefficients({})), middle)

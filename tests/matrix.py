@@ -1,0 +1,144 @@
+"""The test matrix: one row an operator, one an input. Adding a mechanism adds one row here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import zonal
+from zonal import Operator, anchor, link, prior, score
+from zonal import mechanisms as m
+
+OPERATORS: dict[str, Callable[[], Operator]] = {
+    "softmax": m.softmax,
+    "cosine": m.cosine,
+    "linear": m.linear,
+    "retention": m.retention,
+    "sko": m.sko,
+    "sko-fractional": lambda: m.sko(degrees=(1.5, 2.0), learn_degrees=True, manifold_dim=5),
+    "sko-reproducing": lambda: m.sko(degrees=(2.0,), init="reproducing", manifold_dim=3),
+    "sko-chebyshev": lambda: m.sko(degrees=(16.0,), manifold_dim=1),
+    "yat": lambda: m.yat(eps=0.1),
+    "squared_affine": lambda: m.squared_affine(learn_bias=True),
+    "polynomial_square": lambda: m.polynomial_square(learn=True),
+    "ridge": m.ridge,
+    "ska-0": lambda: m.ska(power=0),
+    "ska-1": lambda: m.ska(power=1),
+    "ska-2": lambda: m.ska(power=2),
+    "ska-paper": lambda: m.ska(power=1, chunk=4, key_limit=None, running_max=True),
+    "softmax-alibi": lambda: m.softmax(prior=prior.ALiBi()),
+    "softmax-window": lambda: m.softmax(prior=prior.Window(5)),
+    "softmax-strict": lambda: m.softmax(prior=prior.Causal(include_self=False)),
+    "softmax-count": lambda: m.softmax().replace(anchor=anchor.Count()),
+    "yat-decay": lambda: m.yat(eps=0.1).replace(prior=prior.Decay()),
+    "yat-raw": lambda: m.yat(eps=0.1).replace(anchor=anchor.Raw()),
+    "distance": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Row()),
+    "ridge-yat": lambda: m.yat(eps=0.1).replace(anchor=anchor.Ridge(eps=0.5)),
+    "koopman-exp": lambda: m.cosine(temperature=1.0).replace(anchor=anchor.Koopman(power=1, eps=0.5)),
+    "ridge-chunk": lambda: m.ridge(chunk=4),
+    "ridge-window": lambda: m.ridge().replace(prior=prior.Window(6)),
+    "sko-chunk": lambda: m.sko(degrees=(2.0,), manifold_dim=4).replace(prior=prior.ChunkCausal(4)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input: shapes and mask."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    queries: int = 17
+    keys: int = 17
+    key_dim: int = 5
+    value_dim: int = 3
+    causal: bool = True
+    padding: str = ""  # "", "left", "random", "all"
+    packed: tuple[int, ...] = ()
+    key_bias: bool = False
+    strided: bool = False
+
+
+CASES: dict[str, Case] = {
+    "causal": Case(),
+    "causal-gqa-odd": Case(kv_heads=2, queries=31, keys=31, key_dim=7, value_dim=1),
+    "bidirectional": Case(causal=False, queries=13, keys=19),
+    "decode": Case(queries=3, keys=23, kv_heads=2),
+    "left-padding": Case(padding="left", kv_heads=2),
+    "random-padding": Case(padding="random", causal=False),
+    "all-forbidden": Case(padding="all"),
+    "packed": Case(batch=1, packed=(0, 1, 8, 17)),
+    "packed-bidirectional": Case(batch=1, packed=(0, 5, 17), causal=False),
+    "one-token": Case(queries=1, keys=1),
+    "no-keys": Case(queries=3, keys=0, causal=False),
+    "no-queries": Case(queries=0, keys=4, causal=False),
+    "more-queries-than-keys": Case(queries=9, keys=4),
+    "key-bias": Case(key_bias=True, kv_heads=2),
+    "strided": Case(strided=True),
+}
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case and the arguments that go with them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    key_bias: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """The same numbers in another type, as fresh leaves."""
+        move = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v, self.key_bias)]
+        q, k, v, bias = move
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        return Inputs(q, k, v, self.causal, self.key_padding_mask, self.cu_seqlens, bias)
+
+    def run(self, operator: Operator, path: str) -> Tensor:
+        return zonal.attention(
+            self.q, self.k, self.v, operator, causal=self.causal, key_padding_mask=self.key_padding_mask, cu_seqlens=self.cu_seqlens,
+            key_bias=self.key_bias, path=path,
+        )
+
+
+def inputs(case: Case, seed: int = 0, scale: float = 1.0) -> Inputs:
+    """Random inputs of a case in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        if case.strided:  # (B, T, H, D) in memory, as a projection leaves it
+            batch, heads, tokens, dim = shape
+            x = torch.randn(batch, tokens, heads, dim, generator=generator, dtype=torch.float64).transpose(1, 2)
+        else:
+            x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return (x * scale).requires_grad_()
+
+    q = draw(case.batch, case.heads, case.queries, case.key_dim)
+    k = draw(case.batch, case.kv_heads, case.keys, case.key_dim)
+    v = draw(case.batch, case.kv_heads, case.keys, case.value_dim)
+    mask = None
+    if case.padding:
+        mask = torch.ones(case.batch, case.keys, dtype=torch.bool)
+        if case.padding == "left":
+            mask[0, : case.keys // 3] = False
+        elif case.padding == "random":
+            mask = torch.rand(case.batch, case.keys, generator=generator) > 0.4
+        else:
+            mask[0] = False
+    bias = torch.randn(case.batch, case.kv_heads, case.keys, generator=generator, dtype=torch.float64).requires_grad_() if case.key_bias else None
+    return Inputs(q, k, v, case.causal, mask, torch.tensor(case.packed) if case.packed else None, bias)
+
+
+def randomised(operator: Operator, seed: int = 1) -> Operator:
+    """The operator in float64 with its learned parts moved off their start, so that no gradient is zero by symmetry."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in operator.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return operator.double()
