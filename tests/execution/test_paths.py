@@ -129,7 +129,9 @@ def test_error_budget(name: str, path: str, kind: str, dtype: torch.dtype) -> No
         size = max(1.0, t.abs().max().item())  # inputs are of order one: a gradient that cancels to zero still rounds at that scale
         error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
         # the floor: rounding of the result, and of scores whose exponential magnifies it, which the reference may win by luck
-        floor = 16 * torch.finfo(compute).eps * size * magnified + (0 if dtype == compute else 2 * torch.finfo(dtype).eps * size)
+        # a gradient of a parameter is a sum over all rows, whose rounding grows with the root of their number
+        terms = got[..., 0].numel() ** 0.5 if index > 3 else 1.0
+        floor = 16 * terms * torch.finfo(compute).eps * size * magnified + (0 if dtype == compute else 2 * torch.finfo(dtype).eps * size)
         assert error <= 2 * allowed + floor + 1e-30, f"item {index}: error {error:.3g}, reference {allowed:.3g}, size {size:.3g}"
 
 
