@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from zonal.errors import ArgumentError
 from zonal.nn.norm import accumulation_dtype
 
-# one chunk of logits and its softmax gradient live side by side: 64 MiB in all
+# one buffer of logits; a bfloat16 head adds its product and its gradient of half that size each: 64 MiB in all
 _CHUNK_BYTES = 32 * 2**20
 
 
@@ -19,18 +18,28 @@ def chunk_rows(vocab_size: int, dtype: torch.dtype = torch.float32) -> int:
     return max(1, _CHUNK_BYTES // (vocab_size * dtype.itemsize))
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (n, D), weight (V, D) -> logits (n, V), float32 or better."""
-    return (hidden @ weight.t()).to(accumulation_dtype(hidden.dtype))
-
-
-def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """For each chunk of rows: its place, logits, log of their sum of exponentials, and the logits of the targets."""
-    rows = chunk_rows(weight.shape[0], accumulation_dtype(hidden.dtype))
-    for start in range(0, hidden.shape[0], rows):
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """For each chunk of rows its place and its logits, float32 or better, all in one buffer that the caller may overwrite."""
+    dtype = accumulation_dtype(hidden.dtype)
+    rows = min(chunk_rows(weight.shape[0], dtype), hidden.shape[0])
+    buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
+    for start in range(0, hidden.shape[0], max(rows, 1)):
         place = slice(start, min(start + rows, hidden.shape[0]))
-        logits = _logits(hidden[place], weight)
-        yield place, logits, logits.logsumexp(dim=1), logits.gather(1, targets[place, None]).squeeze(1)
+        logits = buffer[: place.stop - place.start]
+        if dtype == hidden.dtype:
+            torch.mm(hidden[place], weight.t(), out=logits)
+        else:
+            logits.copy_(hidden[place] @ weight.t())
+        yield place, logits
+
+
+def _normalise_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Turn logits (n, V) into probabilities in place; returns the loss of each row (n,)."""
+    top = logits.amax(dim=1, keepdim=True)
+    wanted = logits.gather(1, targets[:, None])
+    mass = logits.sub_(top).exp_().sum(dim=1, keepdim=True)
+    logits.div_(mass)
+    return (mass.log() + top - wanted).squeeze(1)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -43,23 +52,26 @@ class _CrossEntropySum(torch.autograd.Function):
         # summed over chunks, hence float32 or better even for a bfloat16 head
         grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if wants_weight else None
         total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        for place, logits, log_sum, target_logits in _chunks(hidden, weight, targets):
-            total += (log_sum - target_logits).sum()
+        for place, logits in _chunks(hidden, weight):
+            total += _normalise_(logits, targets[place]).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            slope = logits.sub_(log_sum[:, None]).exp_()
-            slope.scatter_add_(1, targets[place, None], slope.new_full((slope.shape[0], 1), -1.0))
-            slope = slope.to(hidden.dtype)
+            logits.scatter_add_(1, targets[place, None], logits.new_full((logits.shape[0], 1), -1.0))
+            slope = logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[place] = slope @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and slope.dtype == grad_weight.dtype:
+                grad_weight.addmm_(slope.t(), hidden[place])
+            elif grad_weight is not None:
                 grad_weight += slope.t() @ hidden[place]
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled():
+            # with create_graph the second derivative would be silently zero, which once_differentiable does not catch
+            raise ArgumentError("cross_entropy_sum: it is differentiable once; create_graph=True needs torch.nn.functional.cross_entropy on model(tokens).")
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
         return (
@@ -73,7 +85,7 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     """Σ_n −log softmax(W h_n)[t_n].
 
     Logits exist for one chunk of rows at a time (64 MiB with their gradient, whatever N and V), in float32 or better. Under
-    autocast the product W h runs in the autocast dtype. Differentiable once.
+    autocast the product W h runs in the autocast dtype. Differentiable once; asking for a graph of the gradient is refused.
 
     Args:
         hidden: (N, D).
@@ -102,7 +114,7 @@ def predict_rows(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
     """
     predicted = torch.empty_like(targets)
     loss = torch.empty(targets.shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    for place, logits, log_sum, target_logits in _chunks(hidden, weight.to(hidden.dtype), targets):
+    for place, logits in _chunks(hidden, weight.to(hidden.dtype)):
         predicted[place] = logits.argmax(dim=1)
-        loss[place] = log_sum - target_logits
+        loss[place] = _normalise_(logits, targets[place])
     return predicted, loss

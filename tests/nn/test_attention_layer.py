@@ -1,0 +1,315 @@
+"""The attention layer for every mechanism: definition, memory, masks, causality, declared read-outs and starts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import zonal
+from zonal import mechanisms
+from zonal.errors import ArgumentError
+from zonal.nn import Attention, Block, Draws, Rotary, SwiGLU
+
+SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)", "sko(readout='concat')")
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def make(spec="softmax", *, dim=12, heads=4, seed=0, **options):
+    """A float64 layer with nothing left at zero: a zero output projection would hide every fault before it."""
+    torch.manual_seed(seed)
+    settings = {"kv_heads": 2, "head_dim": 6, "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
+    layer = Attention(dim, heads, spec, **settings).double()
+    with torch.no_grad():
+        for parameter in (*layer.output.parameters(), *layer.query.parameters(), *layer.key.parameters(), *layer.value.parameters()):
+            parameter.normal_(0.0, 0.4)
+        for norm in (layer.query_norm, layer.key_norm, layer.readout):
+            if norm is not None:
+                norm.weight.uniform_(0.5, 1.5)
+    return layer
+
+
+def tokens(batch=2, length=13, dim=12, seed=1):
+    return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# --- definition --------------------------------------------------------------------------------------------------------
+
+
+def by_hand(layer, x):
+    """The layer written out from its equation with plain tensor operations around the dense definition."""
+    batch, length, _ = x.shape
+    c = torch.zeros_like(x)
+    for i in range(layer.convolution.width):
+        c[:, i:] += layer.convolution.weight[:, i] * x[:, : length - i]
+
+    def heads(linear, count):
+        return torch.stack((c @ linear.weight.T + linear.bias).split(6, dim=-1), dim=1).reshape(batch, count, length, 6)
+
+    q, k, v = heads(layer.query, 4), heads(layer.key, 2), heads(layer.value, 2)
+    q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for z, n in ((q, layer.query_norm), (k, layer.key_norm)))
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
+    unit = torch.polar(torch.ones_like(angle), angle)
+
+    def turn(z):
+        z = torch.complex(z[..., :3], z[..., 3:]) * unit
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    y = zonal.attention(turn(q), turn(k), v, layer.operator, causal=True, path="dense")
+    if layer.readout_norm == "head":
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.readout.weight
+    y = torch.cat(y.unbind(1), dim=-1)
+    if layer.readout_norm == "concat":
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.readout.weight
+    return y @ layer.output.weight.T + layer.output.bias
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_layer_is_its_equation(spec):
+    layer, x = make(spec), tokens()
+    torch.testing.assert_close(layer(x, path="dense"), by_hand(layer, x), **TOLERANCE)
+
+
+def test_plain_softmax_layer_is_torch_sdpa():
+    layer, x = make(kv_heads=None, rotary=False, qk_norm=False, conv=0, bias=False), tokens()
+    q, k, v = (F.linear(x, p.weight).unflatten(2, (4, 6)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(x), F.linear(y, layer.output.weight), **TOLERANCE)
+
+
+def test_not_causal_sees_the_future():
+    x = tokens()
+    changed = x.clone()
+    changed[:, -1] += 1
+    for causal in (True, False):
+        layer = make(conv=0, causal=causal)
+        difference = (layer(changed) - layer(x))[:, :-1].abs().max()
+        assert (difference == 0) is causal or bool(difference < 1e-12) is causal
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+SPLITS = ([13], [1] * 13, [7, 1, 1, 1, 1, 1, 1], [4, 9], [1, 5, 2, 5], [12, 1])
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: "+".join(map(str, s)))
+@pytest.mark.parametrize("spec", SPECS)
+def test_pieces_with_memory_equal_one_pass(spec, split):
+    layer, x = make(spec), tokens()
+    memory, parts = layer.empty_memory(2), []
+    for piece in x.split(split, dim=1):
+        y, memory = layer(piece, memory=memory)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x, path="dense"), **TOLERANCE)
+    assert memory.length == 13
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_memory_is_a_value(spec):
+    """Reading on twice from one memory, or from its fork, gives the same; the memory itself stays as it was."""
+    layer, x = make(spec), tokens()
+    _, memory = layer(x[:, :6], return_memory=True)
+    first, _ = layer(x[:, 6:], memory=memory)
+    fork = memory.fork()
+    again, _ = layer(x[:, 6:], memory=memory)
+    forked, _ = layer(x[:, 6:], memory=fork)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    torch.testing.assert_close(forked, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("conv", [0, 4])
+def test_memory_bytes_is_what_absorbing_takes(spec, conv):
+    layer = make(spec, conv=conv)
+    for length in (0, 1, 2, 5, 13):
+        memory = layer.empty_memory(3)
+        if length:
+            _, memory = layer(tokens(3, length), memory=memory)
+        assert layer.memory_bytes(length) * 3 == memory.nbytes, length
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_saved_memory_goes_on_where_it_stood(spec, tmp_path):
+    layer, x = make(spec), tokens()
+    _, memory = layer(x[:, :6], return_memory=True)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = zonal.nn.LayerMemory.load(tmp_path / "memory.safetensors")
+    assert [file.name for file in tmp_path.iterdir()] == ["memory.safetensors"]
+    for expected, got in zip(layer(x[:, 6:], memory=memory)[0], layer(x[:, 6:], memory=loaded)[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert (loaded.length, loaded.nbytes) == (memory.length, memory.nbytes)
+
+
+# --- masks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_padding_changes_nothing(spec, side):
+    layer, x = make(spec), tokens(1, 9)
+    filler = tokens(1, 4, seed=5)
+    padded = torch.cat((filler, x) if side == "left" else (x, filler), dim=1)
+    mask = torch.tensor([[False] * 4 + [True] * 9 if side == "left" else [True] * 9 + [False] * 4])
+    y = layer(padded, key_padding_mask=mask)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[mask], layer(x)[0], **TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_padded_prefill_then_decode_equals_each_row_alone(spec):
+    """Rows of unequal length in one memory, padded on the left or on the right, go on as if each were alone."""
+    layer = make(spec)
+    rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
+    more = tokens(3, 4, seed=6)
+    sides = ["left", "right", "left"]
+    mask = torch.zeros(3, 9, dtype=torch.bool)
+    x = tokens(3, 9, seed=7)
+    for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
+        place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
+        mask[index, place] = True
+        x[index, place] = row
+    y, memory = layer(x, return_memory=True, key_padding_mask=mask)
+    first, memory = layer(more[:, :3], memory=memory)
+    second, memory = layer(more[:, 3:], memory=memory)
+    for index, row in enumerate(rows):
+        alone = layer(torch.cat((row, more[index : index + 1]), dim=1))[0]
+        got = torch.cat((y[index][mask[index]], first[index], second[index]))
+        torch.testing.assert_close(got, alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_packed_documents_equal_separate_ones(spec):
+    layer = make(spec)
+    documents = [tokens(1, n, seed=n) for n in (1, 5, 2, 7)]
+    packed = layer(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 1, 6, 8, 15]))
+    torch.testing.assert_close(packed, torch.cat([layer(d) for d in documents], dim=1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_output_depends_on_a_later_token(spec):
+    layer, x = make(spec), tokens()
+    y = layer(x)
+    for t in (0, 5, 12):
+        changed = x.clone()
+        changed[:, t:] = 30 * tokens(seed=9)[:, t:]  # large norms: a maximum over the sequence would leak here
+        difference = (layer(changed) - y).abs().amax(dim=(0, 2))
+        assert difference[:t].max() < 1e-10 if t else True
+        assert difference[t:].max() > 1e-3
+
+
+# --- what the operator declares ----------------------------------------------------------------------------------------
+
+
+def test_readout_norm_follows_the_operator_unless_told():
+    assert make("sko").readout.weight.shape == (6,)
+    assert make("sko(readout='concat')").readout.weight.shape == (24,)
+    assert make("softmax").readout is None
+    assert make("softmax", readout_norm="head").readout.weight.shape == (6,)
+    assert make("sko", readout_norm=None).readout is None
+
+
+def test_zero_output_start():
+    torch.manual_seed(0)
+    layer = Attention(32, 4, "ska", head_dim=8, kv_heads=2)
+    assert torch.equal(layer.output.weight, torch.zeros(32, 32))
+    for linear, heads in ((layer.query, 4), (layer.key, 2)):
+        for head in linear.weight.detach().chunk(heads):
+            torch.testing.assert_close(head @ head.T, torch.eye(8), rtol=1e-5, atol=1e-5)
+    assert layer(tokens(dim=32).float()).abs().max() == 0
+
+
+def test_the_layer_keeps_its_own_copy_of_the_operator():
+    operator = mechanisms.sko()
+    a, b = Attention(16, 4, operator), Attention(16, 4, operator)
+    assert a.operator is not b.operator
+    assert not set(map(id, a.operator.parameters())) & set(map(id, [*b.operator.parameters(), *operator.parameters()]))
+
+
+def test_one_rotary_serves_many_layers():
+    rotary = Rotary(6)
+    assert make(rotary=rotary).rotary is rotary
+    torch.testing.assert_close(make(rotary=rotary)(tokens()), make(rotary=True)(tokens()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_parameter_has_a_finite_nonzero_gradient(spec):
+    layer = make(spec)
+    # two tokens are too few for the higher Koopman powers to say anything; 13 are not
+    layer(tokens()).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        # a key bias moves every softmax score of a query alike, but not once keys are normed or turned
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_autocast_to_bfloat16_stays_near_float32(spec):
+    layer = make(spec).float()
+    x = tokens().float()
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    error = (y.float() - expected).norm() / expected.norm()
+    assert 0 < error < 0.05
+
+
+# --- block -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mlp", [True, False])
+def test_block_is_pre_norm_residual(mlp):
+    torch.manual_seed(0)
+    block = Block(make(), SwiGLU(12, 16).double() if mlp else None).double()
+    x = tokens()
+    middle = x + block.attention(block.attention_norm(x))
+    expected = middle + block.mlp(block.mlp_norm(middle)) if mlp else middle
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
+    y, memory = block(x[:, :5], return_memory=True)
+    z, _ = block(x[:, 5:], memory)
+    torch.testing.assert_close(torch.cat((y, z), dim=1), expected, **TOLERANCE)
+
+
+def test_draws_are_named_streams():
+    one, two = Draws(seed=3).child("a"), Draws(seed=3, prefix="a.")
+    x, y, z = torch.empty(3, 4, 5)
+    one.normal_(x, "w")
+    two.normal_(y, "w")
+    two.normal_(z, "v")
+    assert torch.equal(x, y)
+    assert not torch.equal(x, z)
+    Draws(seed=4, prefix="a.").normal_(y, "w")
+    assert not torch.equal(x, y)
+    wide = torch.empty(300, 300)
+    Draws(std=0.02, output_std=0.005, seed=0).normal_(wide, "w", output=True)
+    assert abs(wide.std().item() / 0.005 - 1) < 0.02
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Attention(0, 1, "softmax"), "dim >= 1"),
+        (lambda: Attention(10, 4, "softmax"), "not a multiple of heads=4"),
+        (lambda: Attention(12, 4, "softmax", kv_heads=3), "kv_heads must divide heads=4, received kv_heads=3"),
+        (lambda: Attention(12, 4, "softmax", head_dim=0), "head_dim"),
+        (lambda: Attention(12, 4, "softmax", conv=1), "conv must be 0"),
+        (lambda: Attention(12, 4, "softmax", readout_norm="heads"), "'head', 'concat'"),
+        (lambda: Attention(12, 4, "sofmax"), "softmax"),
+        (lambda: Attention(12, 4, "softmax", rotary=True), "even"),
+        (lambda: make()(tokens(dim=11)), r"\(batch, tokens >= 1, 12\), received \(2, 13, 11\)"),
+        (lambda: make()(tokens(length=0)), "tokens >= 1"),
+        (lambda: make()(tokens(), key_padding_mask=torch.ones(2, 12, dtype=torch.bool)), r"\(2, 13\)"),
+        (lambda: make()(tokens(), cu_seqlens=torch.tensor([0, 13])), "batch 1"),
+        (lambda: make()(tokens(1), make().empty_memory(1), cu_seqlens=torch.tensor([0, 13])), "no memory"),
+        (lambda: make()(tokens(), make().empty_memory(3)), "holds 3 sequences, x has batch 2"),
+        (lambda: make()(tokens(), make(conv=0).empty_memory(2)), "another convolution"),
+        (lambda: make(conv=0)(tokens(), make().empty_memory(2)), "another convolution"),
+        (lambda: make(causal=False)(tokens(), make().empty_memory(2)), "causal=False"),
+        (lambda: make()(tokens(), path="dens"), "dense"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, words):
+    with pytest.raises(ArgumentError, match=words):
+        call()
