@@ -1,0 +1,151 @@
+"""Tasks by name, with the settings of the field's papers, and tasks from what a run recorded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.tasks.mqar import MQAR, Segment
+from zonal.tasks.task import Task
+from zonal.tasks.text import Text
+
+_MQAR_ARGUMENTS = ("vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed")
+_TEXT_ARGUMENTS = ("data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    summary: str
+    accepts: tuple[str, ...]
+
+
+_TASKS = {
+    "mqar": _Entry("multi-query associative recall with the numbers you give", _MQAR_ARGUMENTS),
+    "mqar-demo": _Entry("vocabulary 512, 64 tokens, 4 pairs, blank fillers; 40,000 training sequences", _MQAR_ARGUMENTS),
+    "mqar-8k": _Entry("vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS),
+    "mqar-based-fig2": _Entry("figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs", ("seed",)),
+    "mqar-iclr24-fig2": _Entry("figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples")),
+    "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS),
+}  # fmt: skip
+_ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
+
+
+def names() -> dict[str, str]:
+    """The names ``resolve`` knows, each with one line about it."""
+    return {name: entry.summary for name, entry in _TASKS.items()}
+
+
+def resolve(
+    name: str,
+    *,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    validation_fraction: float | None = None,
+    evaluation_bytes: int | None = None,
+    max_bytes: int | None = None,
+    vocab_size: int | None = None,
+    pairs: int | None = None,
+    train_examples: int | None = None,
+    test_examples: int | None = None,
+    power_a: float | None = None,
+    random_non_queries: bool | None = None,
+    seed: int | None = None,
+) -> Task:
+    """The task called ``name`` with its own settings, except where an argument is given. See ``Text`` and ``MQAR`` for their meaning.
+
+    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what ``Text`` and ``MQAR`` raise.
+    """
+    if name not in _TASKS:
+        raise unknown_name("tasks.resolve", "task", name, _TASKS)
+    given: dict[str, Any] = {
+        key: value
+        for key, value in (
+            ("data", data), ("tokenizer", tokenizer), ("length", length), ("validation_fraction", validation_fraction),
+            ("evaluation_bytes", evaluation_bytes), ("max_bytes", max_bytes), ("vocab_size", vocab_size), ("pairs", pairs),
+            ("train_examples", train_examples), ("test_examples", test_examples), ("power_a", power_a),
+            ("random_non_queries", random_non_queries), ("seed", seed),
+        )
+        if value is not None
+    }  # fmt: skip
+    for key in given:
+        if key not in _TASKS[name].accepts:
+            raise ArgumentError(f"tasks.resolve: the task {name!r} takes no {key}; it takes: {', '.join(_TASKS[name].accepts)}.")
+    if name == "text":
+        return _text(given)
+    if name == "mqar-based-fig2":
+        return _based_figure_2(123 if seed is None else seed)
+    if name == "mqar-iclr24-fig2":
+        return _iclr24_figure_2(given.get("length", 64), given.get("train_examples", 100_000), given.get("test_examples", 3_000))
+    return _single(name, given)
+
+
+def _text(given: dict[str, Any]) -> Text:
+    return Text(
+        given.get("data", "novel"),
+        given.get("tokenizer"),
+        given.get("length", 256),
+        validation_fraction=given.get("validation_fraction", 0.1),
+        evaluation_bytes=given.get("evaluation_bytes", 65_536),
+        max_bytes=given.get("max_bytes"),
+    )
+
+
+def _single(name: str, given: dict[str, Any]) -> MQAR:
+    demo = name == "mqar-demo"
+    return MQAR(
+        given.get("vocab_size", 512 if demo else 8192),
+        length=given.get("length", 64),
+        pairs=given.get("pairs", 4),
+        train_examples=given.get("train_examples", 40_000 if demo else 100_000),
+        test_examples=given.get("test_examples", 1_000 if demo else 3_000),
+        power_a=given.get("power_a", 0.01),
+        random_non_queries=given.get("random_non_queries", not demo),
+        seed=given.get("seed", 123),
+        name=name,
+    )
+
+
+def _based_figure_2(seed: int) -> MQAR:
+    """The data of zoology's arxiv24_based_figure2 (trained there in batches of 256 for 32 epochs)."""
+    train = [(64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000)]
+    test = [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
+    return MQAR(
+        8192,
+        train_segments=[Segment(length, pairs, examples) for length, pairs, examples in train],
+        test_segments=[Segment(length, pairs, 1_000) for length, pairs in test],
+        seed=seed,
+        name="mqar-based-fig2",
+    )
+
+
+def _iclr24_figure_2(length: int, train_examples: int, test_examples: int) -> MQAR:
+    """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64 epochs)."""
+    if length not in _ICLR24_ROWS:
+        raise ArgumentError(
+            f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}."
+        )
+    pairs = _ICLR24_ROWS[length]
+    return MQAR(
+        8192,
+        train_segments=[Segment(length, pairs, train_examples, seed=0)],
+        test_segments=[Segment(length, pairs, test_examples, seed=10)],
+        random_non_queries=False,
+        name="mqar-iclr24-fig2",
+    )
+
+
+def from_config(config: dict[str, Any]) -> Task:
+    """The task whose ``config()`` this is.
+
+    Raises: FileFormatError when it is not such a value; what ``Text`` and ``MQAR`` raise, as when the text has changed.
+    """
+    kinds = {"mqar": MQAR, "text": Text}
+    kind = config.get("task") if isinstance(config, dict) else None
+    if kind not in kinds:
+        raise FileFormatError(f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}.")
+    try:
+        return kinds[kind].from_config(config)
+    except (KeyError, TypeError) as error:
+        raise FileFormatError(
+            f"tasks.from_config: the configuration of the {kind} task is incomplete or damaged ({error})."
+        ) from error

@@ -1,0 +1,69 @@
+"""What a task is to training and reports: batches as a pure function of their number, a fixed evaluation, one headline metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+
+IGNORED = -100
+
+
+def check_batch(call: str, batch_size: int, step: int = 0, seed: int = 0) -> None:
+    """Raises: ArgumentError when batch_size < 1 or step or seed is negative."""
+    if batch_size < 1:
+        raise ArgumentError(f"{call}: batch_size must be at least 1, got {batch_size}.")
+    if step < 0 or seed < 0:
+        raise ArgumentError(f"{call}: step and seed must not be negative, got step={step}, seed={seed}.")
+
+
+class Batch(NamedTuple):
+    """tokens, targets: (B, T) int64. A target of -100 is not supervised. slices: a label per example by slice name, e.g. {"pairs": [4, 4]}."""
+
+    tokens: Tensor
+    targets: Tensor
+    slices: dict[str, list[int]]
+
+
+class Task(ABC):
+    """Something a causal language model can be trained for and measured on.
+
+    name: as ``tasks.resolve`` knows it. length: the most tokens a sequence has. metric: the headline number, "accuracy" (per
+    example over its supervised positions, then over examples) or "loss" (nats per supervised token).
+    bytes_per_token: UTF-8 bytes an evaluated target stands for on average, None where tokens are not text; loss / ln 2 / bytes_per_token
+    is bits per byte.
+    """
+
+    name: str
+    vocab_size: int
+    length: int
+    metric: Literal["accuracy", "loss"]
+    bytes_per_token: float | None = None
+
+    @abstractmethod
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        """Batch number ``step`` (from 0) of the order named by ``seed``: a pure function of its arguments, always ``batch_size`` rows.
+
+        Raises: ArgumentError when step or seed is negative or batch_size < 1.
+        """
+
+    @abstractmethod
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """The whole evaluation set, always the same and in the same order; the last batch may be smaller, and lengths may change between batches.
+
+        Raises: ArgumentError when batch_size < 1.
+        """
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """JSON values from which ``tasks.from_config`` rebuilds this task."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for a report."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """Tokens as people read them; None when they mean nothing to people."""

@@ -1,0 +1,199 @@
+"""Language modelling of text: predict each token from those before it, on any UTF-8 source.
+
+The token stream is split once: validation is its last part, training all before it, and no token is in both. The split is
+set in bytes of text, at the first token that begins after (1 - validation_fraction) of them, so that every tokeniser is validated
+on the same text. Training reads windows of ``length`` + 1 tokens (inputs and targets overlap by all but one), which never reach into the
+validation part; evaluation reads windows of the validation part one after another without overlap.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from zonal.data import cached_corpus, is_corpus, open_corpus, open_source, permuted, tokenizers
+from zonal.data.shards import Corpus
+from zonal.data.tokenizers import Tokenizer
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.tasks.task import Batch, Task, check_batch
+
+_BLOCK = 1 << 20
+# words for the parts of the key that derive a window's phase and an epoch's order
+_PHASE, _ORDER = 0, 1
+
+
+def _split(corpus: Corpus, token_bytes: np.ndarray, validation_fraction: float) -> int:
+    """The index of the first validation token, read from the end so that a large training part is not touched."""
+    left = int(corpus.bytes * validation_fraction)
+    stop = corpus.count
+    while stop:
+        start = max(0, stop - _BLOCK)
+        # bytes from each token of the block to the block's end
+        tail = np.cumsum(token_bytes[corpus.read(start, stop)][::-1])
+        if tail[-1] > left:
+            return stop - int(np.searchsorted(tail, left, side="right"))
+        left -= int(tail[-1])
+        stop = start
+    return 0
+
+
+class Text(Task):
+    """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…" (``zonal.data.open_source``).
+
+    tokenizer: "byte" or "gpt2"; None takes the corpus's own, or "byte" for text. length: tokens of a sequence.
+    validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from the start of the validation part (rounded to
+    whole windows, at least one); None takes all of it. max_bytes: read only so much of the source. content: SHA-256 that
+    the prepared tokens must have, as ``config`` records it, so that a run is never resumed on a text that has changed.
+
+    Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the epoch, and visits them in
+    a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its number.
+    Raises: FileFormatError when the source is missing, empty, binary or too short; ArgumentError when a number is out of range.
+    """
+
+    metric = "loss"
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] = "novel",
+        tokenizer: str | None = None,
+        length: int = 256,
+        *,
+        validation_fraction: float = 0.1,
+        evaluation_bytes: int | None = 65_536,
+        max_bytes: int | None = None,
+        content: str | None = None,
+        name: str = "text",
+    ) -> None:
+        if length < 1:
+            raise ArgumentError(f"Text: length must be at least 1, got {length}.")
+        if not 0 < validation_fraction < 1:
+            raise ArgumentError(f"Text: validation_fraction must lie between 0 and 1, got {validation_fraction}.")
+        if evaluation_bytes is not None and evaluation_bytes < 1:
+            raise ArgumentError(f"Text: evaluation_bytes must be at least 1 or None, got {evaluation_bytes}.")
+        self.name, self.length, self.validation_fraction = name, length, validation_fraction
+        self.evaluation_bytes, self.max_bytes = evaluation_bytes, max_bytes
+        self.source, self.title, self.corpus, self.tokenizer = _load(os.fspath(source), tokenizer, max_bytes)
+        self.vocab_size = self.tokenizer.vocab_size
+        if content is not None and content != self.corpus.sha256:
+            raise FileFormatError(
+                f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). Bring the old text back or start a new run."
+            )
+        self.split = _split(self.corpus, self.tokenizer.token_bytes, validation_fraction)
+        self._check_size()
+        self._windows = self._count_windows()
+        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * length)
+        self.bytes_per_token = float(self.tokenizer.token_bytes[targets].mean())
+
+    def _check_size(self) -> None:
+        needed = self.length + 1
+        parts = {"training": self.split, "validation": self.corpus.count - self.split}
+        for part, count in parts.items():
+            if count < needed:
+                share = 1 - self.validation_fraction if part == "training" else self.validation_fraction
+                raise FileFormatError(
+                    f"Text: {self.title} is too short: its {part} part has {count} {self.tokenizer.name} tokens of {self.corpus.count}, one sequence of "
+                    f"length {self.length} takes {needed}. Give at least {math.ceil(needed / share)} tokens of text or a smaller length."
+                )
+
+    def _count_windows(self) -> int:
+        """Evaluation windows: all that fit, or as many as ``evaluation_bytes`` hold."""
+        available = (self.corpus.count - self.split - 1) // self.length
+        if self.evaluation_bytes is None:
+            return available
+        # every token has a byte or more, so no more than this many can be asked for
+        count = min(available, math.ceil(self.evaluation_bytes / self.length))
+        targets = self.corpus.read(self.split + 1, self.split + 1 + count * self.length)
+        reached = np.cumsum(self.tokenizer.token_bytes[targets].reshape(count, self.length).sum(axis=1))
+        return max(1, int(np.searchsorted(reached, self.evaluation_bytes, side="right")))
+
+    def train_starts(self, step: int, batch_size: int, seed: int) -> np.ndarray:
+        """(batch_size,) the stream positions at which the windows of batch ``step`` begin; a window is the ``length`` + 1 tokens from there."""
+        check_batch("Text.train_batch", batch_size, step, seed)
+        fitting = (self.split - 1) // self.length
+        # one window less leaves room for every phase
+        windows = max(1, fitting - 1)
+        room = min(self.length, self.split - windows * self.length)
+        epochs, places = np.divmod(step * batch_size + np.arange(batch_size), windows)
+        starts = np.empty(batch_size, dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            phase = int(np.random.SeedSequence((seed, epoch, _PHASE)).generate_state(1, np.uint64)[0]) % room
+            starts[chosen] = phase + self.length * permuted(places[chosen], windows, (seed, epoch, _ORDER))
+        return starts
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        return self._batch(self.train_starts(step, batch_size, seed).tolist())
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("Text.evaluation_batches", batch_size)
+        for begin in range(0, self._windows, batch_size):
+            numbers = range(begin, min(begin + batch_size, self._windows))
+            yield self._batch([self.split + number * self.length for number in numbers])
+
+    def _batch(self, starts: list[int]) -> Batch:
+        windows = torch.from_numpy(np.stack([self.corpus.read(start, start + self.length + 1) for start in starts]))
+        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), {})
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per byte of UTF-8 from the mean evaluation loss in nats per token; comparable across tokenisers."""
+        assert self.bytes_per_token is not None
+        return loss / math.log(2) / self.bytes_per_token
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "task": "text", "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name, "length": self.length,
+            "validation_fraction": self.validation_fraction, "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
+            "content": self.corpus.sha256,
+        }  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        return cls(
+            config["source"],
+            config["tokenizer"],
+            config["length"],
+            validation_fraction=config["validation_fraction"],
+            evaluation_bytes=config["evaluation_bytes"],
+            max_bytes=config["max_bytes"],
+            content=config["content"],
+            name=config["name"],
+        )
+
+    def describe(self) -> str:
+        kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}[self.tokenizer.name]
+        evaluated = self._windows * self.length
+        return (
+            f"{kind} language modelling of {self.title}: {self.split:,} training tokens, {self.corpus.count - self.split:,} validation tokens "
+            f"({evaluated:,} evaluated), sequences of {self.length}."
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``, to prompt a model with."""
+        return self.tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+def _load(source: str, tokenizer: str | None, max_bytes: int | None) -> tuple[str, str, Corpus, Tokenizer]:
+    """The source's full name, a title, its tokens and its tokeniser."""
+    if source and is_corpus(Path(source).expanduser()):
+        folder = Path(source).expanduser().absolute()
+        if max_bytes is not None:
+            raise ArgumentError(
+                "Text: max_bytes limits text that is still to be tokenised; leave it out for a pre-tokenised corpus."
+            )
+        corpus = open_corpus(folder)
+        if tokenizer is not None and tokenizer != corpus.tokenizer:
+            raise ArgumentError(
+                f"Text: the corpus {folder} has {corpus.tokenizer} tokens, tokenizer={tokenizer!r} was asked for. Leave the tokenizer out or give the text."
+            )
+        return folder.as_posix(), corpus.source, corpus, tokenizers.resolve(corpus.tokenizer)
+    opened = open_source(source)
+    resolved = tokenizers.resolve("byte" if tokenizer is None else tokenizer)
+    return opened.spec, opened.title, cached_corpus(opened, resolved, max_bytes=max_bytes), resolved
