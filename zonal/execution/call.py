@@ -109,6 +109,8 @@ def prepare(
 ) -> Call:
     """Check the arguments against the operator and prepare queries, keys, masks and biases."""
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
+    if not isinstance(operator, Operator):
+        raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
     operator.check("attention")
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])

@@ -1,0 +1,142 @@
+"""Operators as values: configuration, replacement, heads, refusals, the ledger."""
+
+import json
+
+import pytest
+import torch
+from matrix import OPERATORS
+
+import zonal
+from zonal import Operator, anchor, ledger, link, prior, score
+from zonal import mechanisms as m
+from zonal.algebra.prior import visibility
+from zonal.errors import ArgumentError
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_configuration_round_trip(name: str) -> None:
+    operator = OPERATORS[name]()
+    again = Operator.from_config(json.loads(json.dumps(operator.config())))
+    assert again.config() == operator.config()
+    assert (again.score, again.link, again.anchor, again.prior) == (operator.score, operator.link, operator.anchor, operator.prior)
+    assert hash(again.link) == hash(operator.link)
+
+
+def test_declarations_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        link.Yat().eps = 2.0  # type: ignore[misc]
+
+
+def test_replace_keeps_what_stays() -> None:
+    operator = m.ska(power=1)
+    with torch.no_grad():
+        operator.learned_parts["anchor_eta"].fill_(7.0)
+    same = operator.replace(link=link.Yat(), score=score.Cosine())
+    assert same.learned_parts["anchor_eta"].item() == 7.0
+    other = operator.replace(anchor=anchor.Koopman(power=2))
+    assert other.learned_parts["anchor_eta"].item() == 1.5
+    assert operator.learned_parts["anchor_eta"].item() == 7.0
+
+
+def test_for_heads_makes_rows_independent() -> None:
+    operator = m.sko(degrees=(2.0, 3.0)).for_heads(8)
+    assert operator.learned_parts["link_weight"].shape == (8, 4)
+    assert m.ska(power=1).for_heads(8, 2).learned_parts["anchor_raw_ridge"].shape == (2,)
+    q, k, v = (torch.randn(1, 8, 5, 4) for _ in range(3))
+    assert torch.equal(zonal.attention(q, k, v, operator, causal=True, path="dense"), zonal.attention(q, k, v, m.sko(degrees=(2.0, 3.0)), causal=True, path="dense"))
+
+
+def test_fewer_heads_than_rows_takes_them_evenly() -> None:
+    x = torch.linspace(-1, 1, 9, dtype=torch.float64).view(1, 1, 1, -1)
+    two = m.sko(degrees=(2.0, 3.0, 4.0, 5.0)).bind(2, 2)
+    expected = m.sko(degrees=(3.0, 5.0)).bind(2, 2)
+    assert torch.allclose(two.link.value(x, two.coefficients), expected.link.value(x, expected.coefficients))
+    with pytest.raises(ArgumentError, match="one number must divide the other"):
+        m.sko().bind(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("operator", "words"),
+    [
+        (lambda: Operator(score.Dot(), link.Yat(), anchor.Row()), "defined on"),
+        (lambda: m.sko().replace(anchor=anchor.Row()), "may be negative and cancel"),
+        (lambda: m.ridge().replace(prior=prior.ALiBi()), "drop the prior"),
+        (lambda: Operator(score.NegativeDistance(), link.Identity(), anchor.Ridge()), "positive definite"),
+        (lambda: Operator(score.Cosine(temperature=0.5), link.Yat(), anchor.Row()), "temperature >= 1"),
+    ],
+)
+def test_meaningless_combinations_say_why_when_run(operator: object, words: str) -> None:
+    q, k, v = (torch.randn(1, 4, 5, 4) for _ in range(3))
+    with pytest.raises(ArgumentError, match=words):
+        zonal.attention(q, k, v, operator(), causal=True)  # type: ignore[operator]
+
+
+def test_signed_row_can_be_asked_for() -> None:
+    operator = m.sko(degrees=(2.0,)).replace(anchor=anchor.Row(allow_signed=True))
+    q, k, v = (torch.randn(1, 4, 5, 4) for _ in range(3))
+    assert torch.isfinite(zonal.attention(q, k, v, operator, causal=True)).all()
+
+
+def test_parts_must_be_parts() -> None:
+    with pytest.raises(ArgumentError, match="a link is required"):
+        Operator(link=score.Dot())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("sofmax", "Did you mean 'softmax'"),
+        ("ska(pwer=1)", "Did you mean 'power'"),
+        ("ska(1)", "keyword arguments only"),
+        ("ska(power=", "cannot be read"),
+        ("ska(power=1+)", "cannot be read"),
+        ("ska(power=open('x'))", "must be a literal"),
+        ("__import__('os')", "keyword arguments only"),
+        ("yat(eps='a')", "wrong type"),
+        ("yat(eps=-1)", "eps must be > 0"),
+        ("ska(power=0.5)", "whole number"),
+    ],
+)
+def test_bad_specs(spec: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        m.resolve(spec)
+
+
+def test_specs() -> None:
+    assert m.resolve("sq").config()["link"] == m.squared_affine().config()["link"]
+    assert m.resolve("sko(degrees=(2, 3))").link == m.sko(degrees=(2.0, 3.0)).link
+    assert m.resolve("ska( power = 1 )").anchor == anchor.Koopman(power=1)
+
+
+def test_ledger_names_the_row_gauge_for_softmax() -> None:
+    text = ledger.text(m.softmax().moves())
+    assert "row gauge" in text
+    assert "approximated: nothing" in text
+
+
+@pytest.mark.parametrize("name", m.names())
+def test_learned_is_plain_json(name: str) -> None:
+    learned = m.resolve(name).learned()
+    assert json.loads(json.dumps(learned)) == learned
+    assert len(learned["kernel_curve"]["x"]) == len(learned["kernel_curve"]["heads"][0])
+
+
+def test_positions_of_masks() -> None:
+    """Intervals against a mask written out in full."""
+    cu = torch.tensor([0, 3, 10])
+    t = torch.arange(10)
+    document = (t >= 3).long()
+    start = torch.where(document == 0, 0, 3)
+    same = document[:, None] == document[None, :]
+    cases = {
+        "causal": ((), dict(causal=True, include_self=True), (t[None] <= t[:, None]) & same),
+        "strict": ((), dict(causal=True, include_self=False), (t[None] < t[:, None]) & same),
+        "chunk": ((prior.ChunkCausal(2),), dict(causal=False, include_self=True), (t[None] < (start + (t - start) // 2 * 2)[:, None]) & same),
+        "window": ((prior.Window(2, 1),), dict(causal=False, include_self=True), ((t[:, None] - t[None]) <= 2) & ((t[None] - t[:, None]) <= 1) & same),
+    }
+    for name, (priors, arguments, expected) in cases.items():
+        seen = visibility(10, 10, priors, cu_seqlens=cu, **arguments)
+        mask = seen.tile(0, 10, 0, 10, torch.device("cpu"))
+        assert mask is not None
+        assert torch.equal(mask[0, 0], expected), name
+        assert torch.equal(seen.count(torch.device("cpu"))[0, 0], expected.sum(-1)), name

@@ -1,0 +1,153 @@
+"""The public entry: agreement with torch, and what it says about bad input."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import zonal
+from zonal import mechanisms as m
+from zonal import prior
+from zonal.errors import ArgumentError
+
+
+def qkv(batch: int = 2, heads: int = 4, tokens: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("path", ["dense", "tiled", "auto"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_softmax_is_sdpa(path: str, causal: bool) -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    assert torch.allclose(zonal.attention(q, k, v, m.softmax(), causal=causal, path=path), expected, atol=1e-12)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    assert torch.allclose(zonal.attention(q, k, v, m.softmax(), causal=causal, path=path, scale=0.3), expected, atol=1e-12)
+
+
+def test_gqa_and_padding_are_sdpa() -> None:
+    q, _, _ = qkv(heads=8, dtype=torch.float64)
+    k, v, _ = qkv(heads=2, dtype=torch.float64)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :3] = False
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], enable_gqa=True)
+    for path in ("dense", "tiled"):
+        assert torch.allclose(zonal.attention(q, k, v, m.softmax(), key_padding_mask=mask, path=path), expected, atol=1e-12)
+
+
+def test_alibi_and_decay_against_written_out_masks() -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    t = torch.arange(9)
+    distance = (t[:, None] - t[None]).double()
+    slopes = torch.tensor([2 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64)
+    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, float("-inf"))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    assert torch.allclose(zonal.attention(q, k, v, m.softmax(prior=prior.ALiBi()), causal=True), expected, atol=1e-6)
+    rates = torch.tensor([0.9, 0.97, 0.99, 0.997], dtype=torch.float64)
+    weight = (rates[:, None, None] ** distance).masked_fill(distance < 0, 0)
+    expected = (q @ k.mT / 8**0.5 * weight) @ v
+    for path in ("dense", "tiled"):
+        assert torch.allclose(zonal.attention(q, k, v, m.retention(learn=False), causal=True, path=path), expected, atol=1e-12)
+
+
+def test_per_token_decay_and_its_gradient() -> None:
+    q, k, v = qkv(dtype=torch.float64)
+    log_decay = -torch.rand(2, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    log_decay.requires_grad_()
+    running = log_decay.cumsum(-1)
+    weight = (running[..., :, None] - running[..., None, :]).tril().exp().tril()
+    expected = (q @ k.mT / 8**0.5 * weight) @ v
+    for path in ("dense", "tiled"):
+        y = zonal.attention(q, k, v, m.retention(), causal=True, path=path, log_decay=log_decay)
+        assert torch.allclose(y, expected, atol=1e-12)
+        got, want = torch.autograd.grad(y.square().sum(), log_decay)[0], torch.autograd.grad(expected.square().sum(), log_decay, retain_graph=True)[0]
+        assert torch.allclose(got, want, atol=1e-10)
+
+
+def test_long_decay_keeps_its_digits() -> None:
+    """Running sums of thousands of log decays lose nothing that matters in float32."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 3000, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    log_decay = -3 * torch.rand(1, 1, 3000, generator=generator, dtype=torch.float64)
+    exact = zonal.attention(q, k, v, m.retention(), causal=True, path="tiled", log_decay=log_decay)
+    got = zonal.attention(q.float(), k.float(), v.float(), m.retention(), causal=True, path="tiled", log_decay=log_decay.float())
+    assert (got - exact).abs().max() < 2e-5 * exact.abs().max()
+
+
+def test_cosine_of_a_zero_vector() -> None:
+    q, k, v = (x.clone().requires_grad_() for x in qkv())
+    with torch.no_grad():
+        q[:, :, 3], k[:, :, 5] = 0, 0
+    for operator in (m.sko(), m.yat(), m.cosine(), m.squared_affine()):
+        for path in ("dense", "tiled"):
+            y = zonal.attention(q, k, v, operator, causal=True, path=path)
+            found = torch.autograd.grad(y.sum(), (q, k, v))
+            assert all(torch.isfinite(x).all() for x in (y, *found))
+
+
+def test_nan_stays_where_it_is() -> None:
+    """A NaN key poisons the queries that see it and no other."""
+    q, k, v = qkv()
+    k = k.clone()
+    k[0, 0, 4] = float("nan")
+    for path in ("dense", "tiled"):
+        y = zonal.attention(q, k, v, m.softmax(), causal=True, path=path)
+        assert torch.isnan(y[0, 0, 4:]).all()
+        assert torch.isfinite(y[0, 0, :4]).all()
+        assert torch.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_compute_in_single(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype=dtype)
+    exact = zonal.attention(q.double(), k.double(), v.double(), m.sko(), causal=True, path="dense")
+    for path in ("dense", "tiled"):
+        y = zonal.attention(q, k, v, m.sko(), causal=True, path=path)
+        assert y.dtype == dtype
+        assert (y.double() - exact).abs().max() <= 1.01 * (exact.to(dtype).double() - exact).abs().max() + 1e-6
+
+
+def test_autocast_does_not_lower_the_scores() -> None:
+    q, k, v = qkv()
+    plain = zonal.attention(q, k, v, m.yat(), causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(zonal.attention(q, k, v, m.yat(), causal=True), plain)
+
+
+def bad(**changes: object) -> dict[str, object]:
+    q, k, v = qkv()
+    return {"q": q, "k": k, "v": v, "operator": m.softmax(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda: bad(q=torch.zeros(3, 4)), "q must have 4 axes"),
+        (lambda: bad(k=torch.zeros(2, 4, 9, 5)), "share the head dimension"),
+        (lambda: bad(v=torch.zeros(2, 4, 8, 8)), "share heads and tokens"),
+        (lambda: bad(q=torch.zeros(1, 4, 9, 8)), "share the batch size"),
+        (lambda: bad(q=torch.zeros(2, 3, 9, 8)), "multiple of the heads"),
+        (lambda: bad(q=torch.zeros(2, 4, 9, 8, dtype=torch.float64)), "share one dtype"),
+        (lambda: bad(q=torch.zeros(2, 4, 9, 8, dtype=torch.int64)), "must be float16"),
+        (lambda: bad(key_padding_mask=torch.ones(2, 8, dtype=torch.bool)), r"shape \(batch, keys\) = \(2, 9\)"),
+        (lambda: bad(key_padding_mask=torch.ones(2, 9)), "must be bool"),
+        (lambda: bad(cu_seqlens=torch.tensor([0, 9])), "need batch size 1"),
+        (lambda: bad(key_bias=torch.zeros(2, 9)), r"\(batch, key heads, keys\)"),
+        (lambda: bad(path="dens"), "Did you mean 'dense'"),
+        (lambda: bad(operator=m.sko(), scale=2.0), "fixes the scale"),
+        (lambda: bad(operator=m.retention()), "fades with time"),
+        (lambda: bad(operator=m.retention(), causal=True, log_decay=torch.ones(2, 4, 9)), "must be <= 0"),
+        (lambda: bad(operator=m.ridge(), key_bias=torch.zeros(2, 4, 9)), "must be None"),
+        (lambda: bad(operator="softmax"), "an Operator is required"),
+    ],
+)
+def test_bad_input(arguments: object, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        zonal.attention(**arguments())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("edges", [[0, 5, 4, 9], [1, 9], [0, 8], [0, 10], [0, 5, 5, 9], [0]])
+def test_bad_cu_seqlens(edges: list[int]) -> None:
+    q, k, v = qkv(batch=1)
+    with pytest.raises(ArgumentError, match="cu_seqlens must start at 0"):
+        zonal.attention(q, k, v, m.softmax(), cu_seqlens=torch.tensor(edges))

@@ -1,0 +1,94 @@
+"""Files are whole or absent, and only our own are read."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from zonal import store
+from zonal.errors import FileFormatError, InsufficientSpaceError, unknown_name
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3, dtype=torch.int64), "empty": torch.zeros(0, 4), "half": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    store.save_tensors(path, TENSORS, {"kind": "test", "note": "ä"})
+    tensors, header = store.load_tensors(path, "test")
+    assert header["note"] == "ä"
+    assert all(torch.equal(tensors[name], TENSORS[name]) and tensors[name].dtype == TENSORS[name].dtype for name in TENSORS)
+
+
+def test_truncated_corrupt_foreign_and_other_kind(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    store.save_tensors(path, TENSORS, {"kind": "test"})
+    whole = path.read_bytes()
+    for cut in (0, 4, 20, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(FileFormatError, match="truncated"):
+            store.load_tensors(path, "test")
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FileFormatError, match="checksum"):
+        store.load_tensors(path, "test")
+    path.write_bytes(whole)
+    with pytest.raises(FileFormatError, match="'memory' was required"):
+        store.load_tensors(path, "memory")
+    safetensors.torch.save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(FileFormatError, match="another program"):
+        store.load_tensors(path, "test")
+    with pytest.raises(FileFormatError, match="does not exist"):
+        store.load_tensors(tmp_path / "absent", "test")
+
+
+@pytest.mark.parametrize("fails_in", ["fsync", "replace"])
+def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str) -> None:
+    path = tmp_path / "x.json"
+    store.write_json(path, {"v": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, fails_in, full)
+    with pytest.raises(InsufficientSpaceError, match="nothing was half written"):
+        store.write_json(path, {"v": 2})
+    monkeypatch.undo()
+    assert store.read_json(path) == {"v": 1}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_really_full_device() -> None:
+    """/dev/full answers every write with ENOSPC."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    with pytest.raises(InsufficientSpaceError), store._space_errors(Path("x")), open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"x")
+
+
+def test_json_errors(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(FileFormatError, match="not valid JSON"):
+        store.read_json(tmp_path / "bad.json")
+    with pytest.raises(FileFormatError, match="does not exist"):
+        store.read_json(tmp_path / "none.json")
+    with pytest.raises(FileFormatError, match="folder"):
+        store.read_json(tmp_path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.write_json(tmp_path / "nan.json", float("nan"))
+    assert not (tmp_path / "nan.json").exists()
+
+
+def test_written_files_are_readable_by_others(tmp_path: Path) -> None:
+    store.write_json(tmp_path / "x.json", {"ü": [1, 2]})
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"ü": [1, 2]}
+
+
+def test_unknown_name_suggests() -> None:
+    assert "Did you mean 'softmax'?" in str(unknown_name("call", "operator", "sofmax", ("softmax", "sko")))
+    assert "Did you mean" not in str(unknown_name("call", "operator", "zzz", ("softmax", "sko")))
