@@ -74,5 +74,5 @@ def test_bfloat16_in_bfloat16_out_turned_in_float32():
 
 @pytest.mark.parametrize("make", [lambda: Rotary(3), lambda: Rotary(0), lambda: Rotary(4, base=1.0), lambda: Rotary(4)(torch.zeros(1, 1, 1, 6))])
 def test_bad_sizes_are_refused(make):
-    with pytest.raises(ArgumentError, match="Rotary: .*received"):
+    with pytest.raises(ArgumentError, match=r"Rotary: .*received"):
         make()

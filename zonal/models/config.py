@@ -85,8 +85,8 @@ class ModelConfig:
             raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")
         if self.rotary and self.size_of_head % 2:
             raise ArgumentError(f"ModelConfig: rotary needs an even head size, received {self.size_of_head}.")
-        if not _is_int(self.conv):
-            if isinstance(self.conv, str) or not hasattr(self.conv, "__len__") or len(self.conv) != len(self.layers):
+        if not isinstance(self.conv, int):
+            if not isinstance(self.conv, (tuple, list)) or len(self.conv) != len(self.layers):
                 raise refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
             object.__setattr__(self, "conv", tuple(self.conv))
         for width in self.conv_widths:

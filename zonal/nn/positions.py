@@ -1,5 +1,7 @@
 """Where a token stands: positions under packing and padding, and the checks of the two masks."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | N
                 f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
             )
         offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != length or any(b <= a for a, b in zip(offsets, offsets[1:], strict=False)):
+        if offsets[0] != 0 or offsets[-1] != length or any(b <= a for a, b in itertools.pairwise(offsets)):
             raise ArgumentError(
                 f"{call}: cu_seqlens must rise strictly from 0 to the number of tokens {length}, received {offsets[0]} … {offsets[-1]} ({len(offsets)} offsets)."
             )
