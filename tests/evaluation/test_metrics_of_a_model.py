@@ -30,8 +30,9 @@ class Fixed(nn.Module):
 
 
 class Task:
-    def __init__(self, tokens, targets, slices):
+    def __init__(self, tokens, targets, slices, bytes_per_token=None):
         self.all = tokens, targets, slices
+        self.bytes_per_token = bytes_per_token
 
     def evaluation_batches(self, batch_size):
         tokens, targets, slices = self.all
@@ -57,7 +58,7 @@ def test_accuracy_is_by_example_then_over_examples(batch_size):
 
 
 def test_bits_per_byte():
-    got = evaluate(Fixed(), TASK, batch_size=2, bytes_per_position=4.0)
+    got = evaluate(Fixed(), Task(TOKENS, TARGETS, {}, bytes_per_token=4.0), batch_size=2)
     assert got["bits_per_byte"] == pytest.approx(got["loss"] / math.log(2) / 4)
 
 

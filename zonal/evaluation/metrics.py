@@ -33,7 +33,9 @@ class EvaluationBatch(Protocol):
 
 
 class EvaluationTask(Protocol):
-    """What is needed of a task here."""
+    """What is needed of a task here: its batches, and how many UTF-8 bytes a target stands for (None: it is not text)."""
+
+    bytes_per_token: float | None
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Any]: ...
 
@@ -52,10 +54,10 @@ class Predictor(Protocol):
 class Accumulator:
     """Adds up batches; ``result`` gives the metrics of everything added so far."""
 
-    def __init__(self, bytes_per_position: float | None = None):
-        if bytes_per_position is not None and not bytes_per_position > 0:
-            raise ArgumentError(f"Accumulator: bytes_per_position must be positive, got {bytes_per_position}.")
-        self.bytes_per_position = bytes_per_position
+    def __init__(self, bytes_per_token: float | None = None):
+        if bytes_per_token is not None and not bytes_per_token > 0:
+            raise ArgumentError(f"Accumulator: bytes_per_token must be positive, got {bytes_per_token}.")
+        self.bytes_per_token = bytes_per_token
         self.positions = 0
         self.examples = 0
         self._loss = 0.0
@@ -98,8 +100,8 @@ class Accumulator:
             raise ArgumentError("evaluate: the evaluation batches hold no supervised position (every target is -100).")
         loss = self._loss / self.positions
         result: dict[str, Any] = {"loss": loss, "accuracy": self._accuracy / self.examples}
-        if self.bytes_per_position is not None:
-            result["bits_per_byte"] = loss / (math.log(2) * self.bytes_per_position)
+        if self.bytes_per_token is not None:
+            result["bits_per_byte"] = loss / (math.log(2) * self.bytes_per_token)
         result["slices"] = {
             name: {str(value): total / count for value, (total, count) in sorted(values.items())}
             for name, values in self._slices.items()
@@ -116,9 +118,7 @@ def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, devi
     into.add(predicted, target, row, loss, tokens.shape[0], batch.slices)
 
 
-def evaluate(
-    model: Predictor, task: EvaluationTask, *, batch_size: int, bytes_per_position: float | None = None
-) -> dict[str, Any]:
+def evaluate(model: Predictor, task: EvaluationTask, *, batch_size: int) -> dict[str, Any]:
     """Metrics of ``model`` over all evaluation batches of ``task``.
 
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
@@ -126,7 +126,7 @@ def evaluate(
     Returns: see ``Accumulator.result``.
     """
     device = next(model.parameters()).device
-    total = Accumulator(bytes_per_position)
+    total = Accumulator(task.bytes_per_token)
     was_training = model.training
     model.train(False)
     try:

@@ -1,0 +1,11 @@
+"""Training: one run that survives being killed, and comparisons of operators made of such runs."""
+
+from zonal.training.checkpoint import load_model
+from zonal.training.compare import Comparison, ComparisonResult
+from zonal.training.config import TrainConfig
+from zonal.training.environment import interruptible
+from zonal.training.loop import train
+from zonal.training.record import RunResult
+from zonal.training.spec import ComparisonSpec
+
+__all__ = ["Comparison", "ComparisonResult", "ComparisonSpec", "RunResult", "TrainConfig", "interruptible", "load_model", "train"]

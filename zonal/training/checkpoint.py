@@ -1,0 +1,162 @@
+"""Checkpoints: one safetensors file with the weights, the optimiser, the random numbers and where the run stood.
+
+Names in the file: ``model/<name>``, ``optimiser/<parameter>/<state>``, ``random/cpu``, ``random/cuda``. The header has the
+configuration of model, task and training with a fingerprint of them, and ``progress``. The position in the data is the
+step, since a batch is a pure function of step and seed. The file is replaced atomically (``zonal.store``): the previous
+checkpoint stands until the new one is whole and on the disk.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zonal.errors import FileFormatError
+from zonal.models import CausalLM, ModelConfig, build
+from zonal.store import load_tensors, save_tensors
+from zonal.training.config import first_difference
+
+FILE = "checkpoint.safetensors"
+BEST = "best.safetensors"
+KIND = "checkpoint"
+
+
+@dataclass
+class Progress:
+    """Where a run stands: everything of its state that is not a tensor.
+
+    ``evaluated`` is the last evaluated step; ``metrics_bytes`` the length of metrics.jsonl; ``unlogged`` the losses since its
+    last line; times in seconds; ``threads`` and ``environment`` tell what the bits depend on besides.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    evaluated: int = 0
+    metrics_bytes: int = 0
+    unlogged: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    stopped_early: bool = False
+    final: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+    steps_to: dict[str, int | None] = field(default_factory=dict)
+    learned_before: list[Any] = field(default_factory=list)
+    threads: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def fingerprint(config: dict[str, Any]) -> str:
+    """SHA-256 of a JSON configuration, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, progress: Progress, config: dict[str, Any]) -> None:
+    """Write a checkpoint. ``config`` is JSON: what must agree when it is loaded, under "identity", and what else should be
+    known, beside it.
+
+    Raises: InsufficientSpaceError when the disk is full; the previous checkpoint then still stands.
+    """
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser/{name}/{key}"] = value
+    tensors["random/cpu"] = torch.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        tensors["random/cuda"] = torch.cuda.get_rng_state(device)
+    header = {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "progress": dataclasses.asdict(progress)}
+    save_tensors(path, tensors, header)
+
+
+def save_weights(path: Path, model: nn.Module, config: dict[str, Any], step: int) -> None:
+    """Write the weights alone, as ``load_model`` reads them."""
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    save_tensors(path, tensors, {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "weights_of_step": step})
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: dict[str, Any]) -> Progress:
+    """Restore model, optimiser and random numbers; returns where the run stood. Nothing is changed when it raises.
+
+    Raises: FileFormatError when the file is truncated, foreign, damaged, or of another configuration: it then names the
+    first field that differs.
+    """
+    tensors, header = load_tensors(path, KIND)
+    stored = header.get("config", {}).get("identity")
+    if "progress" not in header:
+        raise FileFormatError(f"train: {path} holds weights without the state of a run. A run can only go on from {FILE}.")
+    if header.get("fingerprint") != fingerprint(config["identity"]):
+        name, old, new = first_difference(stored, config["identity"]) or ("configuration", "another", "this one")
+        raise FileFormatError(
+            f"train: {path} belongs to another run: {name} is {old!r} there and {new!r} here. "
+            "Use the same settings to go on, or another folder to start anew."
+        )
+    known = {each.name for each in dataclasses.fields(Progress)}
+    if set(header["progress"]) != known:
+        raise FileFormatError(f"train: {path} was written by another version of this library. Use that version, or another folder to start anew.")
+    weights = _section(tensors, "model/")
+    _same_shapes(path, weights, dict(model.state_dict()))
+    states = _optimiser_states(path, tensors, model, optimiser)
+
+    model.load_state_dict(weights)
+    optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
+    torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"], next(model.parameters()).device)
+    return Progress(**header["progress"])
+
+
+def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
+    """The model of a checkpoint (or of best.safetensors), in evaluation mode on the CPU, and the stored configuration with
+    the keys "identity" (model, task, training) and "operator".
+
+    Raises: FileFormatError when the file is not a whole checkpoint of this library.
+    """
+    tensors, header = load_tensors(path, KIND)
+    identity = header.get("config", {}).get("identity", {})
+    if "model" not in identity:
+        raise FileFormatError(f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`.")
+    model = build(ModelConfig.from_dict(identity["model"]), seed=0)
+    weights = _section(tensors, "model/")
+    _same_shapes(Path(path), weights, dict(model.state_dict()))
+    dtype = torch.float64 if identity.get("training", {}).get("dtype") == "float64" else torch.float32
+    model.to(dtype).load_state_dict(weights)
+    return model.eval(), header["config"]
+
+
+def _section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _same_shapes(path: Path, found: dict[str, Tensor], required: dict[str, Tensor]) -> None:
+    for name in sorted(set(found) | set(required)):
+        if name not in found or name not in required:
+            side = "lacks" if name not in found else "has an unknown"
+            raise FileFormatError(f"train: {path} {side} tensor {name!r}. It was written for another model or another version.")
+        if found[name].shape != required[name].shape:
+            raise FileFormatError(
+                f"train: {path} has {name!r} of shape {tuple(found[name].shape)}, the model needs {tuple(required[name].shape)}."
+            )
+
+
+def _optimiser_states(path: Path, tensors: dict[str, Tensor], model: nn.Module, optimiser: Optimizer) -> dict[int, dict[str, Tensor]]:
+    """Saved states by the optimiser's own numbering of parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
+    states: dict[int, dict[str, Tensor]] = {}
+    saved = _section(tensors, "optimiser/")
+    for index, name in enumerate(order):
+        # parameter names have dots, never slashes; a state of "a.b" is "a.b/exp_avg"
+        state = _section(saved, f"{name}/")
+        if state:
+            states[index] = state
+    if saved and set(order) != {name.rsplit("/", 1)[0] for name in saved}:
+        raise FileFormatError(f"train: the optimiser state in {path} is for other parameters. It was written by another version.")
+    return states

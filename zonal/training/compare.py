@@ -1,0 +1,258 @@
+"""Many runs that differ in one thing only: a comparison, planned once, run in any number of sittings.
+
+The same settings in the same folder go on where it stood: finished runs are kept, the interrupted one goes on from its
+checkpoint, the number of updates stays what was planned first. All runs of a seed see the same batches in the same order
+and start with the same values of shared parameters, since a batch is a function of (step, seed) and an initial value of
+(seed, name of the parameter).
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from zonal.errors import ArgumentError, InsufficientSpaceError, ZonalError
+from zonal.evaluation.selection import best_learning_rate
+from zonal.models import build
+from zonal.store import write_json
+from zonal.training import events
+from zonal.training.config import TrainConfig, first_difference
+from zonal.training.environment import cores, describe_device, folder_lock, interruptible, versions
+from zonal.training.loop import train
+from zonal.training.parallel import run_in_processes
+from zonal.training.plan import Plan, Timing, decide_steps, estimate, measure
+from zonal.training.record import FILE as RECORD
+from zonal.training.record import RunResult
+from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_comparison
+
+# an orphaned worker of a killed parent finishes its step first
+_LOCK_WAIT = 30.0
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """Where a comparison stands: status "done" (every run finished), "failed" (some failed, none is left to run) or
+    "stopped" (some are left); all records in the order of the plan; the chosen learning rate of each operator."""
+
+    directory: Path
+    status: str
+    runs: tuple[RunResult, ...]
+    best_learning_rates: dict[str, float | None]
+
+
+class Comparison:
+    """A comparison in ``directory``: new, or the same one that is there already.
+
+    Raises: ArgumentError when the folder holds another comparison (the first field that differs is named), or is a
+    non-empty folder without one.
+    """
+
+    def __init__(self, directory: str | Path, spec: ComparisonSpec):
+        self.directory = Path(directory)
+        self.spec = spec
+        self.plan: Plan | None = None
+        self.threads: int | None = None
+        if (self.directory / FILE).exists():
+            stored_spec, stored = read_comparison(self.directory)
+            difference = first_difference(stored_spec.identity(), spec.identity())
+            if difference is not None:
+                name, old, new = difference
+                raise ArgumentError(
+                    f"compare: {self.directory} holds another comparison: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
+                    f"(or `zonal compare --resume {self.directory}`), choose another folder, or delete this one."
+                )
+            self.plan = Plan(
+                stored["steps"], {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}, stored["plan"]["estimated_seconds"]
+            )
+            self.threads = stored["device"]["threads"]
+        elif self.directory.exists() and not self.directory.is_dir():
+            raise ArgumentError(f"compare: {self.directory} is a file, a folder was required.")
+        elif self.directory.exists() and any(self.directory.iterdir()):
+            raise ArgumentError(f"compare: {self.directory} is not empty and holds no comparison. Choose another folder, or empty this one.")
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Comparison":
+        """The comparison in a folder, as it was asked for. Raises FileFormatError when there is none."""
+        return cls(directory, read_comparison(Path(directory))[0])
+
+    @property
+    def training(self) -> TrainConfig:
+        """Settings of every run, with the planned number of updates."""
+        if self.plan is None:
+            raise ArgumentError("Comparison.training: nothing is planned yet; call run() first.")
+        return replace(self.spec.training, steps=self.plan.steps)
+
+    def records(self) -> list[RunResult]:
+        """What run.json of every run says now; a run without one is pending."""
+        return [self._record(run) for run in self.spec.runs()]
+
+    def run(
+        self,
+        *,
+        on_event: events.Listener | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        jobs: int = 1,
+        threads: int | None = None,
+        retry_failed: bool = False,
+    ) -> ComparisonResult:
+        """Plan if that has not been done, then run what is left.
+
+        Args:
+            on_event: called with ``zonal.training.events``, in this process and thread.
+            should_stop: asked often; True stops after the current update, with a checkpoint. By default Ctrl-C does that
+                (a second one interrupts at once).
+            jobs: runs at a time, each in a process of its own when more than one. Times are then not comparable with those
+                of one run at a time.
+            threads: of each run, when the comparison is new; by default torch's number, divided by ``jobs``. It is stored,
+                since sums depend on it.
+            retry_failed: run failed runs again, from their last good checkpoint.
+
+        Returns: where the comparison stands. One run that fails does not stop the others.
+
+        Raises: InsufficientSpaceError when the disk is full. ArgumentError when an operator cannot run in this model, the
+        budget is too small, or another process works in the folder.
+        """
+        if jobs < 1:
+            raise ArgumentError(f"Comparison.run: jobs must be at least 1, got {jobs}.")
+        started = time.perf_counter()
+        with folder_lock(self.directory), interruptible() as interrupted:
+            stop = should_stop or interrupted
+            emit = on_event or events.ignore
+            if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
+                return self._finish(emit)
+            self._announce_plan(emit, jobs)
+            left = self._left(emit, retry_failed)
+            if jobs == 1:
+                for run in left:
+                    if stop():
+                        break
+                    self.execute(run, emit, stop)
+            else:
+                assert self.threads is not None
+                run_in_processes(self.directory, left, jobs=jobs, threads=self.threads, emit=emit, should_stop=stop)
+            return self._finish(emit)
+
+    def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
+        """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
+
+        Raises: InsufficientSpaceError, since no other run could be written either.
+        """
+        folder = self.directory / run.name
+        config = replace(self.training, learning_rate=run.learning_rate, seed=run.seed)
+        try:
+            model = build(self.spec.model_for(run.operator), run.seed).to(self.spec.device)
+            return train(
+                model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name, label=run.label, threads=self.threads
+            )  # fmt: skip
+        except InsufficientSpaceError:
+            raise
+        except (ZonalError, torch.OutOfMemoryError) as error:
+            record = self._record(run)
+            if record.status != "failed":  # what train put down itself, with its announcement, stands
+                record.status, record.message = "failed", str(error)
+                record.write(folder)
+                emit(finished(run, record))
+            return record
+
+    def _make_plan(self, emit: events.Listener, stop: Callable[[], bool], jobs: int, threads: int | None, started: float) -> bool:
+        """Measure, decide, and write comparison.json; False when a stop was wished before that."""
+        spec = self.spec
+        available = torch.get_num_threads() if jobs == 1 else max(1, cores() // jobs)
+        self.threads = threads or available
+        timings: dict[str, Timing] = {}
+        for index, operator in enumerate(spec.operators):
+            emit(events.Measuring(operator, index, len(spec.operators)))
+            timing = measure(spec, operator, self.threads, stop)
+            if timing is None:
+                return False
+            timings[operator] = timing
+        self.plan = decide_steps(spec, timings, time.perf_counter() - started, jobs)
+        for run in spec.runs():
+            self._record(run).write(self.directory / run.name)
+        stored = {
+            **spec.to_dict(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "training": self.training.to_dict(),
+            "steps": self.plan.steps,
+            "requested_steps": spec.training.steps,
+            "plan": {
+                "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
+                "estimated_seconds": self.plan.estimated_seconds,
+            },
+            "versions": versions(),
+            "device": describe_device(torch.device(spec.device), self.threads),
+        }
+        # last: a folder with this file is planned, whatever happened before
+        write_json(self.directory / FILE, stored)
+        return True
+
+    def _announce_plan(self, emit: events.Listener, jobs: int) -> None:
+        assert self.plan is not None
+        records = self.records()
+        share = sum(record.status not in ("done", "failed") for record in records) / len(records)
+        emit(
+            events.Planned(
+                runs=len(records),
+                remaining=sum(record.status not in ("done", "failed") for record in records),
+                steps=self.plan.steps,
+                step_seconds={name: timing.update for name, timing in self.plan.timings.items()},
+                evaluation_seconds={name: timing.evaluation for name, timing in self.plan.timings.items()},
+                estimated_seconds=share * estimate(self.spec, self.plan.timings, self.plan.steps, jobs),
+            )
+        )
+
+    def _left(self, emit: events.Listener, retry_failed: bool) -> list[PlannedRun]:
+        """Runs that are not at their end, in order; the others are announced as skipped."""
+        ended = {"done"} if retry_failed else {"done", "failed"}
+        left: list[PlannedRun] = []
+        for run in self.spec.runs():
+            record = self._record(run)
+            if record.status in ended:
+                emit(finished(run, record, skipped=True))
+            else:
+                left.append(run)
+        return left
+
+    def _record(self, run: PlannedRun) -> RunResult:
+        folder = self.directory / run.name
+        if (folder / RECORD).exists():
+            return RunResult.read(folder)
+        steps = 0 if self.plan is None else self.plan.steps
+        return RunResult(run.operator, run.label, run.seed, run.learning_rate, steps=steps, dtype=self.spec.training.dtype, device=self.spec.device)
+
+    def _finish(self, emit: events.Listener) -> ComparisonResult:
+        records = tuple(self.records())
+        done, failed = (sum(record.status == status for record in records) for status in ("done", "failed"))
+        status = "done" if done == len(records) else "failed" if done + failed == len(records) else "stopped"
+        best = self.best_learning_rates(records)
+        emit(events.ComparisonFinished(status, done, failed, len(records) - done - failed, best))
+        return ComparisonResult(self.directory, status, records, best)
+
+    def best_learning_rates(self, records: tuple[RunResult, ...]) -> dict[str, float | None]:
+        """Operator → learning rate with the best mean final headline metric over seeds (``zonal.evaluation.selection``)."""
+        metric = self.spec.task.metric
+        return {
+            operator: best_learning_rate(
+                {
+                    rate: [
+                        record.final[metric] if record.status == "done" and record.final else None
+                        for record in records
+                        if record.operator == operator and record.learning_rate == rate
+                    ]
+                    for rate in self.spec.learning_rates
+                },
+                higher_is_better=metric == "accuracy",
+            )
+            for operator in self.spec.operators
+        }
+
+
+def finished(run: PlannedRun, record: RunResult, *, skipped: bool = False) -> events.RunFinished:
+    """The event that ends ``run``."""
+    return events.RunFinished(
+        run.name, run.operator, run.label, run.seed, run.learning_rate, record.status, record.message, record.steps_done, record.final, skipped
+    )

@@ -1,0 +1,144 @@
+"""What a training run is told; frozen, JSON-able, and checked once when it is made."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zonal.errors import ArgumentError, unknown_name
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+# fields that never change a number of the run: two runs that differ in them only are the same run
+_BOOKKEEPING = frozenset({"checkpoint_every", "checkpoint_seconds", "keep_best", "tensorboard"})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of one run.
+
+    Optimisation
+        steps: updates. In a comparison with a time budget it is the most that is allowed.
+        batch_size: sequences in one update, whatever ``accumulate`` is.
+        accumulate: how many equal parts a batch is run in; must divide ``batch_size``. Costs time, saves memory, and
+            gives the gradient of the whole batch, since the loss is the sum over all parts divided by the count of all.
+        learning_rate, min_lr_ratio, warmup_ratio: see ``zonal.training.schedule``.
+        weight_decay: decoupled; see ``zonal.training.optimiser`` for what decays.
+        betas: of AdamW.
+        clip: largest global gradient norm; None does not clip.
+        dtype: "float32"; "bfloat16" keeps parameters and optimiser in float32 and runs the model under autocast;
+            "float64" runs everything in double precision.
+    Evaluation
+        eval_every: updates between evaluations; None evaluates ten times, evenly. There is always one at the end.
+        eval_batch_size: sequences at a time; None takes ``batch_size // accumulate``.
+        thresholds: accuracies whose first evaluation is recorded as ``steps_to`` (tasks measured by accuracy).
+        stop_at_accuracy: end the run at the first evaluation with at least this accuracy; None runs all steps.
+    Files
+        checkpoint_every: updates between checkpoints; None leaves it to ``checkpoint_seconds``.
+        checkpoint_seconds: seconds between checkpoints; None leaves it to ``checkpoint_every``. There is always one at
+            the end, and one when the run is stopped.
+        keep_best: also keep the weights of the best evaluation, in best.safetensors.
+        log_every: updates between lines of metrics.jsonl; each has the mean loss since the last.
+        tensorboard: also write TensorBoard events.
+    seed: data order and random numbers of the run.
+
+    Raises: ArgumentError naming the field.
+    """
+
+    steps: int = 1000
+    batch_size: int = 64
+    accumulate: int = 1
+    learning_rate: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = 1.0
+    dtype: Dtype = "float32"
+    eval_every: int | None = None
+    eval_batch_size: int | None = None
+    thresholds: tuple[float, ...] = (0.5, 0.9, 0.99)
+    stop_at_accuracy: float | None = None
+    checkpoint_every: int | None = None
+    checkpoint_seconds: float | None = 60.0
+    keep_best: bool = False
+    log_every: int = 1
+    tensorboard: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        # JSON knows no tuples
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "thresholds", tuple(self.thresholds))
+        for name in ("steps", "batch_size", "accumulate", "log_every"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("eval_every", "eval_batch_size", "checkpoint_every"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "at least 1, or None")
+        self._require("accumulate", self.batch_size % self.accumulate == 0, f"a divisor of batch_size={self.batch_size}")
+        self._require("learning_rate", math.isfinite(self.learning_rate) and self.learning_rate > 0, "positive")
+        self._require("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "at least 0")
+        self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "between 0 and 1")
+        self._require("warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
+        self._require("betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        self._require("clip", self.clip is None or self.clip > 0, "positive, or None")
+        self._require("dtype", self.dtype in ("float32", "bfloat16", "float64"), "'float32', 'bfloat16' or 'float64'")
+        self._require("checkpoint_seconds", self.checkpoint_seconds is None or self.checkpoint_seconds >= 0, "at least 0, or None")
+        self._require("thresholds", all(0 < value <= 1 for value in self.thresholds), "accuracies in (0, 1]")
+        stop = self.stop_at_accuracy
+        self._require("stop_at_accuracy", stop is None or 0 < stop <= 1, "an accuracy in (0, 1], or None")
+        self._require("seed", 0 <= self.seed < 2**63, "a whole number from 0 on, below 2**63")
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ArgumentError(f"TrainConfig: {name} must be {what}, got {getattr(self, name)!r}.")
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Updates between evaluations: ``eval_every``, or a tenth of the run."""
+        return self.eval_every if self.eval_every is not None else max(1, math.ceil(self.steps / 10))
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Sequences evaluated at a time."""
+        return self.eval_batch_size if self.eval_batch_size is not None else self.batch_size // self.accumulate
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; ``from_dict`` reverses it."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """From ``to_dict``. Raises ArgumentError for a name that is not a field."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise unknown_name("TrainConfig.from_dict", "field", name, names)
+        return cls(**values)
+
+    def trajectory(self) -> dict[str, Any]:
+        """The fields that decide the numbers of a run: all but those about files."""
+        return {name: value for name, value in self.to_dict().items() if name not in _BOOKKEEPING}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def first_difference(stored: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first place where two JSON values differ, as (dotted name, stored, asked); None when they are equal."""
+    if isinstance(stored, Mapping) and isinstance(asked, Mapping):
+        for key in [*stored, *(key for key in asked if key not in stored)]:
+            inner = f"{name}.{key}" if name else str(key)
+            found = first_difference(stored.get(key), asked.get(key), inner)
+            if found is not None:
+                return found
+        return None
+    if isinstance(stored, list | tuple) and isinstance(asked, list | tuple) and len(stored) == len(asked):
+        for index, (left, right) in enumerate(zip(stored, asked, strict=True)):
+            found = first_difference(left, right, f"{name}[{index}]")
+            if found is not None:
+                return found
+        return None
+    return None if stored == asked else (name, stored, asked)

@@ -1,0 +1,200 @@
+"""The surroundings of a run: determinism, threads, one process a folder, memory high-water mark, Ctrl-C."""
+
+import contextlib
+import ctypes
+import errno
+import gc
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zonal.errors import ArgumentError
+
+
+@contextlib.contextmanager
+def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[None]:
+    """Run the body so that it gives the same bits each time on a CPU; everything is put back afterwards.
+
+    The order of floating-point sums depends on the number of threads, so it is fixed to ``threads``. Random numbers start
+    from ``seed``; the caller's generators are not touched. On CUDA only the random numbers are fixed: deterministic
+    kernels exist for few of the operations used, and bit-identity is promised for the CPU alone.
+    """
+    previous_threads = torch.get_num_threads()
+    previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    previous_fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            torch.set_num_threads(threads)
+            if device.type == "cpu":
+                torch.use_deterministic_algorithms(True)
+                # filling fresh memory costs a pass over every buffer and would only hide a read of garbage
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.manual_seed(seed)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
+            torch.utils.deterministic.fill_uninitialized_memory = previous_fill  # type: ignore[attr-defined]
+            torch.set_num_threads(previous_threads)
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold ``folder`` (made when absent) for this process; the lock goes with the process, however it ends.
+
+    ``wait``: seconds to wait for another holder. Raises ArgumentError when it is still held. Windows has no such lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise ArgumentError(
+                        f"train: {folder} is in use by another process. Wait until it ends, stop it, or choose another folder."
+                    ) from error
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C (or SIGTERM) into a wish: the yielded function then returns True, and the loop stops after the
+    step it is in, with a checkpoint. A second one interrupts at once. Outside the main thread signals are left alone."""
+    wished = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield wished.is_set
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def wish(number: int, frame: Any) -> None:
+        wished.set()
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    try:
+        for number in previous:
+            signal.signal(number, wish)
+        yield wished.is_set
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class PeakMemory:
+    """Highest memory of a stretch of work, in bytes, above what was there when it began.
+
+    CUDA: the allocator's own peak. Linux: the high-water mark of resident memory, which the kernel resets on request, so
+    several runs in one process do not hide one another. Where there is no such reset (macOS, some sandboxes) it is the mark
+    of the whole process, which only ever rises: a run that needs less than an earlier one then shows no growth.
+    ``method`` says which of the three it is.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            self.method = "cuda allocator"
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
+            return
+        _give_back_free_memory()
+        self.method = "resettable high-water mark" if _reset_high_water() else "process high-water mark"
+        self._start = self._mark()
+
+    def _mark(self) -> int:
+        if self.method == "cuda allocator":
+            return torch.cuda.max_memory_allocated(self._device)
+        if self.method == "resettable high-water mark":
+            return _high_water() or 0
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def growth(self) -> int:
+        """Bytes above the start at the highest point so far."""
+        return max(0, self._mark() - self._start)
+
+
+def _give_back_free_memory() -> None:
+    """Return freed heap pages to the kernel (glibc), so that memory an earlier run left behind is not used unseen."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _high_water() -> int | None:
+    """Peak resident bytes since the last reset, where the kernel tells."""
+    status = Path("/proc/self/status")
+    if sys.platform != "linux" or not status.is_file():
+        return None
+    lines = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), None)
+
+
+def _reset_high_water() -> bool:
+    """Reset the high-water mark of resident memory to what is resident now; False where the kernel cannot."""
+    if _high_water() is None:
+        return False
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): "5" resets the peak resident set size
+    except OSError:
+        return False
+    return True
+
+
+def package_version() -> str:
+    """Version of this library; "source" where it is run from a folder without being installed."""
+    try:
+        return version("zonal")
+    except PackageNotFoundError:
+        return "source"
+
+
+def versions() -> dict[str, str]:
+    """Versions that the numbers of a run may depend on."""
+    return {"zonal": package_version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_device(device: torch.device, threads: int) -> dict[str, Any]:
+    """``name``, ``cores``, ``threads`` and ``memory_bytes`` of the device that runs."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"name": properties.name, "cores": properties.multi_processor_count, "threads": threads, "memory_bytes": properties.total_memory}
+    name = platform.processor() or platform.machine()
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return {"name": name, "cores": cores(), "threads": threads, "memory_bytes": memory}

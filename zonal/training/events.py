@@ -1,0 +1,154 @@
+"""What happens while training, as values: for a progress display, and for the pipe between a run's process and its parent.
+
+``run`` names the run: its folder relative to the comparison ("runs/sko/seed-0-lr-0.003"), or the folder's name where a
+single model is trained.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zonal.errors import FileFormatError
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """The step time of an operator is being measured; ``index`` of ``total`` operators, from 0."""
+
+    operator: str
+    index: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. The times are None
+    where there was no budget, hence no measurement; step_seconds and evaluation_seconds map operator → seconds."""
+
+    runs: int
+    remaining: int
+    steps: int
+    step_seconds: dict[str, float] | None
+    evaluation_seconds: dict[str, float] | None
+    estimated_seconds: float | None
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """A run begins, or goes on at ``step``. ``notes`` says what of the machine changed since its checkpoint."""
+
+    run: str
+    operator: str
+    label: str
+    seed: int
+    learning_rate: float
+    step: int
+    steps: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One update; ``seconds`` is the training time of the run so far."""
+
+    run: str
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """A batch of the evaluation at ``step`` is done; keeps a display alive during long ones."""
+
+    run: str
+    step: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation; ``metrics`` as ``zonal.evaluation.evaluate`` returns them."""
+
+    run: str
+    step: int
+    steps: int
+    metrics: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A checkpoint is in place."""
+
+    run: str
+    step: int
+    path: str
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    """A run ended: status "done", "failed" or "stopped". ``skipped``: it had ended before and nothing was run now."""
+
+    run: str
+    operator: str
+    label: str
+    seed: int
+    learning_rate: float
+    status: str
+    message: str | None
+    steps_done: int
+    final: dict[str, Any] | None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class ComparisonFinished:
+    """Nothing more will happen: how many runs stand in which state, and the chosen learning rate of each operator."""
+
+    status: str
+    done: int
+    failed: int
+    stopped: int
+    best_learning_rates: dict[str, float | None]
+
+
+Event = (
+    Measuring
+    | Planned
+    | RunStarted
+    | StepDone
+    | EvaluationProgress
+    | Evaluated
+    | Checkpointed
+    | RunFinished
+    | ComparisonFinished
+)
+Listener = Callable[[Event], None]
+
+_KINDS = {kind.__name__: kind for kind in (RunStarted, StepDone, EvaluationProgress, Evaluated, Checkpointed, RunFinished)}
+
+
+def ignore(event: Event) -> None:
+    """The listener of nobody."""
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """``event`` as plain JSON, its class under the key "event"."""
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def from_json(values: dict[str, Any]) -> Event:
+    """Reverse of ``to_json`` for the events of a run. Raises FileFormatError for anything else."""
+    fields = dict(values)
+    kind = _KINDS.get(fields.pop("event", ""))
+    if kind is None:
+        raise FileFormatError(f"events.from_json: {values!r} is not an event of a run.")
+    if "notes" in fields:
+        fields["notes"] = tuple(fields["notes"])
+    return kind(**fields)

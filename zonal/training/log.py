@@ -1,0 +1,118 @@
+"""metrics.jsonl, one line an update or evaluation, and TensorBoard events made from the same lines.
+
+The file is only ever appended to, with a flush a line: a killed process loses nothing that was logged, and at most leaves
+its last line half written. A checkpoint notes how many bytes the file had; going on from it cuts the file to that length,
+so what follows repeats the lost lines exactly once. The bytes before are never touched. TensorBoard events are a
+projection of this file: they are written anew from its lines when a run goes on, so no step appears twice.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zonal.errors import FileFormatError, InsufficientSpaceError
+
+FILE = "metrics.jsonl"
+_EVENTS = "events.out.tfevents.*"
+
+
+@contextlib.contextmanager
+def _space_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InsufficientSpaceError(
+                f"train: no space left while writing {path}. Free some space and run the same again; it goes on from the last checkpoint."
+            ) from error
+        raise
+
+
+class MetricsLog:
+    """Append-only log in ``directory``, cut to ``size`` bytes first. Use as a context manager.
+
+    Raises: FileFormatError when the file is shorter than ``size`` or was not cut at the end of a line;
+    InsufficientSpaceError when the disk is full.
+    """
+
+    def __init__(self, directory: Path, size: int, *, elapsed: float, tensorboard: bool):
+        self.path = directory / FILE
+        found = self.path.stat().st_size if self.path.exists() else 0
+        if found < size:
+            raise FileFormatError(
+                f"train: {self.path} has {found} bytes, the checkpoint beside it was written after {size}. "
+                "The file was shortened; remove the folder to run it anew."
+            )
+        with _space_errors(self.path):
+            self._file = open(self.path, "r+b" if found else "w+b")  # noqa: SIM115, closed by __exit__
+        self._file.seek(max(0, size - 1))
+        if size and self._file.read(1) != b"\n":
+            self._file.close()
+            raise FileFormatError(f"train: {self.path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
+        self._file.truncate(size)
+        self._file.seek(0)
+        self._events = _Events(directory, self._file, elapsed) if tensorboard else None
+        self._file.seek(size)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append one object; it is in the operating system's hands when this returns."""
+        with _space_errors(self.path):
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        if self._events is not None:
+            self._events.add(line)
+
+    def sync(self) -> int:
+        """Force everything onto the disk; returns the size in bytes, for the checkpoint."""
+        with _space_errors(self.path):
+            os.fsync(self._file.fileno())
+            if self._events is not None:
+                self._events.flush()
+        return self._file.tell()
+
+
+class _Events:
+    """TensorBoard events of the lines of ``file`` and of those that ``add`` brings."""
+
+    def __init__(self, directory: Path, file: Any, elapsed: float):
+        # imported here: it takes a second, and runs without events should not pay for it
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        for old in directory.glob(_EVENTS):
+            old.unlink()
+        self._writer = SummaryWriter(directory)
+        # the clock of the events is the training time of the run, counted from a start that is now minus that time
+        self._start = time.time() - elapsed
+        for line in file:
+            self.add(json.loads(line))
+
+    def add(self, line: dict[str, Any]) -> None:
+        group = {"train": "train", "eval": "evaluation"}[line["kind"]]
+        for name, value in line.items():
+            if name in ("loss", "accuracy", "bits_per_byte", "learning_rate", "gradient_norm"):
+                self._scalar(f"{group}/{name}", value, line)
+        for name, values in line.get("slices", {}).items():
+            for key, value in values.items():
+                self._scalar(f"{group}/accuracy by {name}/{key}", value, line)
+
+    def _scalar(self, tag: str, value: float, line: dict[str, Any]) -> None:
+        self._writer.add_scalar(tag, value, line["step"], walltime=self._start + line["seconds"])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

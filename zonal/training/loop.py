@@ -1,0 +1,375 @@
+"""One run: a model, a task, a configuration and a folder. Killed at any moment and started again, it writes the same numbers.
+
+The loop looks at the state, never at what it did before: evaluate if this step is due and not yet evaluated, stop if that
+is wished or the last step is done, write a checkpoint if one is due, else make an update. A checkpoint can be taken at any
+turn and the run goes on from it in the same way.
+
+Times: ``seconds`` in metrics.jsonl and run.json count training alone (data, update, logging), without evaluation and
+checkpoints; after a resume they go on from the checkpoint's. They are the only entries that differ from run to run.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zonal.errors import ArgumentError, NonFiniteError
+from zonal.evaluation.metrics import Accumulator, accumulate
+from zonal.models import CausalLM
+from zonal.tasks.task import Task
+from zonal.training import checkpoint as checkpoints
+from zonal.training import events
+from zonal.training.checkpoint import Progress
+from zonal.training.config import TrainConfig
+from zonal.training.diagnose import locate_non_finite
+from zonal.training.environment import PeakMemory, deterministic, folder_lock, versions
+from zonal.training.log import MetricsLog
+from zonal.training.optimiser import adamw, set_learning_rate
+from zonal.training.record import FILE as RECORD
+from zonal.training.record import MEMORY_LENGTHS, RunResult, Status
+from zonal.training.schedule import learning_rate
+from zonal.training.step import Part, autocast, clip_gradient, forward_backward, part_loss, split
+
+
+def train(
+    model: CausalLM,
+    task: Task,
+    config: TrainConfig,
+    directory: str | Path,
+    *,
+    resume: bool = True,
+    on_event: events.Listener | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    run: str | None = None,
+    label: str | None = None,
+    threads: int | None = None,
+) -> RunResult:
+    """Train ``model`` on ``task`` and keep everything in ``directory``.
+
+    Args:
+        model: freshly built; its parameters are replaced by the checkpoint's where the run goes on. Runs on the device it
+            is on. It holds the trained weights afterwards.
+        task: batches by step and seed, and evaluation batches.
+        directory: run.json, metrics.jsonl, checkpoint.safetensors, TensorBoard events; made when absent.
+        resume: go on from the checkpoint there. False refuses a folder that has one.
+        on_event: called with ``zonal.training.events``.
+        should_stop: asked before each update and between evaluation batches; True ends the run with a checkpoint and
+            status "stopped".
+        run, label: names in the events and in run.json; by default the folder's name and the operator.
+        threads: of torch, on the CPU; by default as many as it has now. A run that goes on keeps the number it began with.
+
+    Returns: what run.json holds. A finished run is returned as it is, without work.
+
+    Raises:
+        NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
+        ArgumentError: resume=False and the folder holds a run, or another process uses it.
+        FileFormatError: the checkpoint is damaged or of another configuration.
+        InsufficientSpaceError: the disk is full; the last checkpoint stands.
+    """
+    folder = Path(directory)
+    if not resume and (folder / checkpoints.FILE).exists():
+        raise ArgumentError(f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder.")
+    with folder_lock(folder, wait=30.0 if resume else 0.0):
+        work = _Run(model, task, config, folder, on_event or events.ignore, should_stop or _never, run or folder.name, label)
+        return work.execute(threads or torch.get_num_threads())
+
+
+def run_identity(model: CausalLM, task: Task, config: TrainConfig) -> dict[str, Any]:
+    """What must agree for two runs to be the same run, as JSON."""
+    return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
+
+
+def describe_operator(layers: tuple[str, ...]) -> str:
+    """The operator of a model: the spec all layers share, or the specs of a mixed one."""
+    return layers[0] if len(set(layers)) == 1 else " | ".join(layers)
+
+
+def _never() -> bool:
+    return False
+
+
+class _Run:
+    """The state of ``train`` while it works."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        task: Task,
+        config: TrainConfig,
+        folder: Path,
+        emit: events.Listener,
+        should_stop: Callable[[], bool],
+        name: str,
+        label: str | None,
+    ):
+        self.model, self.task, self.config, self.folder = model, task, config, folder
+        self.emit, self.should_stop, self.name = emit, should_stop, name
+        self.device = next(model.parameters()).device
+        if config.dtype == "float64":
+            model.double()
+        else:
+            model.float()
+        self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
+        operator = describe_operator(model.config.layers)
+        self.identity = {"identity": run_identity(model, task, config), "operator": operator}
+        self.record = RunResult(operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype)
+        self.notes: tuple[str, ...] = ()
+        self.last_checkpoint: int | None = None
+
+    # the whole
+
+    def execute(self, threads: int) -> RunResult:
+        path = self.folder / checkpoints.FILE
+        if path.exists():
+            self.progress = checkpoints.load_checkpoint(path, self.model, self.optimiser, self.identity)
+            random_state = torch.get_rng_state()
+            self.last_checkpoint = self.progress.step
+            self.notes = self._changes(threads)
+            threads = self.progress.threads
+        else:
+            random_state = None
+            self.progress = Progress(threads=threads, environment=versions(), learned_before=self.model.learned())
+            self.progress.steps_to = {f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"}
+        if self._finished():
+            return self._finish_quietly()
+        with deterministic(self.config.seed, threads, self.device):
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+            log = MetricsLog(self.folder, self.progress.metrics_bytes, elapsed=self.progress.seconds, tensorboard=self.config.tensorboard)
+            with log:
+                return self._work(log)
+
+    def _work(self, log: MetricsLog) -> RunResult:
+        self.log = log
+        self._describe_model()
+        self._warm_up()
+        self.memory = PeakMemory(self.device)
+        self.record.peak_memory_method = self.memory.method
+        self._write("running")
+        self.emit(
+            events.RunStarted(
+                self.name, self.record.operator, self.record.label, self.config.seed, self.config.learning_rate,
+                self.progress.step, self.config.steps, self.notes,
+            )
+        )  # fmt: skip
+        try:
+            status = self._loop()
+        except NonFiniteError as error:
+            self._write("failed", str(error))
+            self._announce_end()
+            raise
+        self._checkpoint()
+        self.record.learned = self.model.learned()
+        self._write(status, "Stopped on request; run the same again to go on." if status == "stopped" else None)
+        self._announce_end()
+        return self.record
+
+    def _warm_up(self) -> None:
+        """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not count as
+        memory of the run that happens to come first."""
+        batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), autocast(self.device, self.config.dtype):
+            loss, count = part_loss(self.model, batch.tokens[:1].to(self.device), batch.targets[:1].to(self.device))
+        (loss / max(1, int(count))).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def _loop(self) -> Status:
+        self.checkpoint_clock = time.perf_counter()
+        self.model.train()
+        progress = self.progress
+        while True:
+            if self._evaluation_due() and not self._evaluate():
+                return "stopped"
+            if self._finished():
+                return "done"
+            if self.should_stop():
+                return "stopped"
+            if self._checkpoint_due():
+                self._checkpoint()
+                self._write("running")
+            started = time.perf_counter()
+            self._update(started)
+            progress.seconds += time.perf_counter() - started
+
+    def _finished(self) -> bool:
+        progress = self.progress
+        at_end = progress.step >= self.config.steps or progress.stopped_early
+        return at_end and progress.evaluated == progress.step
+
+    # one update
+
+    def _update(self, started: float) -> None:
+        config, progress = self.config, self.progress
+        rate = learning_rate(
+            progress.step, steps=config.steps, peak=config.learning_rate, warmup_ratio=config.warmup_ratio, min_ratio=config.min_lr_ratio
+        )
+        batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
+        parts = split(batch, config.accumulate, self.device)
+        loss = forward_backward(self.model, parts, config.dtype)
+        norm = clip_gradient(self.model, config.clip) if math.isfinite(loss) else math.nan
+        if not math.isfinite(loss):
+            raise self._non_finite(f"the loss became {loss}", parts, backward=False)
+        if not math.isfinite(norm):
+            raise self._non_finite(f"the gradient norm became {norm} (the loss is {loss:.4g})", parts, backward=True)
+        set_learning_rate(self.optimiser, rate)
+        self.optimiser.step()
+        progress.step += 1
+        progress.tokens += batch.tokens.numel()
+        seconds = progress.seconds + time.perf_counter() - started
+        progress.unlogged.append(loss)
+        if progress.step % config.log_every == 0 or progress.step == config.steps:
+            mean = math.fsum(progress.unlogged) / len(progress.unlogged)
+            progress.unlogged.clear()
+            self.log.append(
+                {
+                    "kind": "train", "step": progress.step, "tokens": progress.tokens, "seconds": seconds,
+                    "loss": mean, "learning_rate": rate, "gradient_norm": norm,
+                }
+            )  # fmt: skip
+        self.emit(events.StepDone(self.name, progress.step, config.steps, loss, rate, norm, progress.tokens, seconds))
+
+    def _non_finite(self, what: str, parts: list[Part], *, backward: bool) -> NonFiniteError:
+        where = locate_non_finite(self.model, parts, self.config.dtype, backward=backward)
+        return self._non_finite_error(f"{what} in step {self.progress.step + 1} of {self.config.steps}", where)
+
+    def _non_finite_error(self, what: str, where: str) -> NonFiniteError:
+        path = self.folder / checkpoints.FILE
+        good = f"{path} (step {self.last_checkpoint})" if self.last_checkpoint is not None else "none was written yet"
+        return NonFiniteError(
+            f"train: {what}: {where}. Last good checkpoint: {good}. "
+            "Lower the learning rate, lengthen the warm-up, or clip harder; this update was not applied."
+        )
+
+    # evaluation
+
+    def _evaluation_due(self) -> bool:
+        step = self.progress.step
+        return self.progress.evaluated != step and (step % self.config.evaluation_interval == 0 or step >= self.config.steps)
+
+    def _evaluate(self) -> bool:
+        """Evaluate this step; False when it was broken off by a wish to stop."""
+        config, progress = self.config, self.progress
+        started = time.perf_counter()
+        total = Accumulator(self.task.bytes_per_token)
+        self.model.eval()
+        try:
+            with torch.no_grad(), autocast(self.device, config.dtype):
+                for index, batch in enumerate(self.task.evaluation_batches(config.evaluation_batch_size)):
+                    if self.should_stop():
+                        progress.evaluation_seconds += time.perf_counter() - started
+                        return False
+                    accumulate(self.model, batch, total, self.device)
+                    self.emit(events.EvaluationProgress(self.name, progress.step, index + 1))
+        finally:
+            self.model.train()
+        metrics = total.result()
+        if not math.isfinite(metrics["loss"]):
+            raise self._non_finite_error(f"the evaluation loss became {metrics['loss']} after step {progress.step}", self._locate_in_evaluation())
+        progress.evaluated = progress.step
+        progress.evaluation_seconds += time.perf_counter() - started
+        self.log.append({"kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics})
+        self._judge(metrics)
+        self.emit(events.Evaluated(self.name, progress.step, config.steps, metrics, progress.seconds))
+        self._write("running")
+        return True
+
+    def _judge(self, metrics: dict[str, Any]) -> None:
+        """Keep final and best, note thresholds, and end the run where it is good enough."""
+        progress = self.progress
+        progress.final = metrics
+        value = metrics[self.task.metric]
+        best = None if progress.best is None else progress.best[self.task.metric]
+        if best is None or (value > best if self.task.metric == "accuracy" else value < best):
+            progress.best = {"step": progress.step, **metrics}
+            if self.config.keep_best:
+                checkpoints.save_weights(self.folder / checkpoints.BEST, self.model, self.identity, progress.step)
+        if self.task.metric == "accuracy":
+            for threshold, step in progress.steps_to.items():
+                if step is None and value >= float(threshold):
+                    progress.steps_to[threshold] = progress.step
+            progress.stopped_early = self.config.stop_at_accuracy is not None and value >= self.config.stop_at_accuracy
+
+    def _locate_in_evaluation(self) -> str:
+        self.model.eval()
+        for batch in self.task.evaluation_batches(self.config.evaluation_batch_size):
+            parts = [Part(batch.tokens.to(self.device), batch.targets.to(self.device))]
+            where = locate_non_finite(self.model, parts, self.config.dtype, backward=False)
+            if "run again is finite" not in where:
+                return where
+        return "the same batches run again are finite"
+
+    # files
+
+    def _checkpoint_due(self) -> bool:
+        config, step = self.config, self.progress.step
+        if step == 0 or step == self.last_checkpoint:
+            return False
+        if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
+            return True
+        return config.checkpoint_seconds is not None and time.perf_counter() - self.checkpoint_clock >= config.checkpoint_seconds
+
+    def _checkpoint(self) -> None:
+        started = time.perf_counter()
+        progress = self.progress
+        progress.peak_memory_bytes = max(progress.peak_memory_bytes, self._model_bytes() + self.memory.growth())
+        progress.metrics_bytes = self.log.sync()
+        path = self.folder / checkpoints.FILE
+        checkpoints.save_checkpoint(path, self.model, self.optimiser, progress, self.identity)
+        self.last_checkpoint = progress.step
+        self.checkpoint_clock = time.perf_counter()
+        progress.checkpoint_seconds += self.checkpoint_clock - started
+        self.emit(events.Checkpointed(self.name, progress.step, str(path)))
+
+    def _model_bytes(self) -> int:
+        return sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
+
+    def _describe_model(self) -> None:
+        record = self.record
+        record.parameters = self.model.num_parameters()
+        record.memory_bytes = {str(length): self.model.memory_bytes(length) for length in MEMORY_LENGTHS}
+        record.threads, record.device = self.progress.threads, str(self.device)
+        record.learned_before = self.progress.learned_before
+
+    def _write(self, status: Status, message: str | None = None) -> None:
+        record, progress = self.record, self.progress
+        record.status, record.message = status, message
+        record.steps_done, record.stopped_early = progress.step, progress.stopped_early
+        record.seconds = progress.seconds
+        record.evaluation_seconds, record.checkpoint_seconds = progress.evaluation_seconds, progress.checkpoint_seconds
+        record.tokens_per_second = progress.tokens / progress.seconds if progress.seconds else None
+        record.peak_memory_bytes = max(progress.peak_memory_bytes, self._model_bytes() + self.memory.growth())
+        record.final, record.best, record.steps_to = progress.final, progress.best, progress.steps_to
+        record.write(self.folder)
+
+    def _finish_quietly(self) -> RunResult:
+        """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
+        found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
+        if found is not None and found.status == "done":
+            self.record = found
+        else:
+            self._describe_model()
+            self.memory = PeakMemory(self.device)
+            self.record.learned = self.model.learned()
+            self._write("done")
+        self._announce_end(skipped=True)
+        return self.record
+
+    def _changes(self, threads: int) -> tuple[str, ...]:
+        """What of the surroundings is not as it was when the run began, and so may change the bits."""
+        now = versions()
+        found = [f"{name} {old} → {now[name]}" for name, old in self.progress.environment.items() if now.get(name, old) != old]
+        if threads != self.progress.threads:
+            found.append(f"threads stay {self.progress.threads}, as the run began (the process has {threads})")
+        return tuple(found)
+
+    def _announce_end(self, *, skipped: bool = False) -> None:
+        record = self.record
+        self.emit(
+            events.RunFinished(
+                self.name, record.operator, record.label, record.seed, record.learning_rate,
+                record.status, record.message, record.steps_done, record.final, skipped,
+            )
+        )  # fmt: skip

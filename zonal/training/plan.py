@@ -1,0 +1,135 @@
+"""How many updates a budget allows: each operator is timed on the real task, then every run gets the same number.
+
+    budget · 0.9 - time spent so far  ≥  Σ over runs of (n · update + evaluations(n) · evaluation + overhead) / jobs
+
+The largest such n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one second.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from zonal.errors import ArgumentError
+from zonal.evaluation.metrics import Accumulator, accumulate
+from zonal.models import build
+from zonal.training.config import TrainConfig
+from zonal.training.environment import deterministic
+from zonal.training.optimiser import adamw, set_learning_rate
+from zonal.training.spec import ComparisonSpec
+from zonal.training.step import autocast, clip_gradient, forward_backward, split
+
+SAFETY = 0.9
+# parallel runs share caches and memory bandwidth
+CROWDING = 1.15
+# files, TensorBoard, checkpoints
+_OVERHEAD_SECONDS = 0.25
+# a process that starts anew imports torch
+WORKER_SECONDS = 4.0
+_MEASURED_SECONDS = 0.5
+_LEAST_UPDATES, _MOST_UPDATES = 3, 20
+_MEASURED_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one operator: an update (median after a warm-up), a whole evaluation, and everything else of a run."""
+
+    update: float
+    evaluation: float
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and from which measurements; part of comparison.json, so that a resume decides nothing again."""
+
+    steps: int
+    timings: dict[str, Timing]
+    estimated_seconds: float
+
+
+def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Callable[[], bool]) -> Timing | None:
+    """Time ``operator`` on the task of ``spec`` with a model that is thrown away. None when a stop was wished."""
+    config = spec.training
+    device = torch.device(spec.device)
+    started = time.perf_counter()
+    model = build(spec.model_for(operator), spec.seeds[0]).to(device)
+    if config.dtype == "float64":
+        model.double()
+    optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
+    set_learning_rate(optimiser, min(spec.learning_rates))
+    overhead = time.perf_counter() - started + _OVERHEAD_SECONDS
+    updates: list[float] = []
+    with deterministic(spec.seeds[0], threads, device):
+        # one more than is counted: the first update fills caches and may compile or calibrate
+        while len(updates) <= _LEAST_UPDATES or (len(updates) <= _MOST_UPDATES and sum(updates[1:]) < _MEASURED_SECONDS):
+            if should_stop():
+                return None
+            started = time.perf_counter()
+            batch = spec.task.train_batch(len(updates), config.batch_size, spec.seeds[0])
+            forward_backward(model, split(batch, config.accumulate, device), config.dtype)
+            clip_gradient(model, config.clip)
+            optimiser.step()
+            updates.append(time.perf_counter() - started)
+        model.eval()
+        total = Accumulator()
+        batches: list[float] = []
+        started = time.perf_counter()
+        making = 0.0
+        with torch.no_grad(), autocast(device, config.dtype):
+            count = 0
+            for batch in spec.task.evaluation_batches(config.evaluation_batch_size):
+                making += time.perf_counter() - started
+                count += 1
+                if count <= _MEASURED_BATCHES:
+                    if should_stop():
+                        return None
+                    started = time.perf_counter()
+                    accumulate(model, batch, total, device)
+                    batches.append(time.perf_counter() - started)
+                started = time.perf_counter()
+    return Timing(median(updates[1:]), making + count * median(batches), overhead)
+
+
+def evaluations(config: TrainConfig, steps: int) -> int:
+    """How many evaluations a run of ``steps`` updates makes."""
+    return math.ceil(steps / replace(config, steps=steps).evaluation_interval)
+
+
+def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs: int) -> float:
+    """Seconds that all runs of ``spec`` take with ``steps`` updates each."""
+    count = evaluations(spec.training, steps)
+    one = sum(steps * timing.update + count * timing.evaluation + timing.overhead for timing in timings.values())
+    total = one * len(spec.seeds) * len(spec.learning_rates)
+    return total if jobs == 1 else total * CROWDING / jobs + WORKER_SECONDS
+
+
+def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float, jobs: int) -> Plan:
+    """The number of updates of every run.
+
+    Raises: ArgumentError when the budget does not allow ten updates; it says what budget would.
+    """
+    most = spec.training.steps
+    if spec.budget_seconds is None:
+        return Plan(most, timings, estimate(spec, timings, most, jobs))
+    left = spec.budget_seconds * SAFETY - spent
+    least = min(10, most)
+    if estimate(spec, timings, least, jobs) > left:
+        needed = (spent + estimate(spec, timings, least, jobs)) / SAFETY
+        runs = len(spec.operators) * len(spec.seeds) * len(spec.learning_rates)
+        raise ArgumentError(
+            f"compare: a budget of {spec.budget_seconds:g} s is too small for {least} updates in each of {runs} runs; about {math.ceil(needed)} s "
+            "are needed. Give more time, or fewer seeds, learning rates or operators, a smaller batch, or a smaller model."
+        )
+    low, high = least, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if estimate(spec, timings, middle, jobs) <= left:
+            low = middle
+        else:
+            high = middle - 1
+    return Plan(low, timings, estimate(spec, timings, low, jobs))

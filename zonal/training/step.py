@@ -1,0 +1,76 @@
+"""One update's loss and gradient, in equal parts of the batch."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+
+
+class Tokens(Protocol):
+    """A batch: tokens (B,T) and targets (B,T), -100 where nothing is asked."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+
+
+class Part(NamedTuple):
+    """Rows of a batch on the device that runs them."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+def split(batch: Tokens, accumulate: int, device: torch.device) -> list[Part]:
+    """The batch in ``accumulate`` equal parts. Raises ArgumentError when no position is supervised."""
+    if not bool((batch.targets != -100).any()):
+        raise ArgumentError("train: the batch has no supervised position (every target is -100), so there is nothing to learn from.")
+    rows = batch.tokens.shape[0]
+    if rows % accumulate:
+        raise ArgumentError(f"train: accumulate={accumulate} must divide the rows of the batch, got {rows}.")
+    return [
+        Part(tokens.to(device), targets.to(device))
+        for tokens, targets in zip(batch.tokens.chunk(accumulate), batch.targets.chunk(accumulate), strict=True)
+    ]
+
+
+def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[object]:
+    """bfloat16 autocast where ``dtype`` asks for it."""
+    return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+
+
+def part_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | int]:
+    """(sum of cross-entropies, count of supervised positions) by the model's own ``loss``."""
+    return model.loss(tokens, targets)  # type: ignore[operator]
+
+
+def forward_backward(model: nn.Module, parts: Sequence[Part], dtype: str) -> float:
+    """Gradient of (Σ over parts of summed losses) / (Σ of their counts) into ``.grad``; returns that loss.
+
+    The count of the whole batch divides every part, so the parts together give the gradient of the batch in one piece,
+    even where parts have different numbers of supervised positions.
+    """
+    device = parts[0].tokens.device
+    count = sum(int((targets != -100).sum()) for _, targets in parts)
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tokens, targets in parts:
+        with autocast(device, dtype):
+            loss, _ = part_loss(model, tokens, targets)
+        scaled = loss / count
+        scaled.backward()
+        total += scaled.detach()
+    return float(total)
+
+
+def clip_gradient(model: nn.Module, limit: float | None) -> float:
+    """Global 2-norm of the gradient; scales it down to ``limit`` when it is larger."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if limit is None:
+        return float(nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
+    return float(nn.utils.clip_grad_norm_(parameters, limit))
