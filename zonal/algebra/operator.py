@@ -16,6 +16,7 @@ from zonal.algebra.score import Dot, Params, Score
 from zonal.errors import ArgumentError
 
 Readout = Literal["head", "concat"] | None
+LayerInit = Literal["default", "zero_output"]
 
 
 class Tags(NamedTuple):
@@ -79,7 +80,7 @@ class Operator(nn.Module):
         *,
         name: str | None = None,
         readout: Readout = None,
-        layer_init: Literal["default", "zero_output"] = "default",
+        layer_init: LayerInit = "default",
         spec: str | None = None,
     ) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Operator(nn.Module):
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
         self.spec = spec or self.name
         self.readout: Readout = readout
-        self.layer_init = layer_init
+        self.layer_init: LayerInit = layer_init
         self.learned_parts = nn.ParameterDict(
             {f"{slot}_{key}": nn.Parameter(value) for slot, part in self._parts() for key, value in part.initial().items()}
         )

@@ -38,7 +38,8 @@ class Call:
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
         """(B, H, T, S, D, P)."""
-        return (*self.q.shape[:3], self.k.shape[2], self.q.shape[3], self.v.shape[3])
+        batch, heads, queries, dim = self.q.shape
+        return batch, heads, queries, self.k.shape[2], dim, self.v.shape[3]
 
     @property
     def chunk(self) -> int | None:
