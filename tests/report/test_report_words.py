@@ -1,0 +1,115 @@
+"""Small parts of the report: numbers as text, names and colours, commands."""
+
+import pytest
+
+from zonal.report import commands, formats, style
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(512, "512 B"), (1024, "1 KiB"), (140_352, "137 KiB"), (134_217_728, "128 MiB"), (5 * 2**40, "5 TiB"), (None, "–")],
+)
+def test_bytes(value, text):
+    assert formats.bytes_(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(8.21, "8.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (120, "2 min"), (3900, "1 h 5 min"), (7200, "2 h"), (0, "0 s")])
+def test_seconds(value, text):
+    assert formats.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [(0.98123, 0.0042, "0.981 ± 0.004"), (0.98123, 0.00042, "0.98123 ± 0.00042"), (0.98123, 0.0, "0.981 ± 0.000"), (1.5, None, "1.500"), (None, None, "–")],
+)
+def test_spread_never_reads_as_zero(mean, deviation, text):
+    assert formats.spread(mean, deviation) == text
+
+
+@pytest.mark.parametrize(("value", "half", "text"), [(0.0031, 0.00015, "0.0031 ± 0.0001"), (0.69, 0.087, "0.69 ± 0.09"), (0.0, 0.0, "0"), (0.2, 1.3, "0.20 ± 1.30")])
+def test_margin(value, half, text):
+    assert formats.margin(value, half) == text
+
+
+def test_sparkline_follows_the_curve():
+    assert formats.sparkline([3, 2, 1, 0]) == "█▆▃▁"
+    assert formats.sparkline([1, 1]) == "▁▁"
+    assert formats.sparkline([]) == ""
+    assert len(formats.sparkline(range(1000))) == 24
+
+
+def test_compact_numbers():
+    assert [formats.compact(value) for value in (0, 999, 12_345, 2_500_000)] == ["0", "999", "12.3k", "2.5M"]
+    assert formats.rate(0.0003) == "0.0003"
+    assert formats.rate(3e-5) == "3e-5"
+    assert formats.tokens(131072) == "128k"
+
+
+def test_dates():
+    assert formats.date("2026-01-31T12:00:00+00:00") == "31 January 2026, 12:00 UTC"
+    assert formats.date("yesterday") == "yesterday"
+
+
+@pytest.mark.parametrize(
+    ("spec", "label"),
+    [
+        ("softmax", "Softmax"),
+        ("ska", "Ridge (SKA K=0)"),
+        ("ska(power=0)", "Ridge (SKA K=0)"),
+        ("ska(power=1)", "SKA K=1"),
+        ("ska(power=5)", "SKA K=5"),
+        ("sq", "Squared affine"),
+        ("sko(degrees=(2, 3))", "SKO (degrees=(2, 3))"),
+        ("mine", "mine"),
+        ("not a spec (", "not a spec ("),
+    ],
+)
+def test_labels(spec, label):
+    assert style.label(spec) == label
+
+
+def test_an_operator_keeps_its_colour_in_any_company():
+    for company in (["softmax", "sko"], ["linear", "sko", "yat"], ["sko(degrees=(2,3))", "sko"], ["new", "sko"]):
+        assert style.looks(company)["sko"] == style.LOOKS[1]
+
+
+def test_no_two_operators_of_a_page_share_a_look():
+    specs = ["softmax", "sko", "sko(degrees=(2,3))", "sko(degrees=(4,5))", "ska(power=0)", "ridge", "ska(power=7)", "mine"]
+    assert len(set(style.looks(specs).values())) == len(specs)
+
+
+def test_every_known_operator_of_the_library_has_a_look_and_an_explanation():
+    mechanisms = pytest.importorskip("zonal.mechanisms")
+    specs = [name for name in mechanisms.names() if style.explanation(name) is not None]
+    assert set(mechanisms.names()) == set(specs)
+    assert len({style.looks([name])[name] for name in specs}) == len(specs)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG contrast of two #rrggbb colours."""
+
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("look", style.LOOKS)
+def test_colours_stand_out_from_both_pages(look):
+    assert contrast(look.light, "#fdfcf9") >= 4
+    assert contrast(look.dark, "#16171a") >= 4
+
+
+def test_row_command_sets_what_differs_and_drops_places():
+    command = "zonal compare --task text --data 'my file.txt' --operators softmax,sko --seeds 3 --budget 10m --out runs/x --resume"
+    assert commands.row_command(command, "sko(degrees=(2, 3))", 0.003, 420) == (
+        "zonal compare --task text --data 'my file.txt' --operators 'sko(degrees=(2, 3))' --seeds 3 --learning-rates 0.003 --steps 420"
+    )
+
+
+def test_a_foreign_command_is_left_alone():
+    assert commands.row_command("python my_script.py --x 1", "sko", 0.1, 3) == "python my_script.py --x 1"
+    assert commands.fixed_command("it's broken", 3) == "it's broken"

@@ -1,0 +1,104 @@
+"""The report of a comparison: one self-contained HTML page, its Markdown twin and ``summary.json``, from files alone.
+
+``load(directory)`` reads, ``summarise(data)`` computes, ``write(directory)`` does both and writes the three files into the
+same folder; ``write_many(directories, out)`` puts several comparisons on one page.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zonal import store
+from zonal.errors import ArgumentError
+from zonal.evaluation.statistics import Spread
+from zonal.report import commands, page
+from zonal.report.records import ComparisonData, Metrics, Point, Run, load
+from zonal.report.summary import Row, Summary, Verdict, summarise
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of a report."""
+
+    html: Path
+    markdown: Path
+    summary: Path
+
+
+def _spread(total: Spread | None) -> dict[str, Any] | None:
+    return None if total is None else {"mean": total.mean, "deviation": total.deviation, "seeds": total.n}
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """The summary as JSON: full precision, one object an operator in the order of the ranking."""
+    data = summary.data
+    verdicts = {verdict.other: verdict for verdict in summary.verdicts}
+    rows = []
+    for row in summary.rows:
+        verdict = verdicts.get(row.operator)
+        rows.append(
+            {
+                "operator": row.operator,
+                "label": row.label,
+                "rank": summary.ranking.index(row.operator) + 1 if row.operator in summary.ranking else None,
+                "learning_rate": row.learning_rate,
+                "seeds_done": [run.seed for run in row.runs],
+                "failed": row.failed,
+                "loss": _spread(row.loss),
+                "accuracy": _spread(row.accuracy),
+                "bits_per_byte": _spread(row.bits_per_byte),
+                "seconds": _spread(row.seconds),
+                "tokens_per_second": _spread(row.tokens_per_second),
+                "speed_ratio": row.speed_ratio,
+                "peak_memory_bytes": _spread(row.peak_memory_bytes),
+                "parameters": row.parameters,
+                "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
+                "slices": {name: {key: _spread(total) for key, total in values.items()} for name, values in row.slices.items()},
+                "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
+                "behind": None if verdict is None else {"difference": verdict.behind, "margin": verdict.margin, "seeds": verdict.seeds, "within_spread": verdict.within},
+                "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),
+            }
+        )
+    rows.sort(key=lambda item: (item["rank"] is None, item["rank"]))
+    return {
+        "title": data.title,
+        "command": data.command,
+        "created": data.created,
+        "metric": data.metric,
+        "headline": summary.headline,
+        "sentences": list(summary.sentences),
+        "steps": data.steps,
+        "seeds": list(data.seeds),
+        "learning_rates": list(data.learning_rates),
+        "operators": rows,
+        "versions": dict(data.versions),
+        "device": dict(data.device),
+    }
+
+
+def write_many(directories: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Paths:
+    """Write one report on several comparisons into the folder ``out``.
+
+    Raises: FileFormatError when a folder is missing or damaged; ArgumentError without folders; InsufficientSpaceError.
+    """
+    if not directories:
+        raise ArgumentError("report.write_many: at least one comparison folder is required, got none.")
+    summaries = [summarise(load(directory)) for directory in directories]
+    paths = Paths(Path(out) / "report.html", Path(out) / "report.md", Path(out) / "summary.json")
+    store.write_bytes(paths.html, page.html(summaries).encode())
+    store.write_bytes(paths.markdown, page.markdown(summaries).encode())
+    store.write_json(paths.summary, {"schema": 1, "comparisons": [as_json(summary) for summary in summaries]})
+    return paths
+
+
+def write(directory: str | os.PathLike[str]) -> Paths:
+    """Write report.html, report.md and summary.json into a comparison folder, from the files in it.
+
+    Raises: FileFormatError when the folder is missing, has no runs, or a file is damaged; InsufficientSpaceError.
+    """
+    return write_many([directory], directory)
+
+
+__all__ = ["ComparisonData", "Metrics", "Paths", "Point", "Row", "Run", "Summary", "Verdict", "as_json", "load", "summarise", "write", "write_many"]

@@ -1,0 +1,278 @@
+"use strict";
+(async function () {
+  const comparisons = JSON.parse(document.getElementById("data").textContent);
+  const hidden = new Set();
+  const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset" };
+  const narrow = () => window.matchMedia("(max-width: 44rem)").matches;
+
+  function problem(text) {
+    const box = document.getElementById("problem");
+    box.textContent = text;
+    box.hidden = false;
+  }
+
+  for (const button of document.querySelectorAll(".copy")) {
+    if (!navigator.clipboard) continue;
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(button.previousElementSibling.textContent);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+  }
+
+  // ---- plotly, from the compressed copy in this file -------------------------------------------------------------
+  if (typeof DecompressionStream === "undefined") {
+    problem("This browser is too old to unpack the charts (it lacks DecompressionStream). All numbers are in the tables.");
+    return;
+  }
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const code = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  const element = document.createElement("script");
+  element.textContent = code;
+  document.head.append(element);
+
+  // ---- theme ------------------------------------------------------------------------------------------------------
+  function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  function colour(operator) { return css("--" + operator.key); }
+  function faint(hex, alpha) {
+    const n = parseInt(hex.slice(1), 16);
+    return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${alpha})`;
+  }
+  function layout(extra) {
+    const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, ticks: "", automargin: true, fixedrange: narrow() };
+    const base = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
+      font: { family: css("--sans"), size: 12, color: css("--soft") },
+      margin: { l: 48, r: 12, t: 12, b: 42 }, dragmode: narrow() ? false : "zoom",
+      hoverlabel: { bgcolor: css("--raised"), bordercolor: css("--line"), font: { family: css("--sans"), size: 12, color: css("--ink") }, align: "left" },
+      xaxis: { ...axis }, yaxis: { ...axis },
+    };
+    for (const key of Object.keys(extra)) {
+      base[key] = key === "xaxis" || key === "yaxis" ? { ...base[key], ...extra[key] } : extra[key];
+    }
+    return base;
+  }
+  const title = (text) => ({ text: text, font: { size: 12 }, standoff: 8 });
+
+  // ---- numbers ----------------------------------------------------------------------------------------------------
+  function bytes(value) {
+    const units = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+    for (const [size, unit] of units) if (value >= size) return `${+(value / size).toPrecision(3)} ${unit}`;
+    return `${value} B`;
+  }
+  const tokens = (n) => (n >= 1024 && n % 1024 === 0 ? `${n / 1024}k` : `${n}`);
+  const short = (x) => (x === null || x === undefined ? "–" : Math.abs(x) >= 0.001 || x === 0 ? x.toFixed(3) : x.toExponential(1));
+  const spread = (mean, sd) => (sd === null || sd === undefined ? short(mean) : `${short(mean)} ± ${short(sd)}`);
+  function byteTicks(values) {
+    const low = Math.floor(Math.log2(Math.min(...values))), high = Math.ceil(Math.log2(Math.max(...values)));
+    const step = Math.max(1, Math.ceil((high - low) / (narrow() ? 4 : 6)));
+    const ticks = [];
+    for (let e = low; e <= high + step - 1; e += step) ticks.push(2 ** e);
+    return { tickvals: ticks, ticktext: ticks.map(bytes) };
+  }
+  // 1-2-5 within decades, written plainly: plotly's own logarithmic labels ("2", "5") mislead
+  function logTicks(values) {
+    const good = values.filter((v) => v > 0);
+    if (!good.length) return {};
+    const low = Math.floor(Math.log10(Math.min(...good))), high = Math.ceil(Math.log10(Math.max(...good)));
+    const ticks = [];
+    for (let e = low; e <= high; e++) for (const m of high - low > 3 ? [1] : [1, 2, 5]) ticks.push(m * 10 ** e);
+    return { tickvals: ticks, ticktext: ticks.map((t) => `${+t.toPrecision(3)}`) };
+  }
+
+  // ---- charts -----------------------------------------------------------------------------------------------------
+  const visible = (comparison) => comparison.operators.filter((operator) => !hidden.has(operator.key));
+  const choice = (section, name) => section.querySelector(`input[name="${section.id}-${name}"]:checked`).value;
+  const marker = (operator, size) => ({ symbol: operator.symbol, size: size, color: colour(operator), maxdisplayed: 9 });
+
+  function curve(comparison, section, element) {
+    const x = element.dataset.x, [source, metric] = choice(section, "y").split(".");
+    const every = choice(section, "lines") === "seeds", log = choice(section, "scale") === "log";
+    const traces = [], shown = [];
+    const unit = x === "steps" ? "step" : "seconds";
+    for (const operator of visible(comparison)) {
+      const data = operator[source];
+      if (!data || !data[metric]) continue;
+      const line = { color: colour(operator), width: 2, dash: operator.dash };
+      const text = (value, at, seed) => `<b>${operator.label}</b>${seed === undefined ? "" : ` seed ${seed}`}<br>${unit} ${at}<br>${value}`;
+      if (every) {
+        for (const run of data.seeds) {
+          const at = x === "steps" ? data.steps : run.seconds;
+          shown.push(...run[metric]);
+          traces.push({ x: at, y: run[metric], mode: "lines", line: { ...line, width: 1.3 }, hoverinfo: "text", text: run[metric].map((v, i) => text(short(v), at[i], run.seed)) });
+        }
+        continue;
+      }
+      const { mean, sd } = data[metric], at = data[x];
+      shown.push(...mean);
+      if (sd.some((v) => v !== null)) {
+        const up = mean.map((m, i) => m + (sd[i] || 0)), down = mean.map((m, i) => m - (sd[i] || 0));
+        const floor = log ? Math.min(...mean.filter((v) => v > 0)) / 3 : -Infinity;
+        traces.push({ x: [...at, ...[...at].reverse()], y: [...up, ...down.map((v) => Math.max(v, floor)).reverse()], fill: "toself", fillcolor: faint(colour(operator), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
+      }
+      const mode = source === "validation" ? "lines+markers" : "lines";
+      traces.push({ x: at, y: mean, mode: mode, line: line, marker: marker(operator, 7), hoverinfo: "text", text: mean.map((v, i) => text(spread(v, sd[i]), at[i])) });
+    }
+    const yTitle = { "validation.loss": "Held-out loss", "validation.accuracy": "Held-out accuracy", "training.loss": "Training loss" }[`${source}.${metric}`];
+    const y = log ? { type: "log", ...logTicks(shown) } : metric === "accuracy" ? { tickformat: ".2~f" } : {};
+    return [traces, { xaxis: { title: title(x === "steps" ? "Training steps" : "Seconds of training"), rangemode: "tozero" }, yaxis: { title: title(yTitle), ...y } }];
+  }
+
+  function slice(comparison, section, element) {
+    const name = element.dataset.slice, traces = [];
+    const numbers = comparison.operators.flatMap((o) => (o.slices[name] ? o.slices[name].x : []));
+    const numeric = numbers.every((v) => Number(v) > 0);
+    for (const operator of visible(comparison)) {
+      const data = operator.slices[name];
+      if (!data) continue;
+      traces.push({
+        x: numeric ? data.x.map(Number) : data.x, y: data.mean, mode: "lines+markers", line: { color: colour(operator), width: 2, dash: operator.dash }, marker: marker(operator, 8),
+        error_y: { type: "data", array: data.sd.map((v) => v || 0), visible: data.sd.some((v) => v), color: colour(operator), thickness: 1.2, width: 3 },
+        hoverinfo: "text", text: data.mean.map((v, i) => `<b>${operator.label}</b><br>${data.x[i]} ${name === "pairs" ? "pairs" : name === "length" ? "tokens" : ""}<br>${spread(v, data.sd[i])}`),
+      });
+    }
+    const ticks = [...new Set(numbers)];
+    const axis = numeric ? { type: "log", tickvals: ticks.map(Number), ticktext: ticks } : { type: "category" };
+    return [traces, { xaxis: { ...axis, title: title({ pairs: "Key-value pairs", length: "Tokens" }[name] || name) }, yaxis: { title: title("Accuracy"), tickformat: ".2~f" } }];
+  }
+
+  function memory(comparison, section, element) {
+    const shown = visible(comparison).filter((operator) => operator.memory.x.length);
+    const all = comparison.operators.flatMap((operator) => operator.memory.y);
+    const names = shown.map((operator) => operator.label);
+    element.style.height = `${70 + 46 * shown.length}px`;
+    const traces = [], annotations = [];
+    shown.forEach((operator) => {
+      const { x, y } = operator.memory, flat = new Set(y).size === 1;
+      traces.push({
+        x: y, y: y.map(() => operator.label), mode: "lines+markers", line: { color: colour(operator), width: 2.5 }, marker: marker(operator, 11),
+        hoverinfo: "text", text: y.map((v, i) => `<b>${operator.label}</b><br>${tokens(x[i])} tokens: ${bytes(v)}`),
+      });
+      if (flat) {
+        annotations.push({ x: Math.log10(y[0]), y: operator.label, text: `${bytes(y[0])} at any length`, showarrow: false, yshift: 17, xanchor: y[0] > Math.sqrt(Math.min(...all) * Math.max(...all)) ? "right" : "left", xshift: -6, font: { size: 11, color: css("--soft") } });
+      } else {
+        y.forEach((v, i) => annotations.push({ x: Math.log10(v), y: operator.label, text: tokens(x[i]), showarrow: false, yshift: 17, font: { size: 11, color: css("--soft") } }));
+      }
+    });
+    const low = Math.log10(Math.min(...all)), high = Math.log10(Math.max(...all)), room = Math.max(0.3, (high - low) * 0.07);
+    return [traces, {
+      annotations: annotations, margin: { l: 20, r: 12, t: 18, b: 42 },
+      xaxis: { type: "log", ...byteTicks(all), range: [low - room, high + room], title: title("Bytes a sequence, logarithmic") },
+      yaxis: { type: "category", categoryorder: "array", categoryarray: [...names].reverse(), tickfont: { color: css("--ink") }, range: [-0.6, names.length - 0.3], showgrid: false },
+    }];
+  }
+
+  function tradeoff(comparison) {
+    const traces = [];
+    for (const operator of visible(comparison)) {
+      if (!operator.metric || !operator.speed) continue;
+      const { mean, sd } = operator.metric;
+      traces.push({
+        x: [operator.speed], y: [mean], mode: "markers+text", marker: { ...marker(operator, 12) }, text: [operator.label], textposition: "top center", textfont: { color: colour(operator), size: 12 }, cliponaxis: false,
+        error_y: { type: "data", array: [sd || 0], visible: Boolean(sd), color: colour(operator), thickness: 1.3, width: 4 },
+        hoverinfo: "text", hovertext: [`<b>${operator.label}</b><br>${spread(mean, sd)}<br>${Math.round(operator.speed).toLocaleString("en")} tokens a second`],
+      });
+    }
+    const all = comparison.operators.filter((o) => o.speed).map((o) => o.speed);
+    const room = (Math.max(...all) - Math.min(...all)) * 0.18 || all[0] * 0.1;
+    return [traces, {
+      margin: { l: 48, r: 16, t: 26, b: 42 },
+      xaxis: { title: title("Training tokens a second (faster →)"), range: [Math.max(0, Math.min(...all) - room), Math.max(...all) + room], tickformat: "~s" },
+      yaxis: { title: title(comparison.higher ? "Accuracy (better ↑)" : "Held-out loss (better ↓)"), autorange: comparison.higher ? true : "reversed" },
+    }];
+  }
+
+  function sweep(comparison) {
+    const traces = [], rates = new Set();
+    for (const operator of visible(comparison)) {
+      const data = operator.sweep;
+      if (!data) continue;
+      const x = data.x.map(Number), chosen = x.indexOf(data.chosen);
+      x.forEach((v) => rates.add(v));
+      traces.push({
+        x: x, y: data.mean, mode: "lines+markers", line: { color: colour(operator), width: 2, dash: operator.dash }, marker: { symbol: operator.symbol, size: 8, color: colour(operator) },
+        error_y: { type: "data", array: data.sd.map((v) => v || 0), visible: data.sd.some((v) => v), color: colour(operator), thickness: 1.2, width: 3 },
+        hoverinfo: "text", text: data.mean.map((v, i) => `<b>${operator.label}</b><br>learning rate ${data.x[i]}<br>${spread(v, data.sd[i])}`),
+      });
+      if (chosen >= 0) traces.push({ x: [x[chosen]], y: [data.mean[chosen]], mode: "markers", marker: { symbol: "circle-open", size: 19, color: colour(operator), line: { width: 2 } }, hoverinfo: "skip" });
+    }
+    const ticks = [...rates].sort((a, b) => a - b);
+    return [traces, { xaxis: { type: "log", tickvals: ticks, ticktext: ticks.map(String), title: title("Learning rate") }, yaxis: { title: title(comparison.higher ? "Accuracy" : "Held-out loss") } }];
+  }
+
+  function kernel(comparison, section, element) {
+    const operator = comparison.operators.find((o) => o.key === element.dataset.operator);
+    const panel = operator.kernels[Number(element.dataset.panel)];
+    const traces = [], count = panel.heads.length;
+    const distinct = new Set(panel.heads.map((head) => head.join())).size;
+    (distinct === 1 ? panel.heads.slice(0, 1) : panel.heads).forEach((head, i) => {
+      const tone = faint(colour(operator), distinct === 1 ? 1 : 1 - (0.62 * i) / Math.max(1, count - 1));
+      const name = distinct === 1 ? "every head" : `head ${i + 1}`;
+      if (panel.before && panel.before[i].join() !== head.join()) {
+        traces.push({ x: panel.x, y: panel.before[i], mode: "lines", line: { color: tone, width: 1.2, dash: "dot" }, hoverinfo: "text", text: panel.x.map((v, j) => `${name}, before training<br>Φ(${v}) = ${panel.before[i][j]}`) });
+      }
+      traces.push({ x: panel.x, y: head, mode: "lines", line: { color: tone, width: 2 }, hoverinfo: "text", text: panel.x.map((v, j) => `${name}<br>Φ(${v}) = ${head[j]}`) });
+    });
+    return [traces, { margin: { l: 34, r: 6, t: 6, b: 26 }, xaxis: { nticks: 5, zeroline: true, zerolinecolor: css("--line") }, yaxis: { nticks: 5, zeroline: true, zerolinecolor: css("--line") } }];
+  }
+
+  // one small panel for each operator and layer; one for all layers where nothing differs
+  function addPanels(comparison, holder) {
+    for (const operator of comparison.operators) {
+      if (!operator.kernels.length) continue;
+      const same = operator.kernels.length > 1 && new Set(operator.kernels.map((p) => JSON.stringify([p.heads, p.before]))).size === 1;
+      operator.kernels.slice(0, same ? 1 : undefined).forEach((panel, index) => {
+        const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
+        caption.textContent = `${operator.label}, ${same ? "every layer" : `layer ${panel.layer}`}`;
+        caption.style.color = `var(--${operator.key})`;
+        chart.className = "chart";
+        Object.assign(chart.dataset, { chart: "kernel", operator: operator.key, panel: String(index) });
+        figure.dataset.panelOf = operator.key;
+        figure.append(caption, chart);
+        holder.append(figure);
+      });
+    }
+  }
+
+  const builders = { curve, slice, memory, tradeoff, sweep, kernel };
+  const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
+  for (const [comparison, section] of sections) {
+    const holder = section.querySelector("[data-panels]");
+    if (holder) addPanels(comparison, holder);
+  }
+
+  async function draw(only) {
+    for (const [comparison, section] of sections) {
+      for (const figure of section.querySelectorAll("[data-panel-of]")) figure.hidden = hidden.has(figure.dataset.panelOf);
+      for (const element of section.querySelectorAll(".chart")) {
+        if (only && !only(element, section)) continue;
+        const [traces, extra] = builders[element.dataset.chart](comparison, section, element);
+        await window.Plotly.react(element, traces, layout(extra), config);
+      }
+    }
+    document.documentElement.dataset.drawn = "true";
+  }
+
+  for (const chip of document.querySelectorAll(".chip")) {
+    chip.addEventListener("click", () => {
+      const key = chip.dataset.operator;
+      if (!hidden.delete(key)) hidden.add(key);
+      chip.setAttribute("aria-pressed", String(!hidden.has(key)));
+      draw((element) => element.dataset.chart !== "kernel");
+    });
+  }
+  for (const [, section] of sections) {
+    for (const controls of section.querySelectorAll(".controls")) {
+      controls.addEventListener("change", () => draw((element, within) => within === section && element.dataset.chart === "curve"));
+    }
+  }
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+  window.addEventListener("beforeprint", () => { for (const part of document.querySelectorAll("details")) part.open = true; });
+  await draw();
+})().catch((error) => {
+  const box = document.getElementById("problem");
+  box.textContent = `The charts could not be drawn (${error.message}). All numbers are in the tables.`;
+  box.hidden = false;
+  console.error(error);
+});

@@ -1,0 +1,167 @@
+"""The numbers behind the charts, as compact JSON that the page's script draws.
+
+Curves of several seeds are averaged here, step by step, so that what is drawn is computed once and can be tested; the
+script only chooses axes and colours. Training curves longer than ``MAX_POINTS`` are averaged in bins of steps.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zonal.evaluation.statistics import Spread, spread
+from zonal.report import formats, style
+from zonal.report.records import Point, Run
+from zonal.report.summary import METRIC_NAMES, Row, Summary
+
+MAX_POINTS = 200
+
+
+def rounded(value: float | None, digits: int = 5) -> float | None:
+    """``value`` with a few significant digits: the page holds what can be seen, the files hold the rest."""
+    if value is None or value == 0 or not math.isfinite(value):
+        return value if value is None or math.isfinite(value) else None
+    return float(f"{value:.{digits}g}")
+
+
+def binned(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...]:
+    """At most ``limit`` points; each stands for the mean of its bin and sits at the bin's last step."""
+    if len(points) <= limit:
+        return tuple(points)
+    edges = [round(index * len(points) / limit) for index in range(limit + 1)]
+    merged = []
+    for start, stop in itertools.pairwise(edges):
+        part = points[start:stop]
+        scores = [point.accuracy for point in part if point.accuracy is not None]
+        last = part[-1]
+        merged.append(Point(last.step, last.tokens, last.seconds, math.fsum(p.loss for p in part) / len(part), math.fsum(scores) / len(scores) if scores else None))
+    return tuple(merged)
+
+
+def drawn_runs(summary: Summary, row: Row) -> tuple[Run, ...]:
+    """The runs behind a row; for an operator without a finished run, those of its furthest learning rate."""
+    if row.runs:
+        return row.runs
+    started = [run for run in summary.data.runs if run.operator == row.operator and (run.training or run.evaluations)]
+    if not started:
+        return ()
+    rate = max(started, key=lambda run: run.steps_done).learning_rate
+    return tuple(run for run in started if run.learning_rate == rate)
+
+
+def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | None:
+    """Mean and deviation over seeds at each step that every one of the longest-lived seeds has reached."""
+    by_step: dict[int, list[tuple[int, Point]]] = {}
+    for seed, points in curves:
+        for point in points:
+            by_step.setdefault(point.step, []).append((seed, point))
+    if not by_step:
+        return None
+    most = max(len(found) for found in by_step.values())
+    steps = sorted(step for step, found in by_step.items() if len(found) == most)
+    rows = [by_step[step] for step in steps]
+
+    def column(read: Callable[[Point], float | None]) -> dict[str, Any] | None:
+        if any(read(point) is None for row in rows for _, point in row):
+            return None
+        totals = [spread([float(read(point) or 0.0) for _, point in row]) for row in rows]
+        return {"mean": [rounded(total.mean) for total in totals], "sd": [rounded(total.deviation) for total in totals]}
+
+    seeds = sorted({seed for row in rows for seed, _ in row})
+    each = []
+    for seed in seeds:
+        points = [next((point for found, point in row if found == seed), None) for row in rows]
+        columns = {
+            "seconds": [point and rounded(point.seconds, 4) for point in points],
+            "loss": [point and rounded(point.loss, 4) for point in points],
+            "accuracy": [point and rounded(point.accuracy, 4) for point in points],
+        }
+        each.append({"seed": seed, **{name: values for name, values in columns.items() if any(value is not None for value in values)}})
+    return {
+        "steps": steps,
+        "seconds": [rounded(math.fsum(point.seconds for _, point in row) / len(row), 4) for row in rows],
+        "loss": column(lambda point: point.loss),
+        "accuracy": column(lambda point: point.accuracy),
+        "seeds": each,
+    }
+
+
+def _pairs(totals: Mapping[Any, Spread]) -> dict[str, Any]:
+    return {
+        "x": [str(key) for key in totals],
+        "mean": [rounded(total.mean) for total in totals.values()],
+        "sd": [rounded(total.deviation) for total in totals.values()],
+    }
+
+
+def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Φ(x) by layer and head of the first seed, with the curve before training where the run kept it."""
+    first = next((run for run in sorted(runs, key=lambda run: run.seed) if run.learned), None)
+    if first is None:
+        return []
+    panels = []
+    for layer, after in enumerate(first.learned):
+        curve = after.get("kernel_curve")
+        if not curve:
+            continue
+        before = first.learned_before[layer].get("kernel_curve") if layer < len(first.learned_before) else None
+        panels.append(
+            {
+                "layer": layer + 1,
+                "seed": first.seed,
+                "x": [rounded(value, 4) for value in curve["x"]],
+                "heads": [[rounded(value, 4) for value in head] for head in curve["heads"]],
+                "before": [[rounded(value, 4) for value in head] for head in before["heads"]] if before else None,
+            }
+        )
+    return panels
+
+
+def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> dict[str, Any]:
+    """Everything the script draws for one operator."""
+    runs = drawn_runs(summary, row)
+    value = row.value(summary.data.metric)
+    return {
+        "key": key,
+        "label": row.label,
+        "symbol": look.symbol,
+        "dash": look.dash,
+        "validation": _curve([(run.seed, run.evaluations) for run in runs]),
+        "training": _curve([(run.seed, binned(run.training)) for run in runs]),
+        "slices": {name: _pairs(values) for name, values in row.slices.items()},
+        "memory": {"x": sorted(row.memory_bytes), "y": [row.memory_bytes[length] for length in sorted(row.memory_bytes)]},
+        "metric": value and {"mean": rounded(value.mean), "sd": rounded(value.deviation)},
+        "speed": row.tokens_per_second and rounded(row.tokens_per_second.mean),
+        "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
+        "kernels": _kernel_panels(row, runs),
+    }
+
+
+def payload(summary: Summary, identifier: str, keys: Mapping[str, str], looks: Mapping[str, style.Look]) -> dict[str, Any]:
+    """Everything the script draws for one comparison."""
+    return {
+        "id": identifier,
+        "metric": summary.data.metric,
+        "metricName": METRIC_NAMES[summary.data.metric],
+        "higher": summary.data.higher_is_better,
+        "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],
+    }
+
+
+def strip(row: Row, metric: str, low: float, high: float, width: int = 132, height: int = 22) -> str:
+    """A small inline drawing: one dot a seed and a bar at the mean, on a scale shared by the whole column."""
+    values = [value for run in row.runs if run.final is not None and (value := run.final.value(metric)) is not None]
+    if not values:
+        return ""
+    margin, middle = 6.0, height / 2
+
+    def place(value: float) -> float:
+        return width / 2 if high == low else margin + (value - low) / (high - low) * (width - 2 * margin)
+
+    dots = "".join(f'<circle cx="{place(value):.1f}" cy="{middle:.1f}" r="3.4"/>' for value in values)
+    mean = place(math.fsum(values) / len(values))
+    words = f"Values of {len(values)} seed{'s' if len(values) > 1 else ''}: {', '.join(formats.number(value) for value in values)}"
+    return (
+        f'<svg class="strip" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{words}"><title>{words}</title>'
+        f'<line x1="{margin}" x2="{width - margin}" y1="{middle}" y2="{middle}"/>{dots}<path d="M{mean:.1f} 3V{height - 3}"/></svg>'
+    )

@@ -1,0 +1,33 @@
+"""The words of the page, explained once for readers who come from elsewhere."""
+
+HOW_TO_READ = (
+    ("Operator", "the rule by which a token looks back at earlier tokens. The models compared here are the same in everything else: the same layers, sizes, data in the same order and the same initial values wherever two operators share a parameter."),
+    ("Seed", "the number that fixes the random choices of a run. The same operator with another seed gives a slightly different result."),
+    ("Mean ± spread", "the mean over seeds and the sample standard deviation over seeds (divisor n − 1). Bands in the charts show the same. One seed has no spread."),
+    ("Within the spread", "operators are compared seed by seed. When the 95% interval of these differences contains zero, the runs do not tell the two operators apart, and the page says so. With two or three seeds the interval is wide. No correction is made for the number of comparisons: of twenty pairs of equal operators, about one leaves the spread by chance."),
+    ("Loss", "mean cross-entropy on held-out data in nats for each predicted token: 0 is perfect, lower is better."),
+    ("Accuracy", "share of the asked tokens that the model predicts exactly, first averaged within an example, then over examples."),
+    ("Bits per byte", "the loss on text, counted in bits for each byte of the text, so that tokenisers can be compared."),
+    ("Learning rate", "the size of the training steps. Where several were tried, every operator had the same list and is shown with the one whose mean result was best on the reported data: slightly optimistic, and equally so for all."),
+    ("Steps to 0.9", "training steps until the first evaluation at or above this accuracy, for the highest listed accuracy that some operator reached with every seed."),
+    ("Tokens a second", "training tokens per second of training time on the machine named below, without evaluation; × is the ratio to softmax."),
+    ("Peak memory", "the parameters plus the largest growth of memory while training."),
+    ("Memory a sequence", "what a model must keep to continue one sequence after 1k, 16k or 128k tokens, in bytes: a cache that grows with the text, or a state of fixed size."),
+    ("Kernel curve Φ(x)", "how an operator turns x, the match of query and key (their cosine, or their scaled dot product), into an unnormalised weight."),
+    ("η, γ, ridge, degrees", "learnt numbers of some operators: η scales the output, γ is the factor of each Koopman step, ridge is the regulariser of a least-squares fit, degrees are those of the polynomial in the kernel curve."),
+)  # fmt: skip
+
+LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token"}
+SLICE_NAMES = {"pairs": "number of key-value pairs", "length": "sequence length"}
+
+CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. The coloured names switch an operator off and on everywhere."
+
+
+def slice_name(key: str) -> str:
+    """"pairs" → "number of key-value pairs"; an unknown property as it is."""
+    return SLICE_NAMES.get(key, key)
+
+
+def learned_name(key: str) -> str:
+    """"eta" → "η (output scale)"; an unknown quantity as it is."""
+    return LEARNED_NAMES.get(key, key.replace("_", " "))

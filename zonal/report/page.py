@@ -1,0 +1,157 @@
+"""The HTML page: one file that opens without a network, with plotly inside, compressed."""
+
+import base64
+import importlib.resources
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from zonal.report import charts, commands, formats, glossary, style, table
+from zonal.report.summary import METRIC_NAMES, Summary
+
+_PLOTLY = "plotly-basic-4.1.1.min.js.gz"
+
+
+def asset(name: str) -> bytes:
+    """A file shipped beside this module."""
+    return importlib.resources.files("zonal.report").joinpath("assets", name).read_bytes()
+
+
+def _environment(autoescape: bool) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("zonal.report", "templates"), autoescape=autoescape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment
+
+
+def script_json(value: Any) -> str:
+    """JSON that can stand inside a script element: no text in it can close the element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def identifiers(summaries: Sequence[Summary]) -> tuple[str, ...]:
+    """A short name of each comparison for links: the task's name, numbered where two share it."""
+    names: list[str] = []
+    for summary in summaries:
+        base = "".join(letter if letter.isalnum() else "-" for letter in str(summary.data.task.get("name") or "task").lower()).strip("-") or "task"
+        count = sum(name == base or name.startswith(f"{base}-") for name in names)
+        names.append(base if not count else f"{base}-{count + 1}")
+    return tuple(names)
+
+
+def heading(summaries: Sequence[Summary]) -> str:
+    """The title of the page."""
+    operators = len({row.operator for summary in summaries for row in summary.rows})
+    noun = "attention operator" if operators == 1 else "attention operators"
+    if len(summaries) == 1:
+        return f"{formats.word(operators)} {noun} on {summaries[0].data.title}"
+    return f"{formats.word(operators)} {noun} on {formats.word(len(summaries)).lower()} tasks"
+
+
+def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, Any]:
+    """What the templates need of one comparison."""
+    data = summary.data
+    slices = [(name, glossary.slice_name(name), table.slices(summary, name)) for name in table.slice_names(summary)]
+    values = [value for row in summary.rows for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None]
+    strips = {row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows}
+    kernels = [row for row in summary.rows if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)]
+    return {
+        "id": identifier,
+        "summary": summary,
+        "data": data,
+        "metric": METRIC_NAMES[data.metric],
+        "results": table.results(summary),
+        "costs": table.costs(summary),
+        "created": formats.date(data.created),
+        "strips": strips,
+        "slices": slices,
+        # a curve over one value is a point: the table says it better
+        "slice_charts": [(name, title) for name, title, found in slices if len(found.head) > 2],
+        "learned": table.learned(summary),
+        "kernels": [keys[row.operator] for row in kernels],
+        "runs": table.runs(summary),
+        "unfinished": table.unfinished(summary),
+        "settings": [("Task", table.settings(data.task)), ("Model", table.settings(data.model)), ("Training", table.settings(data.training))],
+        "versions": table.settings(data.versions),
+        "device": table.device(data.device),
+        "swept": len(data.learning_rates) > 1,
+        "curves": any(run.evaluations or run.training for run in data.runs),
+        "memory": sum(bool(row.memory_bytes) for row in summary.rows),
+        "tradeoff": sum(bool(row.value(data.metric) and row.tokens_per_second) for row in summary.rows) > 1,
+        "facts": _facts(summary),
+        "command": data.command,
+        "fixed_command": commands.fixed_command(data.command, data.steps),
+        "row_commands": [(row.operator, row.label, commands.row_command(data.command, row.operator, row.learning_rate, data.steps)) for row in summary.rows],
+    }
+
+
+def _facts(summary: Summary) -> list[str]:
+    """The circumstances in a few short phrases."""
+    data = summary.data
+    seeds = len(data.seeds)
+    facts = [f"{seeds} seed{'s' if seeds != 1 else ''}"]
+    if data.steps:
+        facts.append(f"{formats.count(data.steps)} training steps each")
+    if len(data.learning_rates) > 1:
+        facts.append(f"learning rates {', '.join(formats.rate(rate) for rate in data.learning_rates)}")
+    if data.budget_seconds:
+        facts.append(f"within {formats.seconds(data.budget_seconds)}")
+    parameters = sorted({row.parameters for row in summary.rows if row.parameters})
+    if parameters:
+        low, high = formats.compact(parameters[0]), formats.compact(parameters[-1])
+        facts.append(f"{low} parameters" if low == high else f"{low} to {high} parameters")
+    return facts
+
+
+def context(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """What the page's template and its Markdown twin have in common."""
+    specs = list(dict.fromkeys(row.operator for summary in summaries for row in summary.rows))
+    looks = style.looks(specs)
+    keys = {spec: f"op{index}" for index, spec in enumerate(specs)}
+    labels = {row.operator: row.label for summary in summaries for row in summary.rows}
+    names = identifiers(summaries)
+    return {
+        "heading": heading(summaries),
+        "views": [view(summary, name, keys) for summary, name in zip(summaries, names, strict=True)],
+        "operators": [{"spec": spec, "key": keys[spec], "label": labels[spec], "look": looks[spec], "explanation": style.explanation(spec)} for spec in specs],
+        "keys": keys,
+        "how_to_read": glossary.HOW_TO_READ,
+        "chart_help": glossary.CHART_HELP,
+        "created": formats.date(max((summary.data.created for summary in summaries), default="")),
+        "payload": [charts.payload(summary, name, keys, looks) for summary, name in zip(summaries, names, strict=True)],
+    }
+
+
+def html(summaries: Sequence[Summary]) -> str:
+    """The page as one string."""
+    values = context(summaries)
+    values["payload"] = script_json(values["payload"])
+    return (
+        _environment(autoescape=True)
+        .get_template("page.html.j2")
+        .render(
+            **values,
+            css=asset("page.css").decode(),
+            script=asset("page.js").decode(),
+            plotly=base64.b64encode(asset(_PLOTLY)).decode(),
+        )
+    )
+
+
+def markdown(summaries: Sequence[Summary]) -> str:
+    """The same contents as Markdown: tables and one-line curves."""
+    environment = _environment(autoescape=False)
+    environment.filters["cell"] = _markdown_cell
+    environment.filters["spark"] = _spark
+    return environment.get_template("page.md.j2").render(**context(summaries)).strip() + "\n"
+
+
+def _markdown_cell(text: str) -> str:
+    """Text that cannot break a table row."""
+    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")
+
+
+def _spark(curve: dict[str, Any] | None) -> str:
+    return formats.sparkline([value for value in curve["loss"]["mean"] if value is not None]) if curve and curve["loss"] else ""

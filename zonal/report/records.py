@@ -1,0 +1,253 @@
+"""What a comparison folder says, read from its files alone.
+
+A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``.
+A run that was killed may leave a last line half written: that line is dropped. Anything else that does not fit is a
+FileFormatError which names the file and the key.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zonal.errors import FileFormatError
+from zonal.store import read_json
+
+STATUSES = ("pending", "running", "done", "failed", "stopped")
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line of ``metrics.jsonl``: a mean over the steps since the last line (train) or over the held-out data (eval)."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}."""
+
+    loss: float
+    accuracy: float | None
+    bits_per_byte: float | None
+    slices: Mapping[str, Mapping[str, float]]
+
+    def value(self, metric: str) -> float | None:
+        """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}[metric]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One operator trained once: its state, its costs (seconds, bytes) and its curves."""
+
+    path: Path
+    operator: str
+    label: str
+    seed: int
+    learning_rate: float
+    status: str
+    message: str | None
+    steps_done: int
+    parameters: int | None
+    seconds: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    memory_bytes: Mapping[int, int]
+    final: Metrics | None
+    best: Metrics | None
+    steps_to: Mapping[float, int | None]
+    learned: tuple[Mapping[str, Any], ...]
+    learned_before: tuple[Mapping[str, Any], ...]
+    training: tuple[Point, ...]
+    evaluations: tuple[Point, ...]
+
+    @property
+    def done(self) -> bool:
+        return self.status == "done" and self.final is not None
+
+
+@dataclass(frozen=True)
+class ComparisonData:
+    """Everything in one comparison folder."""
+
+    directory: Path
+    title: str
+    command: str
+    created: str
+    task: Mapping[str, Any]
+    task_description: str
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+    operators: tuple[str, ...]
+    seeds: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+    budget_seconds: float | None
+    steps: int | None
+    versions: Mapping[str, Any]
+    device: Mapping[str, Any]
+    metric: str
+    runs: tuple[Run, ...]
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric == "accuracy"
+
+
+def _field(record: Mapping[str, Any], key: str, path: Path) -> Any:
+    if key not in record:
+        raise FileFormatError(f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; run the comparison again.")
+    return record[key]
+
+
+def _number(value: Any, key: str, path: Path) -> float | None:
+    """A finite number, or None where the file has null (how training writes NaN and infinity)."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FileFormatError(f"report: {path}: {key!r} must be a number, got {value!r}.")
+    return float(value) if math.isfinite(value) else None
+
+
+def _count(value: Any, key: str, path: Path) -> int | None:
+    number = _number(value, key, path)
+    return None if number is None else int(number)
+
+
+def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
+    if not record:
+        return None
+    if not isinstance(record, dict):
+        raise FileFormatError(f"report: {path}: {key!r} must be an object, got {type(record).__name__}.")
+    loss = _number(record.get("loss"), f"{key}.loss", path)
+    if loss is None:
+        return None
+    slices = {
+        name: {str(k): number for k, v in values.items() if (number := _number(v, f"{key}.slices.{name}.{k}", path)) is not None}
+        for name, values in (record.get("slices") or {}).items()
+    }
+    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices)
+
+
+def _points(path: Path) -> dict[str, tuple[Point, ...]]:
+    """The curves of one run, by kind. A step that was repeated after a resume counts once, with its last values."""
+    curves: dict[str, dict[int, Point]] = {"train": {}, "eval": {}}
+    if not path.is_file():
+        return {kind: () for kind in curves}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"report: {path} is not a text file ({error}). It was not written by zonal or was damaged.") from error
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind, step = record["kind"], int(record["step"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if index == len(lines) - 1:
+                break
+            raise FileFormatError(f"report: {path}, line {index + 1} is not a metrics record ({error!r}). The file was damaged; run the comparison again.") from error
+        loss = _number(record.get("loss"), "loss", path)
+        if kind not in curves or loss is None:
+            continue
+        tokens, seconds = _count(record.get("tokens"), "tokens", path), _number(record.get("seconds"), "seconds", path)
+        curves[kind][step] = Point(step, tokens or 0, seconds or 0.0, loss, _number(record.get("accuracy"), "accuracy", path))
+    return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
+
+
+def _run(path: Path) -> Run:
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise FileFormatError(f"report: {path} must hold a JSON object, got {type(record).__name__}.")
+    status = _field(record, "status", path)
+    if status not in STATUSES:
+        raise FileFormatError(f"report: {path}: unknown status {status!r}. Valid: {', '.join(STATUSES)}.")
+    operator = str(_field(record, "operator", path))
+    curves = _points(path.with_name("metrics.jsonl"))
+    rate = _number(_field(record, "learning_rate", path), "learning_rate", path)
+    seed = _count(_field(record, "seed", path), "seed", path)
+    if rate is None or seed is None:
+        raise FileFormatError(f"report: {path}: 'learning_rate' and 'seed' must be numbers.")
+    return Run(
+        path=path.parent,
+        operator=operator,
+        label=str(record.get("label") or operator),
+        seed=seed,
+        learning_rate=rate,
+        status=status,
+        message=None if record.get("message") is None else str(record["message"]),
+        steps_done=_count(record.get("steps_done"), "steps_done", path) or 0,
+        parameters=_count(record.get("parameters"), "parameters", path),
+        seconds=_number(record.get("seconds"), "seconds", path),
+        tokens_per_second=_number(record.get("tokens_per_second"), "tokens_per_second", path),
+        peak_memory_bytes=_count(record.get("peak_memory_bytes"), "peak_memory_bytes", path),
+        memory_bytes={int(length): int(size) for length, size in (record.get("memory_bytes") or {}).items()},
+        final=_metrics(record.get("final"), "final", path),
+        best=_metrics(record.get("best"), "best", path),
+        steps_to={float(threshold): _count(step, "steps_to", path) for threshold, step in (record.get("steps_to") or {}).items()},
+        learned=tuple(record.get("learned") or ()),
+        learned_before=tuple(record.get("learned_before") or ()),
+        training=curves["train"],
+        evaluations=curves["eval"],
+    )
+
+
+def _metric(record: Mapping[str, Any], path: Path) -> str:
+    """The headline number, as the task names it."""
+    named = _field(record, "metric", path)
+    if named not in ("accuracy", "loss"):
+        raise FileFormatError(f"report: {path}: 'metric' must be 'accuracy' or 'loss', got {named!r}.")
+    return named
+
+
+def load(directory: str | os.PathLike[str]) -> ComparisonData:
+    """Read a comparison folder.
+
+    Raises: FileFormatError when the folder is missing, is no comparison, has no runs, or a file in it is damaged.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise FileFormatError(f"report: {folder} is not a folder. Required: the folder that `zonal compare` wrote (it holds comparison.json).")
+    path = folder / "comparison.json"
+    if not path.is_file():
+        raise FileFormatError(f"report: {folder} has no comparison.json. Required: the folder that `zonal compare` wrote.")
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise FileFormatError(f"report: {path} must hold a JSON object, got {type(record).__name__}.")
+    schema = _field(record, "schema", path)
+    if schema != SCHEMA:
+        raise FileFormatError(f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the report with the version that ran the comparison.")
+    runs = tuple(_run(found) for found in sorted(folder.glob("runs/*/*/run.json")))
+    if not runs:
+        raise FileFormatError(f"report: {folder} has no runs yet (no runs/*/*/run.json). Run the comparison first: {record.get('command', 'zonal compare')}")
+    operators = tuple(str(spec) for spec in _field(record, "operators", path))
+    order = {spec: index for index, spec in enumerate(operators)}
+    runs = tuple(sorted(runs, key=lambda run: (order.get(run.operator, len(order)), run.operator, run.learning_rate, run.seed)))
+    return ComparisonData(
+        directory=folder,
+        title=str(_field(record, "title", path)),
+        command=str(_field(record, "command", path)),
+        created=str(record.get("created") or ""),
+        task=_field(record, "task", path),
+        task_description=str(record.get("task_description") or ""),
+        model=_field(record, "model", path),
+        training=_field(record, "training", path),
+        operators=operators,
+        seeds=tuple(int(seed) for seed in _field(record, "seeds", path)),
+        learning_rates=tuple(float(rate) for rate in _field(record, "learning_rates", path)),
+        budget_seconds=_number(record.get("budget_seconds"), "budget_seconds", path),
+        steps=_count(record.get("steps"), "steps", path),
+        versions=record.get("versions") or {},
+        device=record.get("device") or {},
+        metric=_metric(record, path),
+        runs=runs,
+    )

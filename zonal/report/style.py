@@ -1,0 +1,105 @@
+"""One name, one colour and one marker for each operator, the same in every chart, table and page.
+
+The colours start from Okabe and Ito's palette, which people with colour-blindness tell apart; each has a darker value for
+a light page and a lighter one for a dark page. Markers and dashes repeat the distinction without colour.
+"""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Look:
+    """How an operator is drawn: CSS colours for light and dark pages, a plotly marker and a plotly dash."""
+
+    light: str
+    dark: str
+    symbol: str
+    dash: str
+
+
+LOOKS = (
+    Look("#4d4d4d", "#cfcac0", "circle", "solid"),
+    Look("#0067b1", "#5cb0f2", "square", "solid"),
+    Look("#c4500a", "#f28c50", "diamond", "solid"),
+    Look("#007f5c", "#41c99c", "triangle-up", "solid"),
+    Look("#b03a86", "#ec95c9", "cross", "solid"),
+    Look("#9a6f00", "#e3b740", "triangle-down", "solid"),
+    Look("#5f49b8", "#ad9af5", "star", "solid"),
+    Look("#8c1d3f", "#e8708f", "x", "dash"),
+    Look("#18839f", "#7fd3ea", "hexagon", "dash"),
+    Look("#66700e", "#c3cd5c", "pentagon", "dash"),
+    Look("#7a5637", "#cba27d", "bowtie", "dot"),
+    Look("#2b5d34", "#93c79a", "hourglass", "dot"),
+)
+
+# canonical operator -> (place in LOOKS, name for people, one line for the reader)
+_KNOWN = {
+    "softmax": (0, "Softmax", "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value."),
+    "sko": (1, "SKO", "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be negative; each head learns its own curve."),
+    "squared_affine": (2, "Squared affine", "the weight is (cosine + b)², a square that finitely many features can hold: the memory does not grow with the text."),
+    "linear": (3, "Linear", "query and key pass through elu + 1 and their dot product is the weight; one small matrix a head remembers the whole past."),
+    "ska:0": (4, "Ridge (SKA K=0)", "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory."),
+    "yat": (5, "Yat", "squared cosine over squared distance: sharp where query and key nearly agree."),
+    "polynomial_square": (6, "Polynomial square", "the square of a polynomial of the cosine; constant memory."),
+    "ska:1": (7, "SKA K=1", "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. Constant memory."),
+    "cosine": (8, "Cosine", "softmax over cosines, with a learnt temperature, instead of dot products."),
+    "ska:2": (9, "SKA K=2", "as SKA K=1, two steps further."),
+    "ridge": (10, "Ridge", "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory."),
+    "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
+}
+_SHORT = {"sq": "squared_affine"}
+_SKA_DEFAULT_POWER = 0
+
+
+def parse(spec: str) -> tuple[str, dict[str, object]]:
+    """Name and literal arguments of a spec such as ``sko(degrees=(2, 3))``; a text that is no spec is a bare name."""
+    try:
+        tree = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
+            return tree.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords if keyword.arg}
+    except (SyntaxError, ValueError):
+        return spec.strip(), {}
+    return spec.strip(), {}
+
+
+def _canonical(spec: str) -> tuple[str, dict[str, object]]:
+    """The key of ``_KNOWN`` and the arguments that it does not already say."""
+    name, arguments = parse(spec)
+    if name == "ska":
+        power = arguments.get("power", _SKA_DEFAULT_POWER)
+        return f"ska:{power}", {key: value for key, value in arguments.items() if key != "power"}
+    return _SHORT.get(name, name), arguments
+
+
+def label(spec: str) -> str:
+    """``softmax`` → Softmax, ``ska(power=0)`` → Ridge, ``sko(degrees=(2, 3))`` → SKO (degrees=(2, 3)); a new name as it is."""
+    key, rest = _canonical(spec)
+    name = _KNOWN[key][1] if key in _KNOWN else spec if not rest else parse(spec)[0]
+    if key.startswith("ska:") and key not in _KNOWN:
+        name = f"SKA K={key.removeprefix('ska:')}"
+    return f"{name} ({', '.join(f'{k}={v}' for k, v in rest.items())})" if rest else name
+
+
+def explanation(spec: str) -> str | None:
+    """One line on what the operator does, for readers who meet it for the first time."""
+    key, _ = _canonical(spec)
+    return _KNOWN[key][2] if key in _KNOWN else None
+
+
+def looks(specs: Sequence[str]) -> dict[str, Look]:
+    """A look for every spec: a known operator has its own; variants and new names take what the page leaves free, in order."""
+    chosen: dict[str, Look] = {}
+    taken: set[int] = set()
+    unique = list(dict.fromkeys(specs))
+    plain = [spec for spec in unique if not _canonical(spec)[1]]
+    for spec in plain + [spec for spec in unique if spec not in plain]:
+        key, _ = _canonical(spec)
+        if key in _KNOWN and _KNOWN[key][0] not in taken:
+            taken.add(_KNOWN[key][0])
+            chosen[spec] = LOOKS[_KNOWN[key][0]]
+    free = [place for place in range(len(LOOKS) - 1, -1, -1) if place not in taken]
+    for index, spec in enumerate(spec for spec in unique if spec not in chosen):
+        chosen[spec] = LOOKS[free[index % len(free)] if free else index % len(LOOKS)]
+    return {spec: chosen[spec] for spec in unique}

@@ -1,0 +1,283 @@
+"""From runs to a table and to sentences: means and spreads over seeds, who is ahead, and whether that can be told apart.
+
+The spread of one operator is the sample standard deviation over its seeds. Operators are compared seed by seed (the same
+seed means the same data in the same order and the same initial values of shared parameters); a difference is *within the
+spread* when the 95% interval of the paired differences contains zero (``zonal.evaluation.statistics``).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zonal.evaluation.selection import best_learning_rate
+from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
+from zonal.report import formats, style
+from zonal.report.records import ComparisonData, Metrics, Run
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The leader against one other operator. ``behind`` is the mean difference over common seeds in favour of the leader,
+    ``margin`` half the width of its 95% interval; ``within`` is None where fewer than two seeds are common."""
+
+    other: str
+    behind: float
+    margin: float | None
+    seeds: int
+    within: bool | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator at its chosen learning rate."""
+
+    operator: str
+    label: str
+    learning_rate: float | None
+    runs: tuple[Run, ...]
+    planned: int
+    failed: int
+    loss: Spread | None
+    accuracy: Spread | None
+    bits_per_byte: Spread | None
+    seconds: Spread | None
+    tokens_per_second: Spread | None
+    peak_memory_bytes: Spread | None
+    parameters: int | None
+    memory_bytes: Mapping[int, int]
+    slices: Mapping[str, Mapping[str, Spread]]
+    sweep: Mapping[float, Spread]
+    best: frozenset[str]
+    speed_ratio: float | None
+
+    def value(self, metric: str) -> Spread | None:
+        """The column called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "bits_per_byte": self.bits_per_byte}[metric]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The comparison in one table and a few sentences. ``ranking`` lists the operators with results, the best first."""
+
+    data: ComparisonData
+    rows: tuple[Row, ...]
+    ranking: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    headline: str
+    sentences: tuple[str, ...]
+
+    def row(self, operator: str) -> Row:
+        return next(row for row in self.rows if row.operator == operator)
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return spread(values) if values else None
+
+
+def _over(runs: Sequence[Run], read: Callable[[Run], float | None]) -> Spread | None:
+    return _spread([value for run in runs if (value := read(run)) is not None])
+
+
+def _final(runs: Sequence[Run], read: Callable[[Metrics], float | None]) -> Spread | None:
+    return _spread([value for run in runs if run.final is not None and (value := read(run.final)) is not None])
+
+
+def _sweep(data: ComparisonData, runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
+    """The runs of an operator by learning rate."""
+    return {rate: tuple(run for run in runs if run.learning_rate == rate) for rate in sorted({run.learning_rate for run in runs})}
+
+
+def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float | None:
+    """The learning rate that an operator is shown with: the best mean over seeds of the headline number."""
+    finals = {
+        rate: [final.value(data.metric) for run in runs if (final := run.final) is not None and run.done] + [None] * sum(not run.done for run in runs)
+        for rate, runs in sweep.items()
+    }
+    return best_learning_rate(finals, higher_is_better=data.higher_is_better)
+
+
+def _slices(runs: Sequence[Run]) -> dict[str, dict[str, Spread]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        for name, values in (run.final.slices if run.final else {}).items():
+            for key, value in values.items():
+                found.setdefault(name, {}).setdefault(key, []).append(value)
+    return {name: {key: total for key in sorted(values, key=slice_order) if (total := _spread(values[key]))} for name, values in found.items()}
+
+
+def slice_order(key: str) -> tuple[int, float, str]:
+    """Numbers by size, words after them by the alphabet."""
+    try:
+        return 0, float(key), key
+    except ValueError:
+        return 1, 0.0, key
+
+
+def _mark_best(rows: Sequence[Row], metric: str) -> dict[str, set[str]]:
+    """Which operators hold the best value of each column; ties share the mark, a lone operator gets none."""
+    marks: dict[str, set[str]] = {row.operator: set() for row in rows}
+    columns: list[tuple[str, Callable[[Row], float | None], bool]] = [
+        ("loss", lambda row: row.loss and row.loss.mean, False),
+        ("accuracy", lambda row: row.accuracy and row.accuracy.mean, True),
+        ("bits_per_byte", lambda row: row.bits_per_byte and row.bits_per_byte.mean, False),
+        ("tokens_per_second", lambda row: row.tokens_per_second and row.tokens_per_second.mean, True),
+        ("peak_memory_bytes", lambda row: row.peak_memory_bytes and row.peak_memory_bytes.mean, False),
+        ("parameters", lambda row: row.parameters, False),
+    ]
+    lengths = sorted({length for row in rows for length in row.memory_bytes})
+    columns += [(f"memory_bytes.{length}", lambda row, length=length: row.memory_bytes.get(length), False) for length in lengths]
+    for name, read, higher in columns:
+        values = {row.operator: value for row in rows if (value := read(row)) is not None}
+        if len(values) < 2 or min(values.values()) == max(values.values()):
+            continue
+        top = (max if higher else min)(values.values())
+        for operator, value in values.items():
+            if value == top:
+                marks[operator].add(name)
+    return marks
+
+
+def _verdict(data: ComparisonData, leader: Row, other: Row) -> Verdict | None:
+    def by_seed(row: Row) -> dict[int, float]:
+        return {run.seed: value for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None}
+
+    sign = 1.0 if data.higher_is_better else -1.0
+    found: Difference = difference_within_spread(by_seed(leader), by_seed(other))
+    if found.mean is None:
+        return None
+    margin = None if found.low is None or found.high is None else (found.high - found.low) / 2
+    within = {"within the spread": True, "beyond the spread": False, "not decidable": None}[found.verdict]
+    return Verdict(other.operator, sign * found.mean, margin, found.n, within)
+
+
+def summarise(data: ComparisonData) -> Summary:
+    """Table, ranking and sentences of a comparison."""
+    drafts: list[Row] = []
+    for operator in dict.fromkeys((*data.operators, *(run.operator for run in data.runs))):
+        runs = [run for run in data.runs if run.operator == operator]
+        sweep = _sweep(data, runs)
+        rate = _choose(data, sweep)
+        chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
+        name = next((run.label for run in runs if run.label != operator), style.label(operator))
+        drafts.append(
+            Row(
+                operator=operator,
+                label=name,
+                learning_rate=rate,
+                runs=chosen,
+                planned=len(data.seeds),
+                failed=sum(run.status == "failed" for run in runs),
+                loss=_final(chosen, lambda final: final.loss),
+                accuracy=_final(chosen, lambda final: final.accuracy),
+                bits_per_byte=_final(chosen, lambda final: final.bits_per_byte),
+                seconds=_over(chosen, lambda run: run.seconds),
+                tokens_per_second=_over(chosen, lambda run: run.tokens_per_second),
+                peak_memory_bytes=_over(chosen, lambda run: run.peak_memory_bytes),
+                parameters=next((run.parameters for run in (*chosen, *runs) if run.parameters is not None), None),
+                memory_bytes=next((run.memory_bytes for run in (*chosen, *runs) if run.memory_bytes), {}),
+                slices=_slices(chosen),
+                sweep={
+                    found: total
+                    for found, each in sweep.items()
+                    if (total := _final([run for run in each if run.done], lambda final: final.value(data.metric)))
+                },
+                best=frozenset(),
+                speed_ratio=None,
+            )
+        )
+    marks = _mark_best(drafts, data.metric)
+    base = next((row.tokens_per_second.mean for row in drafts if style.parse(row.operator)[0] == "softmax" and row.tokens_per_second), None)
+    rows = tuple(
+        dataclasses.replace(
+            row, best=frozenset(marks[row.operator]), speed_ratio=row.tokens_per_second.mean / base if base and row.tokens_per_second else None
+        )
+        for row in drafts
+    )
+    sign = -1.0 if data.higher_is_better else 1.0
+    # an operator that lacks seeds is not ranked above complete ones by a lucky seed: it comes after them
+    scored = [(-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))]
+    ordered = [rows[index] for _, _, index in sorted(scored)]
+    verdicts = tuple(verdict for row in ordered[1:] if (verdict := _verdict(data, ordered[0], row)))
+    headline, sentences = _words(data, rows, ordered, verdicts)
+    return Summary(data, rows, tuple(row.operator for row in ordered), verdicts, headline, sentences)
+
+
+METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
+
+
+def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], verdicts: Sequence[Verdict]) -> tuple[str, tuple[str, ...]]:
+    """The headline and the sentences under it."""
+    state = _state(data)
+    if not ordered:
+        return "No run has finished yet, so there is nothing to compare.", tuple(state)
+    name = METRIC_NAMES[data.metric]
+    labels = {row.operator: row.label for row in rows}
+    leader, best = ordered[0], ordered[0].value(data.metric)
+    assert best is not None  # ordered holds only rows with a value
+    if len(ordered) == 1:
+        return f"{leader.label} reaches {name} {formats.spread(best.mean, best.deviation)}.", tuple(state)
+    second, runner = ordered[1], ordered[1].value(data.metric)
+    assert runner is not None
+    level = [labels[verdict.other] for verdict in verdicts if verdict.within]
+    decided = [verdict for verdict in verdicts if verdict.within is not None]
+    first_number, second_number = formats.told_apart(best.mean, runner.mean)
+    figures = f"{first_number} against {second_number} for {second.label}"
+    if not decided and best.mean == runner.mean:
+        headline = f"{leader.label} and {second.label} have the same {name}, {formats.number(best.mean)}, with one seed."
+    elif not decided:
+        headline = f"{leader.label} has the best {name}: {figures}. With one seed nobody can say whether that is more than chance."
+    elif level:
+        names = formats.enumerate_names([leader.label, *level])
+        headline = f"No clear winner: {names} are within the spread of each other. {leader.label} has the best mean {name}, {figures}."
+        if len(level) == len(ordered) - 1 and len(level) > 1:
+            headline = f"No clear winner: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+    else:
+        headline = f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, is larger than the spread over seeds."
+    return headline, (*(_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts), *_costs(rows, labels), *state)
+
+
+def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:
+    side = "behind" if verdict.behind >= 0 else "ahead of"
+    if verdict.within is None or verdict.margin is None:
+        return f"{other} is {formats.difference(verdict.behind)} {side} {leader} in {name} with one seed in common; run more seeds to know the spread."
+    amount = f"{other} is {formats.margin(verdict.behind, verdict.margin)} {side} {leader} in {name}"
+    if verdict.within:
+        return f"{amount}, within the spread over {verdict.seeds} seeds: these runs do not tell the two apart."
+    return f"{amount}, beyond the spread over {verdict.seeds} seeds."
+
+
+def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
+    """Who trains fastest and who needs the least memory, where that differs."""
+    notes: list[str] = []
+    fastest = [row for row in rows if "tokens_per_second" in row.best]
+    if fastest and fastest[0].tokens_per_second:
+        ratio = fastest[0].speed_ratio
+        against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and style.parse(fastest[0].operator)[0] != "softmax" else ""
+        notes.append(f"{fastest[0].label} trains fastest: {formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}.")
+    lengths = sorted({length for row in rows for length in row.memory_bytes})
+    if len(lengths) > 1:
+        last = lengths[-1]
+        flat = [row for row in rows if row.memory_bytes and len(set(row.memory_bytes.values())) == 1]
+        growing = [row for row in rows if last in row.memory_bytes and row not in flat]
+        if flat and growing:
+            small, large = min(row.memory_bytes[last] for row in flat), max(row.memory_bytes[last] for row in growing)
+            verb = "needs" if len(flat) == 1 else "need"
+            notes.append(
+                f"{formats.enumerate_names([labels[row.operator] for row in flat])} {verb} the same memory at any length (from {formats.bytes_(small)} a sequence); "
+                f"{formats.enumerate_names([labels[row.operator] for row in growing])} up to {formats.bytes_(large)} at {formats.tokens(last)} tokens."
+            )
+    return notes
+
+
+def _state(data: ComparisonData) -> list[str]:
+    """What is missing, if anything is."""
+    total = max(len(data.runs), len(data.operators) * len(data.seeds) * len(data.learning_rates))
+    done = sum(run.done for run in data.runs)
+    if done == total:
+        return []
+    states = {status: sum(run.status == status for run in data.runs) for status in ("failed", "stopped", "running")}
+    if done + states["failed"] == total:
+        return [f"{states['failed']} of {total} runs failed; their messages are listed below. Means are over the seeds that finished."]
+    states["not started"] = total - done - sum(states.values())
+    parts = ", ".join(f"{count} {status}" for status, count in states.items() if count > 0)
+    return [f"Preliminary: {done} of {total} runs are done ({parts})."]

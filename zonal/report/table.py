@@ -1,0 +1,239 @@
+"""The results table and the smaller ones as plain text cells, shared by the page and its Markdown twin."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zonal.evaluation.statistics import Spread
+from zonal.report import formats, glossary
+from zonal.report.summary import Row, Summary, slice_order
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``text`` in large, ``note`` in small; ``best`` marks the best value of the column."""
+
+    text: str
+    note: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """``head``: titles of all columns; ``rows``: (operator spec, cells), one cell a column."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+_METRIC_TITLES = {"accuracy": "Accuracy", "loss": "Loss", "bits_per_byte": "Bits per byte"}
+
+
+def _spread(total: Spread | None, best: bool) -> Cell:
+    return Cell(formats.MISSING if total is None else formats.spread(total.mean, total.deviation), best=best)
+
+
+def _behind(summary: Summary, row: Row) -> Cell:
+    """How far behind the leader, and whether that is more than chance."""
+    if not summary.ranking:
+        return Cell(formats.MISSING)
+    if row.operator == summary.ranking[0]:
+        return Cell("leads" if len(summary.ranking) > 1 else formats.MISSING)
+    verdict = next((verdict for verdict in summary.verdicts if verdict.other == row.operator), None)
+    if verdict is None:
+        return Cell(formats.MISSING)
+    sign = "" if verdict.behind >= 0 else "−"
+    amount = formats.difference(verdict.behind) if verdict.margin is None else formats.margin(verdict.behind, verdict.margin)
+    note = {None: "one seed: cannot say", True: "within the spread", False: "beyond the spread"}[verdict.within]
+    return Cell(f"{sign}{amount}", note)
+
+
+def _threshold(summary: Summary) -> float | None:
+    """The highest accuracy that every seed of some operator reached."""
+    reached = [
+        threshold
+        for row in summary.rows
+        for threshold in (row.runs[0].steps_to if row.runs else {})
+        if all(run.steps_to.get(threshold) is not None for run in row.runs)
+    ]
+    return max(reached, default=None)
+
+
+def _steps_to(row: Row, threshold: float) -> Cell:
+    """Mean steps until the first evaluation at or above the threshold, over the seeds that reached it."""
+    steps = [step for run in row.runs if (step := run.steps_to.get(threshold)) is not None]
+    if not steps:
+        return Cell(formats.MISSING, "not reached" if row.runs else "")
+    return Cell(formats.count(sum(steps) / len(steps)), "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds")
+
+
+def metrics_of(summary: Summary) -> tuple[str, ...]:
+    """The quality columns that have values, the headline number first."""
+    present = [name for name in ("accuracy", "loss", "bits_per_byte") if any(row.value(name) for row in summary.rows)]
+    return (summary.data.metric, *(name for name in present if name != summary.data.metric))
+
+
+def _ordered(summary: Summary) -> list[Row]:
+    """The best first, those without a result last."""
+    ranked = [summary.row(operator) for operator in summary.ranking]
+    return ranked + [row for row in summary.rows if row.operator not in summary.ranking]
+
+
+def _speed(row: Row) -> Cell:
+    ratio = f"{formats.ratio(row.speed_ratio)} softmax" if row.speed_ratio is not None else ""
+    speed = row.tokens_per_second
+    return Cell(formats.compact(speed.mean) if speed else formats.MISSING, ratio, "tokens_per_second" in row.best)
+
+
+def results(summary: Summary) -> Table:
+    """What each operator reached: one row an operator, best first."""
+    metrics = metrics_of(summary)
+    swept = len(summary.data.learning_rates) > 1
+    threshold = _threshold(summary)
+    steps = [] if threshold is None else [f"Steps to {threshold:g}"]
+    head = ("Operator", *(_METRIC_TITLES[name] for name in metrics), "Behind the best", *steps, "Tokens a second", "Seeds")
+    rows = []
+    for row in _ordered(summary):
+        cells = [Cell(row.label, f"learning rate {formats.rate(row.learning_rate)}" if swept and row.learning_rate is not None else "")]
+        cells += [_spread(row.value(name), name in row.best) for name in metrics]
+        cells.append(_behind(summary, row))
+        if threshold is not None:
+            cells.append(_steps_to(row, threshold))
+        cells += [_speed(row), Cell(f"{len(row.runs)} of {row.planned}", f"{row.failed} failed" if row.failed else "")]
+        rows.append((row.operator, tuple(cells)))
+    return Table(head, tuple(rows))
+
+
+def costs(summary: Summary) -> Table:
+    """What each operator takes: parameters, time, memory while training, memory of one sequence."""
+    lengths = sorted({length for row in summary.rows for length in row.memory_bytes})
+    head = ["Operator", "Parameters", "Tokens a second", "Training time", "Peak memory", *(f"Memory at {formats.tokens(length)}" for length in lengths)]
+    rows = []
+    for row in _ordered(summary):
+        cells = [
+            Cell(row.label),
+            Cell(formats.count(row.parameters), best="parameters" in row.best),
+            _speed(row),
+            Cell(formats.seconds(row.seconds.mean) if row.seconds else formats.MISSING),
+            Cell(formats.bytes_(row.peak_memory_bytes.mean) if row.peak_memory_bytes else formats.MISSING, best="peak_memory_bytes" in row.best),
+            *(Cell(formats.bytes_(row.memory_bytes.get(length)), best=f"memory_bytes.{length}" in row.best) for length in lengths),
+        ]
+        rows.append((row.operator, tuple(cells)))
+    return Table(tuple(head), tuple(rows))
+
+
+def slices(summary: Summary, name: str) -> Table:
+    """Accuracy by one property of the examples: one row an operator, one column a value."""
+    keys = sorted({key for row in summary.rows for key in row.slices.get(name, {})}, key=slice_order)
+    rows = []
+    top = {key: max((row.slices[name][key].mean for row in summary.rows if key in row.slices.get(name, {})), default=None) for key in keys}
+    for operator in summary.ranking:
+        row = summary.row(operator)
+        found = row.slices.get(name, {})
+        cells = [Cell(row.label)]
+        cells += [_spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key]) for key in keys]
+        rows.append((operator, tuple(cells)))
+    return Table(("Operator", *(f"{key} {_unit(name)}" for key in keys)), tuple(rows))
+
+
+def _unit(name: str) -> str:
+    return {"pairs": "pairs", "length": "tokens"}.get(name, "")
+
+
+def slice_names(summary: Summary) -> tuple[str, ...]:
+    """The properties that examples are grouped by."""
+    return tuple(dict.fromkeys(name for row in summary.rows for name in row.slices))
+
+
+def learned(summary: Summary) -> Table:
+    """η, γ, ridge, degrees … of the first seed: one row an operator and layer, heads side by side."""
+    rows: list[tuple[str, Mapping[str, object], str, int]] = []
+    for row in summary.rows:
+        first = next((run for run in sorted(row.runs, key=lambda run: run.seed) if run.learned), None)
+        if first is not None:
+            rows += [(row.operator, values, row.label, layer) for layer, values in enumerate(first.learned, start=1)]
+    keys = list(dict.fromkeys(key for _, values, _, _ in rows for key, value in values.items() if _numbers(value) is not None))
+    shown = [
+        (operator, (Cell(label), Cell(str(layer)), *(Cell(_numbers(values.get(key)) or formats.MISSING) for key in keys)))
+        for operator, values, label, layer in rows
+        if any(_numbers(values.get(key)) is not None for key in keys)
+    ]
+    return Table(("Operator", "Layer", *(glossary.learned_name(key) for key in keys)), tuple(shown))
+
+
+def _numbers(value: object) -> str | None:
+    """A number or a flat list of numbers as text; None for anything else. Equal heads are shown once."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return formats.number(float(value))
+    if isinstance(value, list) and value and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value):
+        texts = [formats.number(float(item)) for item in value]
+        return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
+    return None
+
+
+def runs(summary: Summary) -> Table:
+    """Every run, whatever became of it."""
+    metrics = metrics_of(summary)
+    head = ("Operator", "Seed", "Learning rate", "State", "Steps", *(_METRIC_TITLES[name] for name in metrics), "Training time", "Tokens a second")
+    rows = []
+    for run in summary.data.runs:
+        cells = [
+            Cell(summary.row(run.operator).label),
+            Cell(str(run.seed)),
+            Cell(formats.rate(run.learning_rate)),
+            Cell(run.status),
+            Cell(formats.count(run.steps_done)),
+            *(Cell(formats.number(run.final.value(name)) if run.final else formats.MISSING) for name in metrics),
+            Cell(formats.seconds(run.seconds)),
+            Cell(formats.compact(run.tokens_per_second)),
+        ]
+        rows.append((run.operator, tuple(cells)))
+    return Table(head, tuple(rows))
+
+
+def unfinished(summary: Summary) -> Table:
+    """Runs that failed, stopped or are still open, with what they said."""
+    rows = []
+    for run in summary.data.runs:
+        if run.status == "done":
+            continue
+        total = f" of {formats.count(summary.data.steps)}" if summary.data.steps else ""
+        cells = (
+            Cell(summary.row(run.operator).label),
+            Cell(f"seed {run.seed}, learning rate {formats.rate(run.learning_rate)}"),
+            Cell(run.status),
+            Cell(f"{formats.count(run.steps_done)}{total}"),
+            Cell(run.message or formats.MISSING),
+        )
+        rows.append((run.operator, cells))
+    return Table(("Operator", "Run", "State", "Steps", "Message"), tuple(rows))
+
+
+def settings(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
+    """A nested mapping as flat (name, value) rows in its own order."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            rows += settings(value, f"{name}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                rows += settings(item, f"{name}[{index}].") if isinstance(item, Mapping) else [(f"{name}[{index}]", str(item))]
+        elif isinstance(value, list | tuple):
+            rows.append((name, ", ".join(str(item) for item in value)))
+        else:
+            rows.append((name, formats.MISSING if value is None else str(value)))
+    return rows
+
+
+def device(values: Mapping[str, object]) -> str:
+    """One line on the machine."""
+    cores, memory = values.get("cores"), values.get("memory_bytes")
+    parts = [str(values.get("name") or "unnamed device")]
+    if isinstance(cores, int):
+        threads = values.get("threads")
+        parts.append(f"{cores} core{'s' if cores != 1 else ''}" + (f", {threads} thread{'s' if threads != 1 else ''} used" if isinstance(threads, int) else ""))
+    if isinstance(memory, int | float) and memory:
+        parts.append(f"{formats.bytes_(memory)} memory")
+    return ", ".join(parts)
