@@ -31,6 +31,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks far smaller than the inputs, so that every loop runs more than once."""
     monkeypatch.setattr("zonal.execution.tiled._QUERIES", 8)
     monkeypatch.setattr("zonal.execution.tiled._KEYS", 6)
+    monkeypatch.setattr("zonal.execution.tiled._TILE_ELEMENTS", 1)
 
 
 def gradients(y: Tensor, case: Inputs, operator: Operator) -> list[Tensor]:

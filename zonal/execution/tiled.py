@@ -5,6 +5,7 @@ Per tile, with W = K * factor (or exp(log K - lse)) and D_t = dy_t . y_t for a r
 dV = W^T dY, dlogK = W (dY V^T - D), dK = factor (dY V^T - D), dS = dK B l'(S).
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution.call import Call
 
-_QUERIES, _KEYS = 256, 512
-# many heads at once make long tiles; past this the tile leaves the cache and short query blocks are better
-_TILE_ELEMENTS = 1 << 20
+# the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 MB of scores, which stays in the cache
+_QUERIES, _KEYS = 128, 256
+# more heads than that are taken a few sequences at a time
+_TILE_ELEMENTS = 1 << 18
 
 
 class _Parts(NamedTuple):
@@ -41,16 +43,10 @@ def refusal(anchor: Anchor) -> str | None:
     return None
 
 
-def blocks(batch_heads: int, queries: int, keys: int) -> tuple[int, int]:
-    """Tile sizes (queries, keys) for B H heads."""
-    key_block = min(_KEYS, max(keys, 1))
-    query_block = min(_QUERIES, max(queries, 1))
-    while batch_heads * query_block * key_block > _TILE_ELEMENTS and (query_block > 32 or key_block > 64):
-        if key_block > 2 * query_block or query_block <= 32:
-            key_block = max(64, key_block // 2)
-        else:
-            query_block = max(32, query_block // 2)
-    return query_block, key_block
+def blocks(heads: int, queries: int, keys: int) -> tuple[int, int, int]:
+    """How much is in flight at once: (sequences, queries, keys) of a tile for H heads."""
+    query_block, key_block = min(_QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
+    return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block
 
 
 def tiled(call: Call) -> Tensor:
@@ -103,28 +99,96 @@ def _tile(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tupl
     return _Tile(score, prior, kernel, mask)
 
 
+def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
+    """Masks and biases of some sequences of the batch."""
+    mask = parts.visibility.key_mask
+    row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
+    return parts._replace(visibility=replace(parts.visibility, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
+
+
+def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, block: tuple[int, int]) -> None:
+    """Fill y (b, H, T, P) and the row factors (b, H, T, 1)."""
+    batch, heads, queries, _ = q.shape
+    online = parts.log and parts.anchor.normalises
+    count = parts.visibility.count(q.device)[..., None]
+    for t0 in range(0, queries, block[0]):
+        t1 = min(t0 + block[0], queries)
+        state = parts.anchor.init((batch, heads, t1 - t0), v.shape[3], q)
+        lo, hi = parts.visibility.key_range(t0, t1)
+        for s0 in range(lo, hi, block[1]):
+            s1 = min(s0 + block[1], hi)
+            tile = _tile(parts, q[:, :, t0:t1], _expanded(k[:, :, s0:s1], parts.groups), c, bias, (t0, t1, s0, s1))
+            kernel = tile.kernel.exp() if parts.log and not online else tile.kernel
+            state = parts.anchor.absorb(state, kernel, _expanded(v[:, :, s0:s1], parts.groups), online)
+        y[:, :, t0:t1], factor[:, :, t0:t1] = parts.anchor.finalise(state, count[:, :, t0:t1], online)
+
+
+class _Gradients(NamedTuple):
+    """What backward fills: views of the whole gradients. c in float64; None where nobody asks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    c: Tensor | None
+    row: Tensor | None
+    col: Tensor | None
+
+
+def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
+    """Add the gradients of some sequences to ``out``."""
+    q, k, v, c, y, factor, dy = tensors
+    online = parts.log and parts.anchor.normalises
+    queries = q.shape[2]
+    shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
+    for t0 in range(0, queries, block[0]):
+        t1 = min(t0 + block[0], queries)
+        lo, hi = parts.visibility.key_range(t0, t1)
+        q_tile, dy_tile, factor_tile = q[:, :, t0:t1], dy[:, :, t0:t1], factor[:, :, t0:t1]
+        for s0 in range(lo, hi, block[1]):
+            s1 = min(s0 + block[1], hi)
+            k_tile, v_tile = _expanded(k[:, :, s0:s1], parts.groups), _expanded(v[:, :, s0:s1], parts.groups)
+            tile = _tile(parts, q_tile, k_tile, c, bias, (t0, t1, s0, s1))
+            if online:
+                w = (tile.kernel - factor_tile).exp_()
+            else:
+                w = (tile.kernel.exp_() if parts.log else tile.kernel) * factor_tile
+            out.v[:, :, s0:s1] += _folded(w.mT @ dy_tile, parts.groups)
+            dw = dy_tile @ v_tile.mT
+            if shared is not None:
+                dw -= shared[:, :, t0:t1]
+            if parts.log:
+                ds = dlog = dw.mul_(w)
+            else:
+                dlog = dw * w if out.row is not None or out.col is not None else None
+                ds = dw.mul_(factor_tile)
+                if tile.prior is not None:
+                    ds *= tile.prior
+                if tile.mask is not None:
+                    ds.masked_fill_(~tile.mask, 0)
+                if out.c is not None:
+                    out.c.add_(parts.link.coefficient_vjp(tile.score, ds, c).sum_to_size(out.c.shape))
+                ds = ds.mul_(parts.link.derivative(tile.score, c))
+            if dlog is not None and out.row is not None:
+                out.row[..., t0:t1] += dlog.sum(-1).sum_to_size(out.row[..., t0:t1].shape)
+            if dlog is not None and out.col is not None:
+                out.col[..., s0:s1] += dlog.sum(-2).sum_to_size(out.col[..., s0:s1].shape)
+            dq_tile, dk_tile = parts.score.pair_vjp(q_tile, k_tile, tile.score, ds)
+            out.q[:, :, t0:t1] += dq_tile
+            out.k[:, :, s0:s1] += _folded(dk_tile, parts.groups)
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None, col: Tensor | None, parts: _Parts
     ) -> Tensor:
         batch, heads, queries, _ = q.shape
-        bias = Bias(row, col, parts.slope)
-        online = parts.log and parts.anchor.normalises
-        query_block, key_block = blocks(batch * heads, queries, k.shape[2])
-        y = q.new_empty(batch, heads, queries, v.shape[3])
-        factor = q.new_empty(batch, heads, queries, 1)
-        count = parts.visibility.count(q.device)[..., None]
-        for t0 in range(0, queries, query_block):
-            t1 = min(t0 + query_block, queries)
-            state = parts.anchor.init((batch, heads, t1 - t0), v.shape[3], q)
-            lo, hi = parts.visibility.key_range(t0, t1)
-            for s0 in range(lo, hi, key_block):
-                s1 = min(s0 + key_block, hi)
-                tile = _tile(parts, q[:, :, t0:t1], _expanded(k[:, :, s0:s1], parts.groups), c, bias, (t0, t1, s0, s1))
-                kernel = tile.kernel.exp() if parts.log and not online else tile.kernel
-                state = parts.anchor.absorb(state, kernel, _expanded(v[:, :, s0:s1], parts.groups), online)
-            y[:, :, t0:t1], factor[:, :, t0:t1] = parts.anchor.finalise(state, count[:, :, t0:t1], online)
+        y, factor = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, 1)
+        sequences, *block = blocks(heads, queries, k.shape[2])
+        for b in range(0, batch, sequences):
+            span = slice(b, b + sequences)
+            some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
+            _forward(some, bias, q[span], k[span], v[span], c, y[span], factor[span], (block[0], block[1]))
         ctx.parts = parts
         ctx.save_for_backward(q, k, v, c, row, col, y, factor)
         return y
@@ -138,50 +202,15 @@ class _Tiled(torch.autograd.Function):
             )
         q, k, v, c, row, col, y, factor = ctx.saved_tensors
         parts: _Parts = ctx.parts
-        bias = Bias(row, col, parts.slope)
-        online = parts.log and parts.anchor.normalises
-        needs_c, needs_bias = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4:6])
-        batch, heads, queries, _ = q.shape
-        query_block, key_block = blocks(batch * heads, queries, k.shape[2])
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dc = torch.zeros_like(c, dtype=torch.float64) if needs_c else None
-        drow = torch.zeros_like(row) if row is not None and needs_bias else None
-        dcol = torch.zeros_like(col) if col is not None and needs_bias else None
-        shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
-        for t0 in range(0, queries, query_block):
-            t1 = min(t0 + query_block, queries)
-            lo, hi = parts.visibility.key_range(t0, t1)
-            q_tile, dy_tile, factor_tile = q[:, :, t0:t1], dy[:, :, t0:t1], factor[:, :, t0:t1]
-            for s0 in range(lo, hi, key_block):
-                s1 = min(s0 + key_block, hi)
-                k_tile, v_tile = _expanded(k[:, :, s0:s1], parts.groups), _expanded(v[:, :, s0:s1], parts.groups)
-                tile = _tile(parts, q_tile, k_tile, c, bias, (t0, t1, s0, s1))
-                if online:
-                    w = (tile.kernel - factor_tile).exp_()
-                else:
-                    w = (tile.kernel.exp_() if parts.log else tile.kernel) * factor_tile
-                dv[:, :, s0:s1] += _folded(w.mT @ dy_tile, parts.groups)
-                dw = dy_tile @ v_tile.mT
-                if shared is not None:
-                    dw -= shared[:, :, t0:t1]
-                if parts.log:
-                    ds = dw.mul_(w)
-                    dlog = ds
-                else:
-                    dlog = dw * w if needs_bias else None
-                    ds = dw.mul_(factor_tile)
-                    if tile.prior is not None:
-                        ds *= tile.prior
-                    if tile.mask is not None:
-                        ds.masked_fill_(~tile.mask, 0)
-                    if dc is not None:
-                        dc += parts.link.coefficient_vjp(tile.score, ds, c).sum_to_size(dc.shape)
-                    ds = ds * parts.link.derivative(tile.score, c)
-                if dlog is not None and drow is not None:
-                    drow[..., t0:t1] += dlog.sum(-1).sum_to_size(drow[..., t0:t1].shape)
-                if dlog is not None and dcol is not None:
-                    dcol[..., s0:s1] += dlog.sum(-2).sum_to_size(dcol[..., s0:s1].shape)
-                dq_tile, dk_tile = parts.score.pair_vjp(q_tile, k_tile, tile.score, ds)
-                dq[:, :, t0:t1] += dq_tile
-                dk[:, :, s0:s1] += _folded(dk_tile, parts.groups)
+        dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
+        drow = torch.zeros_like(row) if ctx.needs_input_grad[4] else None
+        dcol = torch.zeros_like(col) if ctx.needs_input_grad[5] else None
+        sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2])
+        for b in range(0, q.shape[0], sequences):
+            span = slice(b, b + sequences)
+            some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
+            views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
+            out = _Gradients(dq[span], dk[span], dv[span], dc, *views)
+            _backward(some, bias, (q[span], k[span], v[span], c, y[span], factor[span], dy[span]), out, (block[0], block[1]))
         return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None
