@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zonal.data.corpora import HUB, Source, pieces
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError, FileFormatError, ZonalError
 
 
 def _library() -> Any:
@@ -66,11 +66,20 @@ class HubDataset(Source):
     def documents(self) -> Iterator[Iterable[str]]:
         library = _library()
         try:
-            rows = library.load_dataset(self.name, self.subset, split=self.split, streaming=True)
+            dataset = library.load_dataset(self.name, self.subset, split=self.split, streaming=True)
+            column = self._column(dataset)
+            rows = iter(dataset)
+        except ZonalError:
+            raise
         except (OSError, ValueError) as error:
             raise self._unavailable(error) from error
-        column = self._column(rows)
-        for row in rows:
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except (OSError, ValueError) as error:
+                raise self._unavailable(error) from error
             text = row[column]
             if not isinstance(text, str):
                 raise FileFormatError(

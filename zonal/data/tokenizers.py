@@ -7,7 +7,7 @@ tokenisers as bits per byte. ``separator`` is the token put between two document
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 
 import numpy as np
@@ -123,8 +123,9 @@ def names() -> tuple[str, ...]:
     return tuple(_TOKENIZERS)
 
 
+@cache
 def resolve(name: str) -> Tokenizer:
-    """The tokeniser called ``name``: "byte" or "gpt2".
+    """The tokeniser called ``name``: "byte" or "gpt2". It is a constant, read from its files once.
 
     Raises: ArgumentError that lists the names and the nearest one.
     """

@@ -90,13 +90,12 @@ class Text(Task):
 
     def _check_size(self) -> None:
         needed = self.length + 1
-        parts = {"training": self.split, "validation": self.corpus.count - self.split}
-        for part, count in parts.items():
+        for part, count in (("training", self.split), ("validation", self.corpus.count - self.split)):
             if count < needed:
-                share = 1 - self.validation_fraction if part == "training" else self.validation_fraction
+                enough = math.ceil(needed / min(self.validation_fraction, 1 - self.validation_fraction)) + 1
                 raise FileFormatError(
-                    f"Text: {self.title} is too short: its {part} part has {count} {self.tokenizer.name} tokens of {self.corpus.count}, one sequence of "
-                    f"length {self.length} takes {needed}. Give at least {math.ceil(needed / share)} tokens of text or a smaller length."
+                    f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} {self.tokenizer.name} tokens, one sequence of "
+                    f"length {self.length} takes {needed}. Give about {enough} tokens of text or more, or a smaller length."
                 )
 
     def _count_windows(self) -> int:

@@ -1,0 +1,207 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zonal import tasks
+from zonal.data import pretokenise, tokenizers, write_corpus
+from zonal.data.tokenizers import GPT2Tokenizer
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.tasks import Text
+
+
+class Counting(GPT2Tokenizer):
+    """Encodes "n" as 0, 1, …, n-1, so that a token is its own position in the stream."""
+
+    def encode(self, text):
+        return np.arange(int(text))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A folder of corpora of given sizes whose tokens are their positions."""
+    root = tmp_path_factory.mktemp("counted")
+    tokenizer = Counting()
+
+    def make(size):
+        folder = root / str(size)
+        if not folder.exists():
+            write_corpus(folder, [[str(size)]], tokenizer, source=f"{size} numbers", shard_tokens=1000)
+        return folder.as_posix()
+
+    return make
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([600, 1001, 2500]),
+    length=st.integers(1, 60),
+    fraction=st.floats(0.15, 0.7),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**40),
+)
+def test_no_token_of_validation_is_trained_on(counted, size, length, fraction, batch_size, seed):
+    task = Text(counted(size), length=length, validation_fraction=fraction, evaluation_bytes=None)
+    trained, validated = set(), set()
+    for step in [*range(size // length // batch_size + 2), 12345]:
+        batch = task.train_batch(step, batch_size, seed)
+        trained |= set(batch.tokens.flatten().tolist()) | set(batch.targets.flatten().tolist())
+        assert torch.equal(batch.targets, batch.tokens + 1)
+        assert tuple(batch.tokens.shape) == (batch_size, length)
+    for batch in task.evaluation_batches(batch_size):
+        validated |= set(batch.tokens.flatten().tolist()) | set(batch.targets.flatten().tolist())
+    assert max(trained) < task.split <= min(validated)
+    assert validated == set(range(task.split, max(validated) + 1))
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.93])
+@pytest.mark.parametrize("block", [7, 64, 1 << 20])
+def test_the_split_is_set_in_bytes(counted, monkeypatch, fraction, block):
+    monkeypatch.setattr("zonal.tasks.text._BLOCK", block)
+    task = Text(counted(2500), length=1, validation_fraction=fraction)
+    lengths = tokenizers.resolve("gpt2").token_bytes[:2500]
+    wanted = int(lengths.sum() * fraction)
+    assert lengths[task.split :].sum() <= wanted < lengths[task.split - 1 :].sum()
+
+
+def test_tokenizers_are_validated_on_the_same_text():
+    parts = []
+    for name in ("byte", "gpt2"):
+        task = Text("novel", name, 64)
+        parts.append(task.decode(task.corpus.read(task.split, task.corpus.count).tolist()))
+    # not more than one token apart
+    assert parts[0].endswith(parts[1].lstrip("\ufffd"))
+    assert len(parts[0]) - len(parts[1]) < 20
+
+
+def test_an_epoch_reads_windows_once_and_the_next_from_another_phase(counted):
+    task = Text(counted(2500), length=10)
+    windows = (task.split - 1) // 10 - 1
+    epochs = [np.concatenate([task.train_starts(epoch * windows + i, 1, seed=4) for i in range(windows)]) for epoch in range(6)]
+    for starts in epochs:
+        assert (np.diff(np.sort(starts)) == 10).all()
+    assert len({int(starts.min()) % 10 for starts in epochs}) > 1
+    assert not np.array_equal(epochs[0] - epochs[0].min(), epochs[1] - epochs[1].min())
+
+
+def test_batches_are_functions_of_their_number(counted):
+    task = Text(counted(1001), length=8)
+    again = tasks.from_config(task.config())
+    for step in (11, 0, 400, 11):
+        assert torch.equal(task.train_batch(step, 3, 7).tokens, again.train_batch(step, 3, 7).tokens)
+    assert not torch.equal(task.train_batch(0, 3, 7).tokens, task.train_batch(0, 3, 8).tokens)
+    # a batch is the rows of smaller batches in the same order
+    rows = torch.cat([task.train_batch(step, 2, 7).tokens for step in (0, 1, 2)])
+    assert torch.equal(rows, task.train_batch(0, 6, 7).tokens)
+
+
+def test_evaluation_covers_so_many_bytes(counted):
+    lengths = tokenizers.resolve("gpt2").token_bytes
+    for limit in (1, 100, 300, None):
+        task = Text(counted(2500), length=10, validation_fraction=0.3, evaluation_bytes=limit)
+        targets = torch.cat([batch.targets for batch in task.evaluation_batches(7)])
+        windows = lengths[targets.numpy()].sum(axis=1)
+        available = (2500 - task.split - 1) // 10
+        if limit is None:
+            assert len(windows) == available
+        else:
+            following = lengths[task.split + 1 + 10 * len(windows) :][:10].sum()
+            assert len(windows) == 1 or windows.sum() <= limit < windows.sum() + following
+        assert task.bytes_per_token == pytest.approx(windows.sum() / targets.numel())
+        assert targets.flatten().tolist() == list(range(task.split + 1, task.split + 1 + targets.numel()))
+
+
+def test_bits_per_byte():
+    task = Text("novel", "gpt2", 32)
+    assert task.bytes_per_token > 3
+    assert task.bits_per_byte(math.log(2) * task.bytes_per_token) == pytest.approx(1.0)
+    assert Text("novel", "byte", 32).bits_per_byte(math.log(256)) == pytest.approx(8.0)
+
+
+def test_novel_by_default():
+    task = Text()
+    assert (task.vocab_size, task.length, task.metric, task.corpus.count) == (256, 256, "loss", 1_204_997)
+    batch = task.train_batch(0, 2, 0)
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    assert batch.slices == {}
+    assert task.decode(batch.tokens[0].tolist()) in task.decode(task.corpus.read(0, task.split).tolist())
+    assert task.decode(task.encode("Ahab’s leg")) == "Ahab’s leg"
+    assert task.describe() == (
+        "Byte-level language modelling of Moby-Dick (embedded): 1,084,498 training tokens, 120,499 validation tokens (65,536 evaluated), sequences of 256."
+    )
+
+
+def test_a_text_that_has_changed_is_not_resumed_on(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("what was " * 100)
+    config = Text(path, length=16).config()
+    assert tasks.from_config(config).config() == config
+    path.write_text("what is! " * 100)
+    with pytest.raises(FileFormatError, match=r"mine\.txt has changed since the run was started"):
+        tasks.from_config(config)
+
+
+def test_relative_paths_are_kept_in_full(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("words " * 100)
+    monkeypatch.chdir(tmp_path)
+    config = Text("mine.txt", length=16).config()
+    monkeypatch.chdir("/")
+    assert tasks.from_config(config).config() == config
+
+
+def test_pretokenised_corpora(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("some words and more " * 100)
+    pretokenise(path, tokenizers.resolve("gpt2"), tmp_path / "corpus")
+    task = Text(tmp_path / "corpus", length=16)
+    fresh = Text(path, "gpt2", 16)
+    assert task.tokenizer.name == "gpt2"
+    assert torch.equal(task.train_batch(3, 2, 1).tokens, fresh.train_batch(3, 2, 1).tokens)
+    with pytest.raises(ArgumentError, match="has gpt2 tokens, tokenizer='byte' was asked for"):
+        Text(tmp_path / "corpus", "byte", 16)
+    with pytest.raises(ArgumentError, match="max_bytes limits text that is still to be tokenised"):
+        Text(tmp_path / "corpus", length=16, max_bytes=100)
+
+
+def test_a_text_shorter_than_a_sequence_says_how_much_is_needed(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 300)
+    with pytest.raises(
+        FileFormatError,
+        match=r"short\.txt is too short: its validation part has 30 of 300 byte tokens, one sequence of length 64 takes 65",
+    ) as caught:
+        Text(path, length=64)
+    enough = int(str(caught.value).split("about ")[1].split(" tokens")[0])
+    path.write_text("x" * enough)
+    assert len(list(Text(path, length=64).evaluation_batches(1))) == 1
+    path.write_text("x" * 300)
+    with pytest.raises(FileFormatError, match="its training part has 30 of 300"):
+        Text(path, length=64, validation_fraction=0.9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"length": 0}, "length must be at least 1, got 0"),
+        ({"validation_fraction": 0.0}, "validation_fraction must lie between 0 and 1, got 0.0"),
+        ({"validation_fraction": 1.0}, "validation_fraction must lie between 0 and 1"),
+        ({"evaluation_bytes": 0}, "evaluation_bytes must be at least 1 or None"),
+        ({"tokenizer": "word"}, "unknown tokenizer 'word'"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, words):
+    with pytest.raises(ArgumentError, match=words):
+        Text(**arguments)
+
+
+@pytest.mark.parametrize(("step", "size", "seed"), [(-1, 4, 0), (0, 0, 0), (0, 4, -1)])
+def test_bad_batches(counted, step, size, seed):
+    task = Text(counted(600), length=8)
+    with pytest.raises(ArgumentError, match=r"Text\.train_batch"):
+        task.train_batch(step, size, seed)
+    with pytest.raises(ArgumentError, match="batch_size must be at least 1"):
+        next(task.evaluation_batches(0))
