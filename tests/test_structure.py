@@ -1,0 +1,252 @@
+"""The house keeps its shape: arrows of import, lengths of files, what never appears in the library, docstrings of public names."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "zonal"
+
+# a package may import from lower floors and from itself
+FLOORS = {
+    "__main__": 10,
+    "cli": 9,
+    "training": 8,
+    "models": 7,
+    "nn": 6,
+    "attention": 5,
+    "execution": 4,
+    "memory": 3,
+    "features": 2,
+    "mechanisms": 2,
+    "tasks": 2,
+    "algebra": 1,
+    "kernels": 1,
+    "data": 1,
+    "report": 1,
+    "evaluation": 1,
+    "errors": 0,
+    "store": 0,
+}
+# neighbours on one floor, in this direction only
+NEIGHBOURS = {("report", "evaluation"), ("store", "errors")}
+# who may import the public face, `zonal` itself: it loads everything up to attention
+ABOVE_THE_FACE = {"cli", "__main__"}
+# imports inside functions that would close a circle at the top of the file: (importer, imported)
+LATE = {
+    ("zonal.algebra.declaration", "zonal.algebra.slots"),
+    ("zonal.data.corpora", "zonal.data.hub"),
+}
+
+LIMIT = 500
+LIMITS = {"zonal/mechanisms": 200, "zonal/kernels": 700}
+
+
+def name_of(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()}
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """(module of this project, line) for each import in a module, at the top or inside functions."""
+    package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.split(".")[0] == "zonal")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+            if base.split(".")[0] == "zonal":
+                for alias in node.names:
+                    whole = f"{base}.{alias.name}"
+                    yield (whole if whole in FILES else base), node.lineno
+
+
+def floor_of(module: str) -> str:
+    """The package on a floor that a module belongs to; "" for the public face itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {floor_of(name) for name in FILES} - {""} <= set(FLOORS)
+
+
+def test_arrows_run_downwards() -> None:
+    wrong = []
+    for name in FILES:
+        here = floor_of(name)
+        if not here:
+            continue
+        for target, line in imports(name):
+            there = floor_of(target)
+            if not there and here in ABOVE_THE_FACE:
+                continue
+            if not there:
+                wrong.append(f"{name}:{line} imports the public face, zonal; import the module that defines the name")
+            elif here != there and FLOORS[there] >= FLOORS[here] and (here, there) not in NEIGHBOURS:
+                wrong.append(f"{name}:{line} imports {target}, which stands on floor {FLOORS[there]}, not below {FLOORS[here]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circles() -> None:
+    arrows = {name: {target for target, _ in imports(name) if target in FILES and target != name and (name, target) not in LATE} for name in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, "a circle of imports: " + " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, (*above, name))
+            done.add(name)
+
+    for name in FILES:
+        visit(name, ())
+
+
+def test_declared_exceptions_are_needed() -> None:
+    """A list of exceptions that outlives its reason hides the next mistake."""
+    found = {(name, target) for name in FILES for target, _ in imports(name)}
+    assert found >= LATE
+    assert {(floor_of(a), floor_of(b)) for a, b in found} >= NEIGHBOURS
+
+
+def test_paths_and_memories_know_slots_not_mechanisms() -> None:
+    wrong = [f"{name}:{line}" for name in FILES if floor_of(name) in ("execution", "memory") for target, line in imports(name) if floor_of(target) == "mechanisms"]
+    assert not wrong, f"a path or a memory imports a mechanism: {', '.join(wrong)}"
+
+
+def test_the_planner_reads_tags() -> None:
+    """execution/plan.py never asks what a slot's type is, by isinstance or by name."""
+    slots = importlib.import_module("zonal.algebra.slots").ALL
+    wrong = []
+    for node in ast.walk(TREES["zonal.execution.plan"]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
+            named = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)} | {part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)}
+            if named & set(slots):
+                wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Attribute) and node.attr == "__name__":
+            wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.Constant) and node.value in importlib.import_module("zonal.mechanisms").names():
+            wrong.append(f"line {node.lineno}: the name of a mechanism, {node.value!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+WRITTEN = [path for folder in ("zonal", "tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_files_are_short() -> None:
+    long = []
+    for path in WRITTEN:
+        relative = path.relative_to(ROOT).as_posix()
+        limit = next((lines for start, lines in LIMITS.items() if relative.startswith(start + "/")), LIMIT)
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        if count > limit:
+            long.append(f"{relative} has {count} lines, {limit} are allowed: it holds a second concept")
+    assert not long, "\n".join(long)
+
+
+def forbidden(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, what) for everything that may not stand in the library."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            roots = {(name if isinstance(node, ast.Import) else node.module or "").split(".")[0] for name in names}
+            for root in roots & {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}:
+                yield node.lineno, f"import of {root}: it can run code from a file"
+            if isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in names:
+                yield node.lineno, "torch.load: it unpickles"
+        if isinstance(node, ast.Attribute) and node.attr == "load" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            yield node.lineno, "torch.load: it unpickles"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and not (isinstance(node.value, ast.Constant) and node.value.value is False):
+            yield node.value.lineno, "allow_pickle: it can run code from a file"
+        if isinstance(node, ast.keyword | ast.arg) and node.arg == "trust_remote_code":
+            yield node.lineno, "trust_remote_code: it runs code from a hub"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.kwarg is not None:
+            yield node.lineno, f"**{node.args.kwarg.arg}: signatures name their arguments"
+        if isinstance(node, ast.ExceptHandler):
+            caught = [] if node.type is None else [part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)]
+            last = node.body[-1]
+            raised_again = isinstance(last, ast.Raise) and last.exc is None
+            if (node.type is None or {"Exception", "BaseException"} & set(caught)) and not raised_again:
+                yield node.lineno, "an except that catches everything"
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}: no mutable globals"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_forbidden(name: str) -> None:
+    found = [f"{FILES[name].relative_to(ROOT)}:{line} {what}" for line, what in forbidden(TREES[name])]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\nx = torch.load('f')",
+        "from torch import load",
+        "import numpy as np\nnp.load('f', allow_pickle=True)",
+        "f(trust_remote_code=True)",
+        "def f(trust_remote_code=False): ...",
+        "def f(**kwargs): ...",
+        "try:\n  f()\nexcept Exception:\n  pass",
+        "try:\n  f()\nexcept:\n  pass",
+        "try:\n  f()\nexcept (ValueError, BaseException):\n  pass",
+        "def f():\n  global x\n  x = 1",
+    ],
+)
+def test_forbidden_things_are_seen(code: str) -> None:
+    assert len(list(forbidden(ast.parse(code)))) == 1
+
+
+def test_allowed_things_pass() -> None:
+    code = "from json import load\nimport numpy as np\nnp.load('f', allow_pickle=False)\nf(**x)\ndef g(*a): ...\ntry:\n  f()\nexcept ValueError:\n  pass"
+    code += "\ntry:\n  f()\nexcept BaseException:\n  g()\n  raise"
+    assert not list(forbidden(ast.parse(code)))
+
+
+def public(name: str) -> tuple[str, ...]:
+    """What a module lists in __all__."""
+    for node in TREES[name].body:
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+            return tuple(ast.literal_eval(node.value))
+    return ()
+
+
+def described(module: str, name: str) -> bool:
+    """Whether the class or function has a docstring of its own in the source (a dataclass makes one up at run time)."""
+    for node in TREES[module].body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node) is not None
+    raise AssertionError(f"{module} defines no {name} at its top level")
+
+
+def test_public_names_exist_and_are_described() -> None:
+    wrong = []
+    for module in FILES:
+        loaded = importlib.import_module(module)
+        for name in public(module):
+            if not hasattr(loaded, name):
+                wrong.append(f"{module}.{name} is in __all__ and does not exist")
+                continue
+            value = getattr(loaded, name)
+            home = getattr(value, "__module__", "")
+            if (inspect.isclass(value) or inspect.isfunction(value)) and home in FILES and not described(home, value.__name__):
+                wrong.append(f"{home}.{value.__name__} has no docstring")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_say_what_they_are(name: str) -> None:
+    assert ast.get_docstring(TREES[name]) is not None or not TREES[name].body, f"{FILES[name].relative_to(ROOT)} has no docstring"
