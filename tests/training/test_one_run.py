@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 from training.training_doubles import Recall, lines, tiny_config, tiny_model
+
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation import evaluate
 from zonal.training import RunResult, load_model, train

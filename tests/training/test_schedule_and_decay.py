@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 from torch import nn
-
 from training.training_doubles import tiny_config, tiny_model
+
 from zonal.errors import ArgumentError
 from zonal.training import TrainConfig
 from zonal.training.config import first_difference

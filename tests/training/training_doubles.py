@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from zonal.models import ModelConfig, build
-from zonal.tasks.task import Task
-from zonal.tasks.task import Batch
+from zonal.tasks.task import Batch, Task
 from zonal.training import TrainConfig
 
 
@@ -52,9 +51,7 @@ class Recall(Task):
 
 def tiny_model(operator="softmax", seed=0, layers=1, vocab_size=16):
     config = ModelConfig(vocab_size=vocab_size, dim=16, layers=(operator,) * layers, heads=2, mlp="none", conv=2, init_std=0.1)
-    model = build(config, seed)
-    model.memory_bytes = lambda length: 64 * length  # TEMPORARY
-    return model
+    return build(config, seed)
 
 
 def tiny_config(**changes):
@@ -69,3 +66,10 @@ def lines(directory):
     """metrics.jsonl without what the clock wrote."""
     found = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
     return [json.dumps({name: value for name, value in line.items() if name != "seconds"}) for line in found]
+
+
+# TEMPORARY until memories land
+from zonal.nn import Attention  # noqa: E402
+
+if not hasattr(Attention, "memory_bytes"):
+    Attention.memory_bytes = lambda self, length: 64 * length

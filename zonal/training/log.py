@@ -49,15 +49,18 @@ class MetricsLog:
                 "The file was shortened; remove the folder to run it anew."
             )
         with _space_errors(self.path):
-            self._file = open(self.path, "r+b" if found else "w+b")  # noqa: SIM115, closed by __exit__
-        self._file.seek(max(0, size - 1))
-        if size and self._file.read(1) != b"\n":
+            # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that could fail
+            self._file = open(self.path, "r+b" if found else "w+b", buffering=0)  # noqa: SIM115, closed by __exit__
+        try:
+            kept = self._file.read(size)
+            if size and not kept.endswith(b"\n"):
+                raise FileFormatError(f"train: {self.path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
+            self._file.truncate(size)
+            self._file.seek(size)
+            self._events = _Events(directory, kept.splitlines(), elapsed) if tensorboard else None
+        except BaseException:
             self._file.close()
-            raise FileFormatError(f"train: {self.path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
-        self._file.truncate(size)
-        self._file.seek(0)
-        self._events = _Events(directory, self._file, elapsed) if tensorboard else None
-        self._file.seek(size)
+            raise
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -69,9 +72,10 @@ class MetricsLog:
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one object; it is in the operating system's hands when this returns."""
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
         with _space_errors(self.path):
-            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            while data:
+                data = data[self._file.write(data) :]
         if self._events is not None:
             self._events.add(line)
 
@@ -85,9 +89,9 @@ class MetricsLog:
 
 
 class _Events:
-    """TensorBoard events of the lines of ``file`` and of those that ``add`` brings."""
+    """TensorBoard events of the lines ``kept`` and of those that ``add`` brings."""
 
-    def __init__(self, directory: Path, file: Any, elapsed: float):
+    def __init__(self, directory: Path, kept: list[bytes], elapsed: float):
         # imported here: it takes a second, and runs without events should not pay for it
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -96,7 +100,7 @@ class _Events:
         self._writer = SummaryWriter(directory)
         # the clock of the events is the training time of the run, counted from a start that is now minus that time
         self._start = time.time() - elapsed
-        for line in file:
+        for line in kept:
             self.add(json.loads(line))
 
     def add(self, line: dict[str, Any]) -> None:

@@ -123,6 +123,9 @@ class _Run:
 
     def execute(self, threads: int) -> RunResult:
         path = self.folder / checkpoints.FILE
+        # what a killed process was writing; the lock says that nobody else is
+        for part in self.folder.glob(".*.part"):
+            part.unlink()
         if path.exists():
             self.progress = checkpoints.load_checkpoint(path, self.model, self.optimiser, self.identity)
             random_state = torch.get_rng_state()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from zonal import errors
+from zonal.store import write_bytes
 from zonal.training import events
 from zonal.training.record import RunResult
 from zonal.training.spec import PlannedRun
@@ -67,13 +68,17 @@ class _Worker:
             self.stopping = True
             self.order("stop")
 
-    def cause_of_death(self) -> str:
+    def cause_of_death(self, log: Path) -> str:
+        """Why the process ended; what it said of it goes to ``log``."""
         code = self.process.returncode
-        if code is not None and code < 0:
+        if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         self.complaints.seek(0)
-        last = self.complaints.read().decode(errors="replace").strip().splitlines()
-        return f"its process ended with status {code}" + (f": {last[-1]}" if last else "")
+        said = self.complaints.read()
+        if not said.strip():
+            return f"its process ended with status {code}"
+        write_bytes(log, said)
+        return f"its process ended with status {code}: {said.decode(errors='replace').strip().splitlines()[-1]} (all of it is in {log})"
 
     def close(self) -> None:
         """End the process, gently first."""
@@ -117,9 +122,9 @@ def run_in_processes(
                 workers.remove(worker)
                 orphan = worker.run
                 if orphan is not None:
-                    _note_death(directory, orphan, worker.cause_of_death(), emit)
+                    _note_death(directory, orphan, worker.cause_of_death(directory / orphan.name / "error.log"), emit)
                 elif worker.process.returncode not in (0, 2) and fatal is None:
-                    fatal = errors.ZonalError(f"compare: a worker could not start: {worker.cause_of_death()}.")
+                    fatal = errors.ZonalError(f"compare: a worker could not start: {worker.cause_of_death(directory / 'error.log')}.")
                 worker.close()
                 if orphan is not None and waiting:
                     workers.append(_Worker(directory, threads, inbox))
