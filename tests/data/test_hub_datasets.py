@@ -31,7 +31,7 @@ def test_what_is_not_the_form(spec):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ArgumentError, match="needs the package 'datasets', which is not installed. Install it with"):
+    with pytest.raises(ArgumentError, match=r"needs the package 'datasets', which is not installed. Install it with"):
         cached_corpus(open_source("hub:org/name"), BYTE)
 
 
@@ -67,7 +67,7 @@ def test_mistakes_are_named(dataset):
         read(f"hub:{dataset}:train:body")
     with pytest.raises(FileFormatError, match="holds int, text was required"):
         read(f"hub:{dataset}:train:number")
-    with pytest.raises(FileFormatError, match="cannot be loaded .*Check its name, subset, split"):
+    with pytest.raises(FileFormatError, match=r"cannot be loaded .*Check its name, subset, split"):
         read(f"hub:{dataset}:test")
     with pytest.raises(FileFormatError, match="cannot be loaded"):
         read(f"hub:{dataset / 'nowhere'}")

@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zonal.data import permuted
 from zonal.errors import ArgumentError
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 1000))
 def test_every_number_comes_once(count, seed, epoch):
     assert sorted(permuted(np.arange(count), count, (seed, epoch)).tolist()) == list(range(count))

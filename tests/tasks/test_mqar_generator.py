@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zonal.errors import ArgumentError
@@ -68,6 +68,7 @@ def test_segment_seeds_are_those_of_zoology():
     assert test[0] >= 2**31
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 70),
     st.integers(0, 20),

@@ -1,8 +1,8 @@
 """Texts to learn from: the embedded novel, files and folders of UTF-8 text, data sets of the hub, pre-tokenised corpora.
 
 A source gives documents, and each document as pieces of about a megabyte, so that no text need fit in memory. Pieces are cut only before
-a single space or line end that has no white space beside it. There GPT-2's tokeniser cuts too, so the tokens of the pieces are
-those of the whole text (the tests hold this up).
+a space or line end that follows a visible character. GPT-2's tokeniser, which reads from left to right, begins a new token there whatever
+follows, so the tokens of the pieces are those of the whole text (the tests hold this up).
 """
 
 import codecs
@@ -52,8 +52,8 @@ def pieces(blocks: Iterable[str]) -> Iterator[str]:
     for block in blocks:
         held += block
         # text without white space (some scripts have none) is held until some comes or it ends
-        for cut in range(len(held) - 2, max(0, len(held) - _SEARCHED), -1):
-            if held[cut] in " \n" and not held[cut - 1].isspace() and not held[cut + 1].isspace():
+        for cut in range(len(held) - 1, max(0, len(held) - _SEARCHED), -1):
+            if held[cut] in " \n" and not held[cut - 1].isspace():
                 yield held[:cut]
                 held = held[cut:]
                 break
