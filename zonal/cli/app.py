@@ -1,0 +1,152 @@
+"""From words to a command: parsing, one-line errors, exit codes."""
+
+import contextlib
+import difflib
+import importlib
+import io
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from zonal.errors import ArgumentError, ZonalError, unknown_name
+
+MISTAKE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its module in this package, which has ``DESCRIPTION``, ``run`` and the options class ``options``."""
+
+    module: str
+    options: str
+    summary: str
+
+
+COMMANDS = {
+    "compare": Command("compare", "Compare", "compare operators on one task and write a report"),
+    "train": Command("train", "Train", "train one model"),
+    "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
+    "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
+    "bench": Command("bench", "Bench", "run a benchmark"),
+    "demo": Command("demo", "Demo", "compare five operators on two tasks in about four minutes"),
+}
+
+HELP = """\
+usage: zonal COMMAND [OPTIONS]
+
+Attention operators declared by their parts, planned onto the cheapest exact path, and compared fairly.
+
+Commands:
+{commands}
+
+Examples:
+  zonal demo
+  zonal compare --task text --data my.txt --operators softmax,sko,ska --seeds 3 --budget 10m
+  zonal train --task text --data my.txt --operator sko --steps 500
+  zonal generate --model runs/train-text-1a2b3c4d --prompt "Call me" --max-new-tokens 200
+  zonal explain --operator sko --shape 1,8,4096,64 --causal
+
+`zonal COMMAND --help` lists the options of a command. `zonal --version` prints the version."""
+
+
+def help_text() -> str:
+    """What ``zonal --help`` prints."""
+    return HELP.format(commands="\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's). Returns the exit code; see the package's docstring."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        # a broken pipe may only show when what is buffered is written
+        sys.stdout.flush()
+        return code
+    except ZonalError as error:
+        print(f"zonal: {' '.join(str(error).split())}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. To go on where it stood, run again: {shlex.join(['zonal', *words])}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more at exit; give it somewhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if words else MISTAKE
+    if words[0] == "--version":
+        import zonal
+
+        print(f"zonal {zonal.__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise unknown_name("zonal", "command", name, COMMANDS)
+    module = importlib.import_module(f"zonal.cli.{COMMANDS[name].module}")
+    own, passed = _split(name, rest)
+    options = parse_options(getattr(module, COMMANDS[name].options), f"zonal {name}", module.DESCRIPTION, own)
+    command = shlex.join(["zonal", *words])
+    return module.run(options, passed) if name == "bench" else module.run(options, command)
+
+
+def _split(name: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and for ``bench`` those after the benchmark's name, which belong to the benchmark."""
+    if name != "bench" or not words or words[0].startswith("-"):
+        return words, []
+    return words[:1], words[1:]
+
+
+def parse_options(kind: type, prog: str, description: str, words: list[str]) -> Any:
+    """``words`` as a value of the options class ``kind``; --help prints and exits.
+
+    Raises: ArgumentError in one line for anything that does not fit; an unknown option with the nearest.
+    """
+    call = prog.removeprefix("zonal ")
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            options, unknown = tyro.cli(
+                kind, prog=prog, description=description, args=words, return_unknown_args=True, config=(tyro.conf.OmitArgPrefixes,)
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ArgumentError(f"{call}: {_one_line(errors.getvalue())}") from stop
+    if unknown:
+        raise _unknown_option(call, unknown[0], kind())
+    return options
+
+
+def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:
+    from zonal.cli.options import option_names
+
+    if not word.startswith("-"):
+        return ArgumentError(f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need quotes in the shell.")
+    near = difflib.get_close_matches(word.split("=")[0], sorted(option_names(options)), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return ArgumentError(f"{call}: unknown option {word}.{hint} `zonal {call} --help` lists them.")
+
+
+def _one_line(box: str) -> str:
+    """The parser's boxed message as one sentence."""
+    text = re.sub(r"[╭╮╰╯│]", " ", box)
+    lines = [line.strip() for line in text.splitlines()]
+    # the first line is the box's title; a rule ends the message proper
+    body = next((lines[1:index] for index, line in enumerate(lines) if line.startswith("──") and index > 0), lines[1:])
+    message = " ".join(line for line in body if not line.startswith("─")).strip()
+    wrong = re.match(r"Error parsing (--\S+): .*?\[(.*?)\]", message)
+    if wrong:
+        return f"{wrong[1]} cannot be {wrong[2]}. See --help for what it takes."
+    return f"{message} See --help." if message else "the options cannot be read. See --help."

@@ -1,0 +1,141 @@
+"""``zonal compare``: operators × seeds × learning rates on one task, shown while it runs, ended by a report."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zonal import mechanisms, report
+from zonal.cli import parse
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
+from zonal.cli.progress import watching
+from zonal.report import style
+from zonal.training import Comparison, ComparisonResult, ComparisonSpec
+
+STOPPED = 130
+FAILED = 1
+
+DESCRIPTION = """\
+Compare attention operators: each alone in the same small decoder, on the same task, with the same data and seeds.
+Writes a report page (report.html), its Markdown twin and summary.json. Ctrl-C stops with a checkpoint; the same command goes on.
+
+Examples:
+  zonal compare --task mqar-demo --operators softmax,sko,ridge --budget 2m
+  zonal compare --task text --data my.txt --operators softmax,sko,ska --seeds 3 --budget 10m
+  zonal compare --task text --operators 'softmax,sko(degrees=(2,3)),ska(power=1)' --steps 500 --learning-rates 1e-3,3e-3
+  zonal compare --resume runs/text-1a2b3c4d"""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare attention operators on one task."""
+
+    operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
+    """Operators separated by commas; each a name, or name(argument=value, ...)."""
+    seeds: str = "1"
+    """How many seeds, or a list such as 0,1,2 (7, alone is seed 7)."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")] = None
+    """Wall-clock time for everything: 90s, 10m, 2h. Speeds are measured first; then every run gets the same number of steps."""
+    learning_rates: str = "3e-3"
+    """Learning rates to try, the same for every operator."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/TASK-..., found from the settings)")] = None
+    """Folder for all files."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    """Go on with the comparison in this folder; no other settings are needed."""
+    retry_failed: bool = False
+    """Run failed runs again, from their last good checkpoint."""
+    title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
+    """Heading of the report."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:1."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    """Processor threads of each run."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own; times are then only comparable among themselves."""
+    task: TaskOptions = field(default_factory=TaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+def specification(options: Compare, command: str) -> ComparisonSpec:
+    """What the options ask for. Raises: ZonalError for anything that does not fit."""
+    operators = parse.operators(options.operators)
+    seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
+    steps, budget = training_steps(options.training, options.budget, default="10m")
+    # names are checked before the data is read: a misspelt operator should not wait for a large text
+    for operator in operators:
+        mechanisms.resolve(operator)
+    layers = (operators[0],) * options.model.layers
+    labels = tuple(style.label(operator) for operator in operators)
+    task = options.task.resolve("compare")
+    return ComparisonSpec(
+        task=task,
+        model=options.model.config(task, layers),
+        training=options.training.config(steps, rates[0], seeds[0]),
+        operators=operators,
+        seeds=seeds,
+        learning_rates=rates,
+        budget_seconds=budget,
+        labels=labels,
+        device=str(device(options.device)),
+        title=options.title or title(task),
+        command=command,
+    )
+
+
+def default_folder(spec: ComparisonSpec) -> Path:
+    """``runs/<task>-<hash of what is compared>``: the same settings find the same folder again."""
+    digest = hashlib.sha256(json.dumps(spec.identity(), sort_keys=True).encode()).hexdigest()
+    return Path("runs") / f"{spec.task.name}-{digest[:8]}"
+
+
+def execute(comparison: Comparison, *, jobs: int = 1, threads: int | None = None, retry_failed: bool = False) -> ComparisonResult:
+    """Run what is left of a comparison under a progress display."""
+    spec = comparison.spec
+    labels = dict(zip(spec.operators, spec.labels or spec.operators, strict=True))
+    seeds = f"{len(spec.seeds)} seed{'s' if len(spec.seeds) > 1 else ''}"
+    rates = f", {len(spec.learning_rates)} learning rates" if len(spec.learning_rates) > 1 else ""
+    heading = f"{spec.title}: {len(labels)} operator{'s' if len(labels) > 1 else ''}, {seeds}{rates}; files in {comparison.directory}"
+    with watching(spec.task.metric, labels, heading) as listener:
+        return comparison.run(on_event=listener, jobs=jobs, threads=threads, retry_failed=retry_failed)
+
+
+def run(options: Compare, command: str) -> int:
+    """Run the command; returns the exit code."""
+    if options.resume is not None:
+        comparison = Comparison.open(options.resume)
+    else:
+        spec = specification(options, command)
+        comparison = Comparison(options.out or default_folder(spec), spec)
+    result = execute(comparison, jobs=options.jobs, threads=options.threads, retry_failed=options.retry_failed)
+    if comparison.plan is None:
+        print("Stopped before anything was trained. Run the same command again.")
+        return STOPPED
+    paths = report.write(comparison.directory)
+    summary = report.summarise(report.load(comparison.directory))
+    print_summary(summary)
+    print(f"Report: {paths.html}")
+    return exit_code(result, comparison.directory)
+
+
+def print_summary(summary: report.Summary) -> None:
+    """The headline, and under it one line an operator."""
+    print(f"\n{summary.headline}")
+    for sentence in summary.sentences:
+        print(f"  {sentence}")
+
+
+def exit_code(result: ComparisonResult, directory: Path) -> int:
+    """0 when all is done; 1 when runs failed, 130 when some are left, each with a line on what to do."""
+    left = sum(record.status not in ("done", "failed") for record in result.runs)
+    failed = sum(record.status == "failed" for record in result.runs)
+    if result.status == "stopped":
+        print(f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: zonal compare --resume {directory}")
+        return STOPPED
+    if failed:
+        print(f"{failed} of {len(result.runs)} runs failed; the report has their messages. Run them again with: zonal compare --resume {directory} --retry-failed")
+        return FAILED
+    return 0

@@ -1,0 +1,126 @@
+"""``zonal generate``: continue a prompt with a trained model, printed as it comes."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from zonal.cli.options import device
+from zonal.data import tokenizers
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.training import load_model
+
+DESCRIPTION = """\
+Continue a prompt with a trained model, token by token from its memory. For a model of text the prompt is text;
+for other tasks it is a list of token numbers.
+
+Examples:
+  zonal generate --model runs/train-text-1a2b3c4d --prompt "Call me" --max-new-tokens 200
+  zonal generate --model runs/train-text-1a2b3c4d/checkpoint.safetensors --prompt "The whale" --temperature 0.7 --top-k 20 --seed 1
+  zonal generate --model runs/train-mqar-demo-1a2b3c4d --prompt "3 300 7 290 3" --max-new-tokens 1 --temperature 0"""
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# no UTF-8 character has more bytes, so what is still broken after so many tokens stays broken
+_LONGEST = 4
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt."""
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")] = None
+    """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
+    prompt: str = ""
+    """The beginning; text, or token numbers for a model that was not trained on text."""
+    max_new_tokens: int = 200
+    """Stop after so many tokens."""
+    temperature: float = 1.0
+    """Below 1 more predictable, above 1 more varied, 0 always the likeliest token."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    """Draw from the so many likeliest tokens only."""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
+    """Draw from the likeliest tokens that together have this probability."""
+    stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None
+    """End where this text has been generated."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")] = None
+    """The same seed, prompt and model give the same text."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:1."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a model's tokens are written and read. ``joint``: what stands between two decoded pieces."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    joint: str
+
+
+def checkpoint_in(path: Path) -> Path:
+    """The file itself, or the checkpoint of a run's folder. Raises: FileFormatError when there is none."""
+    if not path.is_dir():
+        return path
+    found = path / "checkpoint.safetensors"
+    if found.is_file():
+        return found
+    if (path / "comparison.json").is_file():
+        raise FileFormatError(f"generate: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003.")
+    raise FileFormatError(f"generate: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file.")
+
+
+def codec(task: dict[str, Any], vocab_size: int) -> Codec:
+    """The codec for a model trained on ``task`` (its config)."""
+    if task.get("task") == "text":
+        tokenizer = tokenizers.resolve(str(task["tokenizer"]))
+        return Codec(lambda text: tokenizer.encode(text).tolist(), tokenizer.decode, "")
+
+    def numbers(text: str) -> list[int]:
+        try:
+            found = [int(word) for word in text.replace(",", " ").split()]
+        except ValueError as error:
+            raise ArgumentError(f"generate: this model was trained on token numbers from 0 to {vocab_size - 1}; the prompt must be such numbers, got {text!r}.") from error
+        if any(not 0 <= number < vocab_size for number in found):
+            raise ArgumentError(f"generate: token numbers must be from 0 to {vocab_size - 1}, got {text!r}.")
+        return found
+
+    return Codec(numbers, lambda tokens: " ".join(map(str, tokens)), " ")
+
+
+def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Text as soon as it is certain: tokens that end within a character wait for the rest of it."""
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        text = decode(waiting)
+        if not text.endswith(_BROKEN) or len(waiting) >= _LONGEST:
+            yield text
+            waiting = []
+    if waiting:
+        yield decode(waiting)
+
+
+def run(options: Generate, command: str) -> int:
+    """Run the command; returns the exit code."""
+    if options.model is None:
+        raise ArgumentError("generate: --model is required: a checkpoint, or the folder of a run of `zonal train`.")
+    model, config = load_model(checkpoint_in(options.model))
+    model = model.to(device(options.device))
+    written = codec(config["identity"]["task"], model.config.vocab_size)
+    prompt = written.encode(options.prompt)
+    if not prompt:
+        raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
+    stop = [written.encode(options.stop)] if options.stop else []
+    tokens = model.generate(
+        torch.tensor([prompt], device=options.device), options.max_new_tokens, options.temperature, options.top_k, options.top_p, stop, options.seed
+    )
+    sys.stdout.write(options.prompt)
+    for piece in pieces((int(token) for token in tokens), written.decode):
+        sys.stdout.write(written.joint + piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0

@@ -1,0 +1,220 @@
+"""The options that commands share, as frozen values: what is learned, the model, the training, the machine."""
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from zonal import tasks
+from zonal.cli import parse
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.models import ModelConfig
+from zonal.training import TrainConfig
+
+_OFTEN = "(default: as the task has it)"
+
+
+def _shown(metavar: str, hint: str) -> Any:
+    """How an option without a default value is shown in the help."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What is learned."""
+
+    task: Annotated[str | None, _shown("NAME", "(required)")] = None
+    """text, mqar, or a preset: mqar-demo, mqar-8k, mqar-based-fig2, mqar-iclr24-fig2."""
+    data: Annotated[str | None, _shown("PATH", "(default: the embedded novel)")] = None
+    """For text: a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, novel, or hub:name[:split[:column]]."""
+    tokenizer: Annotated[Literal["byte", "gpt2"] | None, _shown("{byte,gpt2}", "(default: byte)")] = None
+    """For text: what a token is."""
+    length: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    """Tokens of a sequence."""
+    validation_fraction: Annotated[float | None, _shown("FLOAT", "(default: 0.1)")] = None
+    """For text: the part at its end that is held out."""
+    evaluation_bytes: Annotated[int | None, _shown("INT", "(default: 65536)")] = None
+    """For text: evaluate on so many bytes of the held-out part."""
+    max_bytes: Annotated[int | None, _shown("INT", "(default: all)")] = None
+    """For text: read only so many bytes of the source."""
+    vocab_size: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    """For mqar: size of the vocabulary."""
+    pairs: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    """For mqar: key-value pairs to remember."""
+    train_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    """For mqar: training sequences."""
+    test_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    """For mqar: test sequences."""
+
+    def resolve(self, command: str) -> tasks.Task:
+        """The task. Raises: ArgumentError for an unknown or unsuitable option, FileFormatError for unusable data."""
+        if self.task is None:
+            listed = "; ".join(f"{name} ({about})" for name, about in tasks.names().items())
+            raise ArgumentError(f"{command}: --task is required. Tasks: {listed}.")
+        if self.data is not None and not self.data.strip():
+            raise FileFormatError(f"{command}: --data is empty; a file or folder of text was required.")
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "task"}
+        return tasks.resolve(self.task, **arguments)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The decoder that every operator is put into."""
+
+    layers: int = 2
+    """Number of layers."""
+    dim: int = 64
+    """Width of the residual stream."""
+    heads: int = 4
+    """Attention heads a layer."""
+    kv_heads: Annotated[int | None, _shown("INT", "(default: as heads)")] = None
+    """Key and value heads; fewer than heads shares them between heads."""
+    head_dim: Annotated[int | None, _shown("INT", "(default: dim / heads)")] = None
+    """Size of a head."""
+    mlp: Literal["swiglu", "none"] = "swiglu"
+    """The part between attention layers."""
+    mlp_ratio: float = 8 / 3
+    """Hidden size of the swiglu over dim."""
+    conv: int = 4
+    """Width of the short causal convolution before the projections; 0 for none."""
+    rotary: bool = False
+    """Rotary positions."""
+    qk_norm: bool = False
+    """Normalise queries and keys."""
+    tie_embeddings: bool = True
+    """Use the embedding as output layer too."""
+
+    def config(self, task: tasks.Task, layers: tuple[str, ...]) -> ModelConfig:
+        """The model for ``task`` with these operators, one a layer."""
+        return ModelConfig(
+            vocab_size=task.vocab_size,
+            dim=self.dim,
+            layers=layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            mlp=self.mlp,
+            mlp_ratio=self.mlp_ratio,
+            conv=self.conv,
+            rotary=self.rotary,
+            qk_norm=self.qk_norm,
+            tie_embeddings=self.tie_embeddings,
+            max_len=task.length,
+        )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How it is learned: AdamW with warm-up and a cosine, the same for every operator."""
+
+    steps: Annotated[int | None, _shown("INT", "(default: what the budget allows)")] = None
+    """Training steps of every run; with --budget, the most allowed."""
+    batch_size: int = 32
+    """Sequences a step."""
+    accumulate: int = 1
+    """Run a batch in so many parts: less memory, the same gradient."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices."""
+    warmup_ratio: float = 0.1
+    """Part of the steps in which the learning rate rises."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the highest."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Number format."""
+    eval_every: Annotated[int | None, _shown("INT", "(default: ten times a run)")] = None
+    """Steps between evaluations."""
+    eval_batch_size: Annotated[int | None, _shown("INT", "(default: as batch-size)")] = None
+    """Sequences a step of evaluation."""
+    stop_at_accuracy: Annotated[float | None, _shown("FLOAT", "(default: never)")] = None
+    """End a run at the first evaluation with this accuracy."""
+    checkpoint_seconds: float = 60.0
+    """Seconds between checkpoints; there is always one when a run stops or ends."""
+    keep_best: bool = False
+    """Also keep the weights of the best evaluation."""
+    tensorboard: bool = True
+    """Also write TensorBoard events."""
+
+    def config(self, steps: int, learning_rate: float, seed: int) -> TrainConfig:
+        """The settings of one run."""
+        return TrainConfig(
+            steps=steps,
+            batch_size=self.batch_size,
+            accumulate=self.accumulate,
+            learning_rate=learning_rate,
+            min_lr_ratio=self.min_lr_ratio,
+            warmup_ratio=self.warmup_ratio,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+            dtype=self.dtype,
+            eval_every=self.eval_every,
+            eval_batch_size=self.eval_batch_size,
+            stop_at_accuracy=self.stop_at_accuracy,
+            checkpoint_seconds=self.checkpoint_seconds,
+            keep_best=self.keep_best,
+            tensorboard=self.tensorboard,
+            seed=seed,
+        )
+
+
+def device(name: str) -> torch.device:
+    """The device called ``name``. Raises: ArgumentError when there is no such device here."""
+    kind, _, index = name.partition(":")
+    if name == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ArgumentError(f"--device: cpu, cuda or cuda:NUMBER was required, got {name!r}.")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. Use --device cpu.")
+    return torch.device(name)
+
+
+def title(task: tasks.Task) -> str:
+    """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
+    return f"Language modelling of {task.title}" if isinstance(task, tasks.Text) else f"Associative recall ({task.name})"
+
+
+def command_line(command: str, options: Any) -> str:
+    """The command that gives ``options`` (a dataclass of this package): every option that is not at its default."""
+    return shlex.join(["zonal", command, *_words(options, type(options)())])
+
+
+def _words(values: Any, defaults: Any) -> list[str]:
+    words: list[str] = []
+    for field in dataclasses.fields(values):
+        value, default = getattr(values, field.name), getattr(defaults, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            words += _words(value, default)
+        elif value == default:
+            continue
+        elif isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words += [option, value.as_posix() if isinstance(value, Path) else str(value)]
+    return words
+
+
+def option_names(options: Any) -> set[str]:
+    """All options of a command, with the two forms of its switches."""
+    names = {"--help"}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            names |= option_names(value) - {"--help"}
+        else:
+            names |= {option, option.replace("--", "--no-", 1)} if isinstance(value, bool) else {option}
+    return names
+
+
+def training_steps(options: TrainingOptions, budget: str | None, *, default: str) -> tuple[int, float | None]:
+    """Steps (with a budget: the most allowed) and the budget in seconds; with neither, the ``default`` budget."""
+    if options.steps is not None:
+        return options.steps, None if budget is None else parse.duration(budget)
+    return 1_000_000, parse.duration(default if budget is None else budget)

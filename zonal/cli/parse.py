@@ -1,0 +1,86 @@
+"""Texts of the command line as values: lists of operators, budgets, seeds, learning rates, shapes."""
+
+import math
+import re
+
+from zonal.errors import ArgumentError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def operators(text: str, option: str = "--operators") -> tuple[str, ...]:
+    """``"softmax,sko(degrees=(2,3)),ska(power=1)"`` → its three specs: commas inside brackets and quotes do not separate."""
+    found: list[str] = []
+    part, depth, quote = "", 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _OPEN:
+            depth += 1
+        elif letter in _CLOSE:
+            depth -= 1
+            if depth < 0:
+                raise ArgumentError(f"{option}: {text!r} has a closing {letter!r} without an opening one.")
+        if letter == "," and not depth and not quote:
+            found.append(part.strip())
+            part = ""
+        else:
+            part += letter
+    if depth or quote:
+        raise ArgumentError(f"{option}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'.")
+    found.append(part.strip())
+    if not all(found):
+        raise ArgumentError(f"{option}: {text!r} has an empty entry. Write names separated by commas, such as softmax,sko.")
+    return tuple(found)
+
+
+def duration(text: str, option: str = "--budget") -> float:
+    """Seconds of ``90s``, ``10m``, ``2h``, ``1h30m`` or plain ``90``."""
+    whole = text.strip().lower()
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", whole)
+    if parts and "".join(number + unit for number, unit in parts) == whole and len({unit for _, unit in parts}) == len(parts):
+        value = math.fsum(float(number) * _UNITS[unit] for number, unit in parts)
+    elif re.fullmatch(r"\d+(\.\d+)?", whole):
+        value = float(whole)
+    else:
+        raise ArgumentError(f"{option}: {text!r} is not a time. Write 90s, 10m, 2h or 1h30m.")
+    if value <= 0:
+        raise ArgumentError(f"{option}: a time above zero is required, got {text!r}.")
+    return value
+
+
+def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
+    """``"3"`` → 0, 1, 2; a list such as ``"0,5"`` or ``"7,"`` → these seeds."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {text!r} is neither a count such as 3 nor a list of seeds such as 0,1,2.") from error
+    if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
+        raise ArgumentError(f"{option}: {text!r} must be a count of at least 1, or a list of seeds of at least 0.")
+    return tuple(range(numbers[0])) if "," not in text else tuple(numbers)
+
+
+def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, ...]:
+    """``"1e-3,3e-3"`` → its numbers, each above zero."""
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {text!r} is not a list of numbers such as 1e-3,3e-3.") from error
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise ArgumentError(f"{option}: learning rates must be above zero, got {text!r}.")
+    return numbers
+
+
+def shape(text: str, option: str = "--shape") -> tuple[int, int, int, int]:
+    """``"1,8,4096,64"`` → batch, heads, tokens, head dimension."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise ArgumentError(f"{option}: {text!r} must be four whole numbers of at least 1: batch,heads,tokens,head dimension, such as 1,8,4096,64.")
+    batch, heads, tokens, dimension = numbers
+    return batch, heads, tokens, dimension

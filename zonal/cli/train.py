@@ -1,0 +1,96 @@
+"""``zonal train``: one model on one task; the folder can be continued, and generated from."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zonal import mechanisms, tasks
+from zonal.cli import parse
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
+from zonal.cli.progress import held_out, watching
+from zonal.errors import ArgumentError
+from zonal.models import build
+from zonal.report import formats, style
+from zonal.training import RunResult, TrainConfig, interruptible, train
+from zonal.training.loop import run_identity
+
+STOPPED = 130
+_STEPS = 1000
+
+DESCRIPTION = """\
+Train one model. The operator is one for every layer, or a list with one a layer. Ctrl-C stops with a checkpoint; the same command goes on.
+
+Examples:
+  zonal train --task text --operator sko --steps 500
+  zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --dim 128 --steps 2000
+  zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99"""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model."""
+
+    operator: str = "softmax"
+    """One operator for all layers, or a list with one a layer (then --layers is not needed)."""
+    learning_rate: float = 3e-3
+    """Highest learning rate."""
+    seed: int = 0
+    """Seed of initial weights and data order."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)")] = None
+    """Folder for all files."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:1."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    """Processor threads."""
+    task: TaskOptions = field(default_factory=TaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+def layers_of(text: str, layers: int) -> tuple[str, ...]:
+    """The operator of each layer. Raises: ArgumentError when a list has another length than an asked-for number of layers."""
+    operators = parse.operators(text, "--operator")
+    for operator in operators:
+        mechanisms.resolve(operator)
+    if len(operators) == 1:
+        return operators * layers
+    if layers not in (len(operators), ModelOptions().layers):
+        raise ArgumentError(f"train: --operator names {len(operators)} layers, --layers asks for {layers}. Give one operator, one a layer, or leave --layers out.")
+    return operators
+
+
+def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
+    """``runs/train-<task>-<hash of the settings>``: the same settings find the same folder again."""
+    return Path("runs") / f"train-{task.name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def run(options: Train, command: str) -> int:
+    """Run the command; returns the exit code."""
+    layers = layers_of(options.operator, options.model.layers)
+    task = options.task.resolve("train")
+    config: TrainConfig = options.training.config(options.training.steps or _STEPS, options.learning_rate, options.seed)
+    model = build(options.model.config(task, layers), options.seed).to(device(options.device))
+    folder = options.out or folder_of(task, run_identity(model, task, config))
+    label = style.label(options.operator) if len(set(layers)) == 1 else options.operator
+    heading = f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; files in {folder}"
+    with interruptible() as stopped, watching(task.metric, {options.operator: label}, heading) as listener:
+        result = train(model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads)
+    return tell(result, task, folder, command)
+
+
+def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int:
+    """Print what came of it; returns the exit code."""
+    if result.status == "stopped":
+        print(f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. Run the same command to go on: {command}")
+        return STOPPED
+    if result.final is not None:
+        numbers = {name: float(value) for name, value in result.final.items() if isinstance(value, int | float)}
+        print(f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in {formats.seconds(result.seconds)} of training.")
+    print(f"Model: {folder / 'checkpoint.safetensors'}")
+    if isinstance(task, tasks.Text):
+        print(f"Try: zonal generate --model {folder} --prompt \"Once\" --max-new-tokens 200")
+    return 0
