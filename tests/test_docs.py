@@ -1,0 +1,240 @@
+"""The pages are true: their code runs, their links lead somewhere, their commands exist, every mechanism has its page."""
+
+import ast
+import dataclasses
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from matrix import OPERATORS
+
+from zonal import mechanisms
+from zonal.cli.app import COMMANDS
+from zonal.cli.options import option_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LANGUAGES = {"python", "bash", "text", "json"}  # python runs; text is for what is only shown
+SECTIONS = ("Arguments", "When to use it", "Cost", "Example", "Source")
+
+
+class Block(NamedTuple):
+    """A fenced block: what its fence says, the line its text begins on, its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def identifier(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page. Raises AssertionError for a fence without an end."""
+    found: list[Block] = []
+    opened: tuple[str, int] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.startswith("```") and opened is None:
+            opened, lines = (line[3:].strip(), number + 1), []
+        elif line.startswith("```") and opened is not None:
+            found.append(Block(*opened, "\n".join(lines)))
+            opened = None
+        else:
+            lines.append(line)
+    assert opened is None, f"{identifier(page)}: the fence before line {opened[1]} is never closed"
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages write files where nothing is lost, and prepare the novel once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))], ids=identifier)
+def test_code_runs(page: Path) -> None:
+    """Every python block of a page, one after another in one namespace."""
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            # blank lines first, so that an error names the line of the page
+            exec(compile("\n" * (block.line - 1) + block.text, identifier(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_fences_say_what_they_hold(page: Path) -> None:
+    wrong = [f"line {block.line}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
+    assert not wrong, f"{identifier(page)}: a fence must be one of {', '.join(sorted(LANGUAGES))}: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_code_is_parsed_as_python_only_where_it_is(page: Path) -> None:
+    """Python that hides as text does not run, so it may not be there."""
+    for block in blocks(page):
+        if block.language == "text":
+            assert not re.search(r"^(import|from) \w+", block.text, re.MULTILINE), f"{identifier(page)}:{block.line} is Python and should say so"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    titles = re.findall(r"^#+ +(.*?) *$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"`|\*", "", title).lower()).replace(" ", "-") for title in titles}
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or ROOT not in (target, *target.parents):
+            broken.append(link)
+        elif anchor and anchor not in headings(target):
+            broken.append(f"{link} (no such heading)")
+    assert not broken, f"{identifier(page)}: {', '.join(broken)}"
+
+
+def test_every_page_is_linked() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            waiting += [target for link in links(page) if (target := (page.parent / link.partition("#")[0]).resolve()).suffix == ".md" and target.exists()]
+    assert {page for page in PAGES if page not in reached} == set()
+
+
+@pytest.mark.parametrize("name", mechanisms.names())
+def test_every_mechanism_has_a_page_and_a_row(name: str) -> None:
+    page = ROOT / "docs" / "mechanisms" / f"{name}.md"
+    assert page.is_file()
+    titles = re.findall(r"^## +(.*?) *$", prose(page), flags=re.MULTILINE)
+    assert [title for title in titles if title in SECTIONS] == list(SECTIONS)
+    assert "$$" in page.read_text(encoding="utf-8")
+    assert any(block.language == "python" and f"m.{name}(" in block.text for block in blocks(page))
+    # ska-0, ska-1 … are rows of ska
+    assert any(row == name or row.startswith(f"{name}-") for row in OPERATORS)
+    readme = prose(ROOT / "README.md")
+    assert f"(docs/mechanisms/{name}.md)" in readme
+
+
+@pytest.mark.parametrize("name", mechanisms.names())
+def test_pages_name_every_argument(name: str) -> None:
+    """The table of arguments is the signature, with the same default values."""
+    import inspect
+
+    page = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
+    section = page.partition("## Arguments")[2].partition("\n## ")[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", section, flags=re.MULTILINE))
+    parameters = inspect.signature(getattr(mechanisms, name)).parameters
+    assert list(found) == list(parameters)
+    for argument, value in found.items():
+        assert ast.literal_eval(value) == parameters[argument].default, argument
+
+
+def test_no_page_without_a_mechanism() -> None:
+    assert {page.stem for page in (ROOT / "docs" / "mechanisms").glob("*.md")} == set(mechanisms.names())
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command that a page shows, in a block of bash or in the line."""
+    shown = [line for block in blocks(page) if block.language == "bash" for line in block.text.replace("\\\n", " ").splitlines()]
+    shown += re.findall(r"`((?:zonal|make) [^`]+)`", prose(page))
+    for line in shown:
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identifier)
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for words in commands(page):
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, words
+        elif words[0] == "zonal" and not words[1].startswith("-") and words[1].islower():
+            command = COMMANDS[words[1]]
+            known = option_names(getattr(importlib.import_module(f"zonal.cli.{command.module}"), command.options)())
+            given = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+            if words[1] != "bench":
+                assert set(given) <= known, f"{identifier(page)}: {shlex.join(words)}"
+
+
+def test_operators_in_commands_exist() -> None:
+    from zonal.cli import parse
+
+    seen = 0
+    for page in PAGES:
+        for words in commands(page):
+            for option in ("--operators", "--operator"):
+                if option in words:
+                    for spec in parse.operators(words[words.index(option) + 1]):
+                        mechanisms.resolve(spec)
+                        seen += 1
+    assert seen
+
+
+def test_readme_is_one_look() -> None:
+    """Under 150 lines; on the first screen one sentence, about ten lines of use, the two commands and the tree."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    first = next(block for block in blocks(ROOT / "README.md") if block.language == "python")
+    assert len([line for line in first.text.splitlines() if line.strip()]) <= 14
+    assert text.index("make demo") < text.index("zonal/")
+    tree = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("zonal/"))
+    parts = re.findall(r"^[├└]── ([\w/.]+)", tree.text, flags=re.MULTILINE)
+    for part in parts:
+        assert (ROOT / "zonal" / part).exists(), f"the tree names zonal/{part}, which is not there"
+    packages = {path.parent.name + "/" for path in (ROOT / "zonal").glob("*/__init__.py")}
+    assert packages <= set(parts), f"the tree lacks {packages - set(parts)}"
+
+
+def test_examples_are_named() -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert EXAMPLES
+    for path in EXAMPLES:
+        assert f"(../examples/{path.name})" in page
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=identifier)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    """As a user runs them: a process of its own, warnings are errors. They take seconds; the limit is for a busy machine."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+def test_declarations_in_the_pages_of_slots() -> None:
+    """docs/algebra.md lists everything that can fill a slot."""
+    slots = importlib.import_module("zonal.algebra.slots").ALL
+    page = (ROOT / "docs" / "algebra.md").read_text(encoding="utf-8")
+    missing = [name for name, kind in slots.items() if dataclasses.is_dataclass(kind) and f"`{name}`" not in page]
+    assert not missing, f"docs/algebra.md does not name {', '.join(missing)}"
