@@ -178,7 +178,7 @@ def difference(folder, values, **kwargs):
 
 def test_within_the_spread_is_said(tmp_path):
     summary = difference(tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)})
-    assert summary.headline.startswith("No clear winner: Softmax and SKO are within the spread of each other.")
+    assert summary.headline.startswith("No clear winner with 3 seeds: Softmax and SKO are within the spread of each other.")
     (verdict,) = summary.verdicts
     assert verdict.within is True
     report.write(tmp_path)

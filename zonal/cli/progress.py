@@ -250,9 +250,10 @@ class PlainDisplay:
                 numbers = held_out(_numbers(event.metrics), board.metric)
                 self._say(f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, held-out {numbers}{self._left()}.")
             case events.RunFinished():
-                state = {"done": "done before" if event.skipped else "done", "failed": f"failed: {event.message}", "stopped": "stopped"}.get(event.status, event.status)
+                state = f"{event.status} before" if event.skipped else event.status
                 numbers = f", {held_out(_numbers(event.final), board.metric)}" if event.final and event.status == "done" else ""
-                self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}.")
+                why = f": {event.message}" if event.status == "failed" else "."
+                self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}{why}")
             case _:
                 pass
 

@@ -228,9 +228,10 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
         headline = f"{leader.label} has the best {name}: {figures}. With one seed nobody can say whether that is more than chance."
     elif level:
         names = formats.enumerate_names([leader.label, *level])
-        headline = f"No clear winner: {names} are within the spread of each other. {leader.label} has the best mean {name}, {figures}."
+        seeds = f"with {best.n} seeds"
+        headline = f"No clear winner {seeds}: {names} are within the spread of each other. {leader.label} has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
-            headline = f"No clear winner: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+            headline = f"No clear winner {seeds}: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
     else:
         headline = f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, is larger than the spread over seeds."
     return headline, (*(_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts), *_costs(rows, labels), *state)
@@ -242,7 +243,8 @@ def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:
         return f"{other} is {formats.difference(verdict.behind)} {side} {leader} in {name} with one seed in common; run more seeds to know the spread."
     amount = f"{other} is {formats.margin(verdict.behind, verdict.margin)} {side} {leader} in {name}"
     if verdict.within:
-        return f"{amount}, within the spread over {verdict.seeds} seeds: these runs do not tell the two apart."
+        why = " (two seeds leave a wide interval)" if verdict.seeds == 2 else ""
+        return f"{amount}, within the spread over {verdict.seeds} seeds{why}: these runs do not tell the two apart."
     return f"{amount}, beyond the spread over {verdict.seeds} seeds."
 
 

@@ -1,0 +1,181 @@
+"""Words of the command line as values, and mistakes in them as one line each."""
+
+import shlex
+
+import pytest
+
+from zonal.cli import parse
+from zonal.cli.app import COMMANDS, help_text, main, parse_options
+from zonal.cli.compare import DESCRIPTION, Compare, specification
+from zonal.cli.demo import PARTS, Demo, parts
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line, option_names
+from zonal.cli.train import layers_of
+from zonal.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("softmax", ("softmax",)),
+        ("softmax,sko , ska", ("softmax", "sko", "ska")),
+        ("sko(degrees=(2,3)),ska(power=1)", ("sko(degrees=(2,3))", "ska(power=1)")),
+        ("sko(degrees=(2, 3), init='ones,x'),softmax", ("sko(degrees=(2, 3), init='ones,x')", "softmax")),
+        ("a(x=[1,2],y={3,4}),b", ("a(x=[1,2],y={3,4})", "b")),
+        ("a(x=')'),b", ("a(x=')')", "b")),
+    ],
+)
+def test_operators(text, found):
+    assert parse.operators(text) == found
+
+
+@pytest.mark.parametrize(("text", "message"), [("sko(degrees=(2,3)", "unclosed bracket"), ("sko),b", "without an opening"), ("a,,b", "empty entry"), ("", "empty entry"), ("a('x", "unclosed quotation")])
+def test_broken_operator_lists(text, message):
+    with pytest.raises(ArgumentError, match=message):
+        parse.operators(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90), ("45", 45), (" 3M ", 180)])
+def test_durations(text, seconds):
+    assert parse.duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "ten", "10d", "m10", "5m5m", "-5m", "0s", "1h 30m x", "inf", "nan"])
+def test_broken_durations(text):
+    with pytest.raises(ArgumentError, match="--budget"):
+        parse.duration(text)
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("3", (0, 1, 2)), ("0,5", (0, 5)), ("7,", (7,)), ("1", (0,))])
+def test_seeds(text, seeds):
+    assert parse.seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["0", "x", "", "-1", "1,-2", "1.5"])
+def test_broken_seeds(text):
+    with pytest.raises(ArgumentError, match="--seeds"):
+        parse.seeds(text)
+
+
+def test_learning_rates_and_shapes():
+    assert parse.learning_rates("1e-3,3e-3") == (0.001, 0.003)
+    assert parse.shape("1,8,4096,64") == (1, 8, 4096, 64)
+    for text in ("", "x", "0", "-1", "nan", "1e-3,inf"):
+        with pytest.raises(ArgumentError, match="--learning-rates"):
+            parse.learning_rates(text)
+    for text in ("", "1,2,3", "1,2,3,x", "1,2,3,0"):
+        with pytest.raises(ArgumentError, match="--shape"):
+            parse.shape(text)
+
+
+def read(words):
+    return parse_options(Compare, "zonal compare", DESCRIPTION, words)
+
+
+def test_options_land_in_their_groups():
+    options = read(shlex.split("--task text --data my.txt --seeds 3 --budget 10m --layers 3 --conv 0 --rotary --batch-size 8 --no-tensorboard --out runs/x"))
+    assert (options.task.task, options.task.data, options.seeds, options.budget) == ("text", "my.txt", "3", "10m")
+    assert (options.model.layers, options.model.conv, options.model.rotary) == (3, 0, True)
+    assert (options.training.batch_size, options.training.tensorboard) == (8, False)
+
+
+def test_a_command_line_reads_back_as_the_same_options():
+    options = Compare(
+        operators="sko(degrees=(2, 3)),softmax",
+        seeds="0,2",
+        retry_failed=True,
+        task=TaskOptions(task="text", data="my file.txt"),
+        model=ModelOptions(rotary=True, tie_embeddings=False, mlp="none"),
+        training=TrainingOptions(steps=7, clip=0.5),
+    )
+    words = shlex.split(command_line("compare", options))
+    assert words[:2] == ["zonal", "compare"]
+    assert read(words[2:]) == options
+
+
+def test_defaults_need_no_words():
+    assert command_line("compare", Compare()) == "zonal compare"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tsk", "text"], "unknown option --tsk. Did you mean --task?"),
+        (["--operater=x"], "Did you mean --operators?"),
+        (["--no-rotray"], "Did you mean --no-rotary?"),
+        (["--steps", "abc"], "--steps cannot be 'abc'"),
+        (["--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
+        (["--steps"], "Missing value for argument '--steps'"),
+        (["text"], "unexpected 'text'"),
+    ],
+)
+def test_mistakes_in_options_are_one_line(words, message):
+    with pytest.raises(ArgumentError) as caught:
+        read(words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_option_names_hold_both_forms_of_a_switch():
+    assert {"--rotary", "--no-rotary", "--task", "--help"} <= option_names(Compare())
+
+
+def test_specification_of_the_users_command():
+    options = read(shlex.split("--task mqar-demo --train-examples 64 --test-examples 16 --operators 'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"))
+    spec = specification(options, "zonal compare …")
+    assert spec.operators == ("softmax", "sko(degrees=(2,3))", "ska")
+    assert spec.labels == ("Softmax", "SKO (degrees=(2, 3))", "Ridge (SKA K=0)")
+    assert (spec.seeds, spec.budget_seconds, spec.command) == ((0, 1, 2), 600.0, "zonal compare …")
+    assert spec.model.vocab_size == spec.task.vocab_size
+
+
+def test_fixed_steps_need_no_budget():
+    options = read(shlex.split("--task mqar-demo --train-examples 64 --test-examples 16 --steps 40"))
+    spec = specification(options, "")
+    assert (spec.training.steps, spec.budget_seconds) == (40, None)
+
+
+def test_layers_of_a_trained_model():
+    assert layers_of("sko", 3) == ("sko",) * 3
+    assert layers_of("softmax,ska(power=1)", 2) == ("softmax", "ska(power=1)")
+    assert layers_of("softmax,sko,linear", ModelOptions().layers) == ("softmax", "sko", "linear")
+    with pytest.raises(ArgumentError, match="names 3 layers, --layers asks for 5"):
+        layers_of("softmax,sko,linear", 5)
+
+
+def test_demo_shares_out_its_time():
+    assert sum(share for _, share, _ in PARTS) == pytest.approx(1)
+    found = parts(Demo(budget="100s", seeds="2"))
+    assert sum(parse.duration(settings.budget or "") for _, settings in found) == pytest.approx(100)
+    assert [settings.task.task for _, settings in found] == ["mqar-demo", "text"]
+    assert all(settings.seeds == "2" for _, settings in found)
+    for folder, settings in found:
+        assert folder.parent == Demo().out
+        assert read(shlex.split(command_line("compare", settings))[2:]) == settings
+
+
+def test_every_command_has_help_with_worked_examples(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    for name in COMMANDS:
+        assert f"  {name} " in text
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code in (0, None)
+        words = capsys.readouterr().out
+        assert "Examples:" in words
+        assert f"  zonal {name}" in words
+        # every option says what it is
+        assert "--help" in words
+
+
+def test_examples_in_the_help_can_be_parsed():
+    from importlib import import_module
+
+    for name, command in COMMANDS.items():
+        module = import_module(f"zonal.cli.{command.module}")
+        examples = [line.strip() for line in f"{module.DESCRIPTION}\n{help_text()}".splitlines() if line.strip().startswith(f"zonal {name}") and "--help" not in line]
+        assert examples
+        for example in examples:
+            words = shlex.split(example)[2:]
+            assert parse_options(getattr(module, command.options), f"zonal {name}", module.DESCRIPTION, words) is not None

@@ -1,0 +1,280 @@
+"""Whole commands: what they write, print and return, and how they end when something is wrong or somebody stops them."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zonal.cli import bench, demo
+from zonal.cli.app import main
+from zonal.cli.compare import Compare
+from zonal.cli.generate import pieces
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
+
+SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def zonal(words, folder, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "zonal", *shlex.split(words)], cwd=folder, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words, capsys):
+    """Exit code, output and errors of a command in this process."""
+    code = main(shlex.split(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_writes_a_report_and_finds_its_folder_again(here, capsys):
+    words = f"compare {SMALL} --operators 'softmax,sko(degrees=(2,3))' --steps 4 --seeds 2"
+    code, out, err = run(words, capsys)
+    assert (code, err) == (0, "")
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("mqar-demo-")
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert f"Report: {folder.relative_to(here)}/report.html" in out
+    assert "Softmax, seed 0: done after 4 steps, accuracy 0." in out
+    assert "SKO (degrees=(2, 3)), seed 1" in out
+    assert json.loads((folder / "comparison.json").read_text())["command"] == shlex.join(["zonal", *shlex.split(words)])
+    # the same command finds everything done; another number of steps is another comparison
+    code, out, _ = run(words, capsys)
+    assert code == 0
+    assert out.count("done before after 4 steps") == 4
+    code, _, err = run(f"{words.replace('--steps 4', '--steps 5')} --out {folder}", capsys)
+    assert code == 2
+    assert "holds another comparison: training.steps is 4 there and 5 here" in err
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
+    words = f"compare {SMALL} --operators softmax,linear --steps 400 --eval-every 40"
+    process = zonal(words, tmp_path)
+    assert process.stdout is not None
+    line = ""
+    while "step 40 of 400" not in line:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume {folder.relative_to(tmp_path)}" in out
+    assert "No run has finished yet" in (folder / "report.md").read_text()
+    again = zonal(f"compare --resume {folder.relative_to(tmp_path)}", tmp_path)
+    out, err = again.communicate(timeout=120)
+    assert (again.returncode, err) == (0, "")
+    assert "Softmax, seed 0, learning rate 0.003: goes on at step " in out
+    assert "Linear, seed 0: done after 400 steps" in out
+    assert "Preliminary" not in (folder / "report.md").read_text()
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    process = zonal(f"compare {SMALL} --operators softmax --steps 50 --eval-every 1", tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141
+
+
+def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
+    code, out, _ = run(f"compare {SMALL} --operators softmax --steps 4 --learning-rates 1e38 --out failing", capsys)
+    assert code == 1
+    assert "1 of 1 runs failed" in out
+    assert "zonal compare --resume failing --retry-failed" in out
+    assert "Last good checkpoint" in (here / "failing/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("compare", "--task is required. Tasks: mqar ("),
+        ("compare --task txt", "unknown task 'txt'. Did you mean 'text'?"),
+        ("compare --task mqar-demo --operators softmx", "unknown operator 'softmx'. Did you mean 'softmax'?"),
+        ("compare --task mqar-demo --operators 'sko(degree=(2,3))'", "unknown argument 'degree'. Did you mean 'degrees'?"),
+        ("compare --task mqar-demo --operators 'sko(degrees=(2,3)'", "unclosed bracket"),
+        ("compare --task mqar-demo --data x.txt", "takes no data"),
+        ("compare --task text --data missing.txt", "missing.txt does not exist"),
+        ("compare --task text --data empty.txt", "empty.txt is empty"),
+        ("compare --task text --data binary.txt", "binary.txt is binary"),
+        ("compare --task text --data short.txt", "is too short"),
+        ("compare --task text --data ''", "--data is empty"),
+        ("compare --task text --tokenizer bpe", "invalid choice 'bpe'"),
+        ("compare --resume nowhere", "nowhere holds no comparison"),
+        ("compare --task mqar-demo --device gpu", "cpu, cuda or cuda:NUMBER was required, got 'gpu'"),
+        ("compare --task mqar-demo --device cuda:99", "CUDA devices. Use --device cpu."),
+        ("compare --task mqar-demo --dim 30 --heads 4", "dim"),
+        ("compare --task mqar-demo --budget soon", "'soon' is not a time"),
+        ("comprae", "unknown command 'comprae'. Did you mean 'compare'?"),
+        ("train --task mqar-demo --operator softmax,soko", "unknown operator 'soko'. Did you mean 'sko'?"),
+        ("generate --prompt x", "--model is required"),
+        ("generate --model nowhere --prompt x", "nowhere"),
+        ("generate --model foreign.safetensors --prompt x", "foreign.safetensors"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_with_2(here, capsys, words, message):
+    (here / "empty.txt").write_bytes(b"")
+    (here / "binary.txt").write_bytes(b"abc\x00\xff" * 100)
+    (here / "short.txt").write_text("Too short for one sequence.")
+    (here / "foreign.safetensors").write_bytes(b"not tensors")
+    code, out, err = run(words, capsys)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("zonal: ")
+    assert err.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+def test_mistakes_show_no_traceback_in_a_process(tmp_path):
+    process = zonal("compare --task mqar-demo --operators softmx", tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_no_command_shows_the_help_and_is_a_mistake(capsys):
+    assert main([]) == 2
+    assert "Commands:" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("zonal ")
+
+
+# --- train, generate --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a small trained model of text, and one of recall."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times – é. " * 60)
+    model = "--layers 1 --dim 16 --heads 2 --steps 3 --batch-size 2 --no-tensorboard"
+    assert main(shlex.split(f"train --task text --data {folder}/text.txt --length 16 --operator softmax {model} --out {folder}/text")) == 0
+    assert main(shlex.split(f"train {SMALL} --operator linear --steps 3 --out {folder}/recall")) == 0
+    return folder
+
+
+def test_train_says_where_the_model_is(here, trained, capsys):
+    words = f"train --task text --data {trained}/text.txt --length 16 --operator 'softmax,ska(power=1)' --dim 16 --heads 2 --steps 2 --batch-size 2 --no-tensorboard"
+    code, out, err = run(words, capsys)
+    assert (code, err) == (0, "")
+    (folder,) = (here / "runs").iterdir()
+    assert f"Model: {folder.relative_to(here)}/checkpoint.safetensors" in out
+    assert "Held-out loss" in out
+    assert json.loads((folder / "run.json").read_text())["operator"] == "softmax | ska(power=1)"
+
+
+def test_generate_continues_the_prompt(trained, capsys):
+    words = f"generate --model {trained}/text --prompt 'It was' --max-new-tokens 12 --seed 3"
+    code, first, err = run(words, capsys)
+    assert (code, err) == (0, "")
+    assert first.startswith("It was")
+    assert first.endswith("\n")
+    assert run(words, capsys)[1] == first
+    assert run(words.replace("--seed 3", "--seed 4"), capsys)[1] != first
+    longer = run(words.replace("--max-new-tokens 12", "--max-new-tokens 0"), capsys)[1]
+    assert longer == "It was\n"
+
+
+def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
+    code, out, _ = run(f"generate --model {trained}/recall/checkpoint.safetensors --prompt '3 40 5 41 3' --max-new-tokens 2 --temperature 0", capsys)
+    assert code == 0
+    assert out.startswith("3 40 5 41 3 ")
+    assert len(out.split()) == 7
+    assert run(f"generate --model {trained}/recall --prompt hello", capsys)[0] == 2
+    assert run(f"generate --model {trained}/recall --prompt 999", capsys)[0] == 2
+
+
+@pytest.mark.parametrize(("options", "message"), [("--prompt ''", "--prompt is empty"), ("--prompt x --temperature -1", "temperature"), ("--prompt x --top-p 2", "top_p")])
+def test_generate_refuses(trained, capsys, options, message):
+    code, _, err = run(f"generate --model {trained}/text {options}", capsys)
+    assert code == 2
+    assert message in err
+
+
+def test_generate_refuses_a_damaged_checkpoint(trained, tmp_path, capsys):
+    data = bytearray((trained / "text/checkpoint.safetensors").read_bytes())
+    data[-8] ^= 255
+    (tmp_path / "checkpoint.safetensors").write_bytes(data)
+    code, _, err = run(f"generate --model {tmp_path} --prompt x", capsys)
+    assert code == 2
+    assert "checksum" in err
+    (tmp_path / "checkpoint.safetensors").write_bytes(data[:1000])
+    assert run(f"generate --model {tmp_path} --prompt x", capsys)[0] == 2
+
+
+def test_text_waits_for_whole_characters():
+    def decode(tokens):
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    assert list(pieces("a–é".encode(), decode)) == ["a", "–", "é"]
+    # bytes that never become a character are shown as such after four of them
+    assert "".join(pieces([0x80, 0x81, 0x82, 0x83, 0x61], decode)) == "\ufffd" * 4 + "a"
+    assert list(pieces([0xE2, 0x80], decode)) == ["\ufffd"]
+
+
+# --- bench, demo ------------------------------------------------------------------------------------------------------
+
+
+def test_bench_lists_and_runs(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "benches_under_test"
+    folder.mkdir()
+    (folder / "quick.py").write_text('"""Measures nothing.\n\nMore."""\nfrom benches_under_test import helper\n\ndef main(argv):\n    print(helper.SAID, argv)\n    return 3\n')
+    (folder / "helper.py").write_text('SAID = "said"\n')
+    monkeypatch.setattr(bench, "folder", lambda: folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, out, _ = run("bench", capsys)
+    assert code == 0
+    assert "quick  Measures nothing." in out
+    assert "helper" not in out
+    code, out, _ = run("bench quick --out x.json --help", capsys)
+    assert (code, out) == (3, "said ['--out', 'x.json', '--help']\n")
+    code, _, err = run("bench quik", capsys)
+    assert code == 2
+    assert "unknown benchmark 'quik'. Did you mean 'quick'?" in err
+
+
+def test_bench_without_the_source_tree(tmp_path, monkeypatch, capsys):
+    (tmp_path / "zonal").mkdir()
+    monkeypatch.setattr(bench.zonal, "__file__", str(tmp_path / "zonal/__init__.py"))
+    code, _, err = run("bench tiled", capsys)
+    assert code == 2
+    assert "They come with the source tree" in err
+
+
+def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):
+    training = TrainingOptions(steps=2, batch_size=2, tensorboard=False)
+    model = ModelOptions(layers=1, dim=16, heads=2, mlp="none")
+    small = {"operators": "softmax,linear", "model": model, "training": training}
+    recall = Compare(task=TaskOptions(task="mqar-demo", vocab_size=64, length=32, train_examples=64, test_examples=8), **small)
+    text = Compare(task=TaskOptions(task="text", data="novel", length=16, evaluation_bytes=64), **small)
+    monkeypatch.setattr(demo, "PARTS", (("recall", 0.5, recall), ("text", 0.5, text)))
+    code, out, err = run("demo --budget 60s", capsys)
+    assert (code, err) == (0, "")
+    assert f"Report: {here}/runs/demo/report.html" in out
+    twin = (here / "runs/demo/report.md").read_text()
+    assert "# Two attention operators on two tasks" in twin
+    assert "zonal compare --operators softmax,linear --budget 30s --task mqar-demo" in twin
+    assert run("demo --budget 60s", capsys)[0] == 0
