@@ -188,7 +188,7 @@ def test_folders_that_are_none(tmp_path):
     [
         ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax")}, "must not repeat"), ({"operators": ("softmx",)}, "Did you mean"),
         ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"), ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),
-        ({"labels": ("one",)}, "labels"), ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
+        ({"labels": ("one",)}, "labels"), ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not there"), ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
     ],
 )  # fmt: skip
 def test_spec_refuses(changes, message):
@@ -218,6 +218,48 @@ def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     assert [event.status for event in seen if isinstance(event, kinds.RunFinished)] == ["failed", "done", "failed", "done"]
     assert Comparison.open(tmp_path).run().status == "failed"  # a failure is an end
     assert Comparison.open(tmp_path).run(retry_failed=True).status == "done"
+
+
+def test_out_of_memory_ends_one_run(tmp_path, monkeypatch):
+    real = loop_module.forward_backward
+
+    def hungry(model, parts, dtype):
+        if model.config.layers == ("softmax",):
+            torch.empty(10**15)
+        return real(model, parts, dtype)
+
+    monkeypatch.setattr(loop_module, "forward_backward", hungry)
+    result = Comparison(tmp_path, a_spec(seeds=(0,))).run()
+    assert [run.status for run in result.runs] == ["failed", "done"]
+    assert "out of memory" in result.runs[0].message
+    assert "\n" not in result.runs[0].message
+
+
+def test_a_defect_is_not_hidden(tmp_path, monkeypatch):
+    def broken(model, parts, dtype):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(loop_module, "forward_backward", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        Comparison(tmp_path, a_spec(seeds=(0,))).run()
+
+
+def test_a_kill_while_planning_leaves_a_folder_that_can_be_used(tmp_path):
+    (tmp_path / ".comparison.json.abc.part").write_text("{")
+    assert Comparison(tmp_path, a_spec(seeds=(0,), operators=("softmax",))).run().status == "done"
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_learning_rates_have_a_folder_each():
+    rates = (0.001, 0.0012345678, 0.0012345679)
+    names = [run.name for run in a_spec(learning_rates=rates, seeds=(0,), operators=("softmax",)).runs()]
+    assert names[0].endswith("lr-0.001")
+    assert len(set(names)) == 3
+
+
+def test_operators_have_a_folder_each():
+    spec = a_spec(operators=("ska(power=0)", "ska(power=1)", "softmax"), seeds=(0,))
+    assert len({run.name for run in spec.runs()}) == 3
 
 
 def test_an_operator_that_cannot_run_is_refused_before_anything_runs(tmp_path, monkeypatch):

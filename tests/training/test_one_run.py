@@ -108,7 +108,7 @@ def test_parts_give_the_gradient_of_the_whole(accumulate):
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-14)
     mean_of_means = sum(
-        float(model.loss(*part)[0].detach()) / max(1, int((part.targets != -100).sum())) for part in split(batch, accumulate, torch.device("cpu"))
+        float(model.loss(part.tokens, part.targets)[0].detach()) / max(1, int((part.targets != -100).sum())) for part in split(batch, accumulate, torch.device("cpu"))
     ) / accumulate
     assert abs(mean_of_means - whole) > 1e-3
 

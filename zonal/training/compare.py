@@ -21,16 +21,21 @@ from zonal.models import build
 from zonal.store import write_json
 from zonal.training import events
 from zonal.training.config import TrainConfig, first_difference
-from zonal.training.environment import cores, describe_device, folder_lock, interruptible, versions
+from zonal.training.environment import (
+    FolderInUseError,
+    cores,
+    describe_device,
+    folder_lock,
+    interruptible,
+    remove_parts,
+    versions,
+)
 from zonal.training.loop import train
 from zonal.training.parallel import run_in_processes
 from zonal.training.plan import Plan, Timing, decide_steps, estimate, measure
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
 from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_comparison
-
-# an orphaned worker of a killed parent finishes its step first
-_LOCK_WAIT = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Comparison:
             self.threads = stored["device"]["threads"]
         elif self.directory.exists() and not self.directory.is_dir():
             raise ArgumentError(f"compare: {self.directory} is a file, a folder was required.")
-        elif self.directory.exists() and any(self.directory.iterdir()):
+        elif self.directory.exists() and any(path.suffix != ".part" for path in self.directory.iterdir()):
             raise ArgumentError(f"compare: {self.directory} is not empty and holds no comparison. Choose another folder, or empty this one.")
 
     @classmethod
@@ -122,8 +127,12 @@ class Comparison:
         with folder_lock(self.directory), interruptible() as interrupted:
             stop = should_stop or interrupted
             emit = on_event or events.ignore
+            remove_parts(self.directory)
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
+            for run in self.spec.runs():
+                if not (self.directory / run.name / RECORD).exists():
+                    self._record(run).write(self.directory / run.name)
             self._announce_plan(emit, jobs)
             left = self._left(emit, retry_failed)
             if jobs == 1:
@@ -139,7 +148,7 @@ class Comparison:
     def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
         """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
 
-        Raises: InsufficientSpaceError, since no other run could be written either.
+        Raises: InsufficientSpaceError, since no other run could be written either; FolderInUseError.
         """
         folder = self.directory / run.name
         config = replace(self.training, learning_rate=run.learning_rate, seed=run.seed)
@@ -148,12 +157,17 @@ class Comparison:
             return train(
                 model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name, label=run.label, threads=self.threads
             )  # fmt: skip
-        except InsufficientSpaceError:
+        except (InsufficientSpaceError, FolderInUseError):
             raise
-        except (ZonalError, torch.OutOfMemoryError) as error:
+        except (ZonalError, RuntimeError) as error:
+            message = str(error)
+            if isinstance(error, RuntimeError):
+                if not _out_of_memory(error):
+                    raise
+                message = f"train: out of memory ({message.splitlines()[0]}). Use a smaller batch, or a larger accumulate."
             record = self._record(run)
             if record.status != "failed":  # what train put down itself, with its announcement, stands
-                record.status, record.message = "failed", str(error)
+                record.status, record.message = "failed", message
                 record.write(folder)
                 emit(finished(run, record))
             return record
@@ -171,8 +185,6 @@ class Comparison:
                 return False
             timings[operator] = timing
         self.plan = decide_steps(spec, timings, time.perf_counter() - started, jobs)
-        for run in spec.runs():
-            self._record(run).write(self.directory / run.name)
         stored = {
             **spec.to_dict(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -182,11 +194,11 @@ class Comparison:
             "plan": {
                 "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
                 "estimated_seconds": self.plan.estimated_seconds,
+                "jobs": jobs,
             },
             "versions": versions(),
             "device": describe_device(torch.device(spec.device), self.threads),
         }
-        # last: a folder with this file is planned, whatever happened before
         write_json(self.directory / FILE, stored)
         return True
 
@@ -249,6 +261,11 @@ class Comparison:
             )
             for operator in self.spec.operators
         }
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    # on the CPU torch raises a bare RuntimeError
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def finished(run: PlannedRun, record: RunResult, *, skipped: bool = False) -> events.RunFinished:

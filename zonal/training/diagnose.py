@@ -57,16 +57,16 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
     device = next(model.parameters()).device
     saved = {name: parameter.grad for name, parameter in model.named_parameters()}
     try:
-        for tokens, targets in parts:
+        for part in parts:
             with torch.set_grad_enabled(backward), autocast(device, dtype):
-                loss, count = part_loss(model, tokens, targets)
+                loss, _ = part_loss(model, part.tokens, part.targets)
             if outputs:
                 return f"the first non-finite output is that of layer {outputs[0]!r} ({kinds[outputs[0]]})"
             if not _finite(loss):
                 return "every layer's output is finite, the loss computed from them is not"
             if backward:
                 model.zero_grad(set_to_none=True)
-                (loss / count).backward()
+                (loss / max(1, part.count)).backward()
                 bad = [name for name, parameter in model.named_parameters() if parameter.grad is not None and not _finite(parameter.grad)]
                 if gradients:
                     name = gradients[0]

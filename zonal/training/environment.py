@@ -47,13 +47,22 @@ def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[Non
             torch.set_num_threads(previous_threads)
 
 
+class FolderInUseError(ArgumentError):
+    """Another process works in the folder."""
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Hold ``folder`` (made when absent) for this process; the lock goes with the process, however it ends.
 
-    ``wait``: seconds to wait for another holder. Raises ArgumentError when it is still held. Windows has no such lock.
+    ``wait``: seconds to wait for another holder. Windows has no such lock.
+
+    Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise ArgumentError(f"train: the folder {folder} cannot be made ({error.strerror}). Choose another folder.") from error
     if sys.platform == "win32":
         yield
         return
@@ -70,13 +79,19 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
                 if time.monotonic() >= deadline:
-                    raise ArgumentError(
+                    raise FolderInUseError(
                         f"train: {folder} is in use by another process. Wait until it ends, stop it, or choose another folder."
                     ) from error
                 time.sleep(0.1)
         yield
     finally:
         os.close(handle)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what a killed process was writing there. Call it under ``folder_lock``, which says that nobody else is."""
+    for part in folder.glob(".*.part"):
+        part.unlink()
 
 
 @contextlib.contextmanager
@@ -165,6 +180,19 @@ def _reset_high_water() -> bool:
     except OSError:
         return False
     return True
+
+
+def check_device(name: str) -> torch.device:
+    """The device called ``name``. Raises ArgumentError when there is no such device here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"device: {name!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device: {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. Use 'cpu', or a CUDA build of torch on a machine with a GPU.")
+    return device
 
 
 def package_version() -> str:

@@ -25,7 +25,7 @@ from zonal.training import events
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.diagnose import locate_non_finite
-from zonal.training.environment import PeakMemory, deterministic, folder_lock, versions
+from zonal.training.environment import PeakMemory, deterministic, folder_lock, remove_parts, versions
 from zonal.training.log import MetricsLog
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.record import FILE as RECORD
@@ -65,7 +65,7 @@ def train(
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run, or another process uses it.
+        ArgumentError: resume=False and the folder holds a run. FolderInUseError, a kind of it: another process uses the folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
         InsufficientSpaceError: the disk is full; the last checkpoint stands.
     """
@@ -123,9 +123,7 @@ class _Run:
 
     def execute(self, threads: int) -> RunResult:
         path = self.folder / checkpoints.FILE
-        # what a killed process was writing; the lock says that nobody else is
-        for part in self.folder.glob(".*.part"):
-            part.unlink()
+        remove_parts(self.folder)
         if path.exists():
             self.progress = checkpoints.load_checkpoint(path, self.model, self.optimiser, self.identity)
             random_state = torch.get_rng_state()
@@ -298,7 +296,7 @@ class _Run:
     def _locate_in_evaluation(self) -> str:
         self.model.eval()
         for batch in self.task.evaluation_batches(self.config.evaluation_batch_size):
-            parts = [Part(batch.tokens.to(self.device), batch.targets.to(self.device))]
+            parts = split(batch, 1, self.device)
             where = locate_non_finite(self.model, parts, self.config.dtype, backward=False)
             if "run again is finite" not in where:
                 return where

@@ -22,11 +22,13 @@ from typing import IO
 from zonal import errors
 from zonal.store import write_bytes
 from zonal.training import events
+from zonal.training.environment import FolderInUseError
 from zonal.training.record import RunResult
 from zonal.training.spec import PlannedRun
 
 # how long a worker may take to end the update and evaluation batch it is in, and to write its checkpoint
 _PATIENCE_SECONDS = 120.0
+_ERRORS = {kind.__name__: kind for kind in (errors.ArgumentError, errors.FileFormatError, errors.InsufficientSpaceError, FolderInUseError)}
 
 
 class _Worker:
@@ -131,7 +133,7 @@ def run_in_processes(
                 continue
             values = json.loads(line)
             if values["event"] == "Fatal":
-                fatal = getattr(errors, values["kind"])(values["message"])
+                fatal = _ERRORS.get(values["kind"], errors.ZonalError)(values["message"])
             elif values["event"] == "Idle":
                 worker.run = waiting.popleft() if waiting else None
                 if worker.run is None:

@@ -11,6 +11,7 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.store import read_json
 from zonal.training.config import TrainConfig
+from zonal.training.environment import check_device
 
 FILE = "comparison.json"
 SCHEMA = 1
@@ -79,6 +80,7 @@ class ComparisonSpec:
             replace(self.training, seed=seed)
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
+        check_device(self.device)
         if self.model.vocab_size != self.task.vocab_size:
             raise ArgumentError(
                 f"ComparisonSpec: model.vocab_size must be that of the task ({self.task.vocab_size}), got {self.model.vocab_size}."
@@ -93,7 +95,7 @@ class ComparisonSpec:
         slugs = self._slugs()
         labels = self.labels or self.operators
         return [
-            PlannedRun(f"runs/{slugs[operator]}/seed-{seed}-lr-{rate:g}", operator, label, seed, rate)
+            PlannedRun(f"runs/{slugs[operator]}/seed-{seed}-lr-{_short(rate)}", operator, label, seed, rate)
             for seed in self.seeds
             for rate in self.learning_rates
             for operator, label in zip(self.operators, labels, strict=True)
@@ -137,6 +139,11 @@ class ComparisonSpec:
             "task_description": self.task.describe(),
             "metric": self.task.metric,
         }
+
+
+def _short(rate: float) -> str:
+    """0.001 rather than 0.0010000, but never two rates in one folder."""
+    return f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate)
 
 
 def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:

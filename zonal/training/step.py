@@ -20,22 +20,25 @@ class Tokens(Protocol):
 
 
 class Part(NamedTuple):
-    """Rows of a batch on the device that runs them."""
+    """Rows of a batch on the device that runs them, and how many of their positions are supervised."""
 
     tokens: Tensor
     targets: Tensor
+    count: int
 
 
 def split(batch: Tokens, accumulate: int, device: torch.device) -> list[Part]:
     """The batch in ``accumulate`` equal parts. Raises ArgumentError when no position is supervised."""
-    if not bool((batch.targets != -100).any()):
+    counts = [int((targets != -100).sum()) for targets in batch.targets.chunk(accumulate)]
+    if not sum(counts):
         raise ArgumentError("train: the batch has no supervised position (every target is -100), so there is nothing to learn from.")
     rows = batch.tokens.shape[0]
     if rows % accumulate:
         raise ArgumentError(f"train: accumulate={accumulate} must divide the rows of the batch, got {rows}.")
+    # counted before they are moved: on a GPU each count would wait for the device
     return [
-        Part(tokens.to(device), targets.to(device))
-        for tokens, targets in zip(batch.tokens.chunk(accumulate), batch.targets.chunk(accumulate), strict=True)
+        Part(tokens.to(device), targets.to(device), count)
+        for tokens, targets, count in zip(batch.tokens.chunk(accumulate), batch.targets.chunk(accumulate), counts, strict=True)
     ]
 
 
@@ -56,12 +59,12 @@ def forward_backward(model: nn.Module, parts: Sequence[Part], dtype: str) -> flo
     even where parts have different numbers of supervised positions.
     """
     device = parts[0].tokens.device
-    count = sum(int((targets != -100).sum()) for _, targets in parts)
+    count = sum(part.count for part in parts)
     model.zero_grad(set_to_none=True)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for tokens, targets in parts:
+    for part in parts:
         with autocast(device, dtype):
-            loss, _ = part_loss(model, tokens, targets)
+            loss, _ = part_loss(model, part.tokens, part.targets)
         scaled = loss / count
         scaled.backward()
         total += scaled.detach()

@@ -1,0 +1,89 @@
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+from zonal.errors import ArgumentError
+from zonal.training.environment import FolderInUseError, PeakMemory, deterministic, folder_lock, interruptible
+
+CPU = torch.device("cpu")
+MB = 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux resets its high-water mark")
+def test_a_small_run_after_a_large_one_is_measured_as_small():
+    large = PeakMemory(CPU)
+    block = torch.ones(64 * MB)
+    many = [torch.ones(1000) for _ in range(20_000)]  # small blocks, which stay in the heap when they are freed
+    del block, many
+    assert large.growth() > 250 * MB
+    small = PeakMemory(CPU)
+    assert small.method == "resettable high-water mark"
+    block = torch.ones(16 * MB)
+    del block
+    assert 60 * MB < small.growth() < 100 * MB
+
+
+def test_deterministic_puts_everything_back():
+    threads = torch.get_num_threads()
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), deterministic(3, threads + 1, CPU):  # noqa: PT012
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_num_threads() == threads + 1
+        first = torch.rand(2)
+        raise ZeroDivisionError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), before)
+    with deterministic(3, threads, CPU):
+        assert torch.equal(torch.rand(2), first)
+
+
+def test_first_interrupt_is_a_wish_second_is_at_once():
+    with pytest.raises(KeyboardInterrupt), interruptible() as wished:  # noqa: PT012
+        assert not wished()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert wished()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_are_left_alone_outside_the_main_thread():
+    found = []
+
+    def body():
+        with interruptible() as wished:
+            found.append(wished())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_lock_waits_for_the_other(tmp_path):
+    entered = threading.Event()
+
+    def hold():
+        with folder_lock(tmp_path):
+            entered.set()
+            threading.Event().wait(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    with pytest.raises(FolderInUseError, match="in use by another process"), folder_lock(tmp_path):
+        pass
+    with folder_lock(tmp_path, wait=5.0):
+        pass
+    thread.join()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ArgumentError, match="cannot be made"), folder_lock(folder):
+            pass
