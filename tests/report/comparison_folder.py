@@ -32,7 +32,7 @@ def curve(spec: str, layer: int, trained: bool, heads: int = 4) -> dict[str, Any
 
 
 def learned(spec: str, trained: bool) -> list[dict[str, Any]]:
-    layers = [curve(spec, layer, trained) for layer in range(2)]
+    layers = [{"layer": layer, "operator": spec, **curve(spec, layer, trained)} for layer in range(2)]
     if spec.startswith("ska"):
         for layer in layers:
             layer["ridge"] = [0.1, 0.093, 0.12, 0.101] if trained else [0.1] * 4

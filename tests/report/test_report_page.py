@@ -152,6 +152,17 @@ def test_learned_quantities_are_shown(written):
     assert "0.810  1.020  0.640  0.900" not in page  # the tags are gone, and so are double spaces
 
 
+def test_a_property_with_one_value_is_not_shown(tmp_path):
+    write_comparison(tmp_path, operators=("softmax",), rates=(0.001,), steps=30)
+    for path in tmp_path.glob("runs/*/*/run.json"):
+        record = json.loads(path.read_text())
+        record["final"]["slices"]["length"] = {"64": record["final"]["accuracy"]}
+        path.write_text(json.dumps(record))
+    text = report.write(tmp_path).markdown.read_text()
+    assert "### Accuracy by number of key-value pairs" in text
+    assert "### Accuracy by sequence length" not in text
+
+
 def test_every_term_of_the_tables_is_explained(written):
     page = plain(written.html.read_text())
     for term in ("Seed", "Mean ± spread", "Within the spread", "Loss", "Accuracy", "Peak memory", "Memory a sequence", "Kernel curve Φ(x)"):

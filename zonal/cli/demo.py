@@ -82,6 +82,8 @@ def run(options: Demo, command: str) -> int:
         if comparison.plan is None or result.status == "stopped":
             print(f"Stopped. Run the same command to go on: {command}")
             return compare.STOPPED
+        # should the next part fail, this one is not lost
+        report.write(comparison.directory)
         summary = report.summarise(report.load(comparison.directory))
         compare.print_summary(summary)
         print()

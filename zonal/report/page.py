@@ -46,7 +46,7 @@ def heading(summaries: Sequence[Summary]) -> str:
     operators = len({row.operator for summary in summaries for row in summary.rows})
     noun = "attention operator" if operators == 1 else "attention operators"
     if len(summaries) == 1:
-        return f"{formats.word(operators)} {noun} on {summaries[0].data.title}"
+        return f"{formats.word(operators)} {noun}: {summaries[0].data.title}"
     return f"{formats.word(operators)} {noun} on {formats.word(len(summaries)).lower()} tasks"
 
 
@@ -67,8 +67,6 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "created": formats.date(data.created),
         "strips": strips,
         "slices": slices,
-        # a curve over one value is a point: the table says it better
-        "slice_charts": [(name, title) for name, title, found in slices if len(found.head) > 2],
         "learned": table.learned(summary),
         "kernels": [keys[row.operator] for row in kernels],
         "runs": table.runs(summary),

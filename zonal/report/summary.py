@@ -234,7 +234,12 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
             headline = f"No clear winner {seeds}: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
     else:
         headline = f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, is larger than the spread over seeds."
-    return headline, (*(_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts), *_costs(rows, labels), *state)
+    if decided:
+        notes = [_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts]
+    else:
+        amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
+        notes = [f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."]
+    return headline, (*notes, *_costs(rows, labels), *state)
 
 
 def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:

@@ -47,6 +47,10 @@ def _behind(summary: Summary, row: Row) -> Cell:
     return Cell(f"{sign}{amount}", note)
 
 
+# what names a layer in its learned quantities and was not learned
+_BOOKKEEPING = frozenset({"layer", "operator"})
+
+
 def _threshold(summary: Summary) -> float | None:
     """The highest accuracy that every seed of some operator reached."""
     reached = [
@@ -140,8 +144,9 @@ def _unit(name: str) -> str:
 
 
 def slice_names(summary: Summary) -> tuple[str, ...]:
-    """The properties that examples are grouped by."""
-    return tuple(dict.fromkeys(name for row in summary.rows for name in row.slices))
+    """The properties that examples are grouped by; one with a single value says nothing beyond the accuracy."""
+    names = dict.fromkeys(name for row in summary.rows for name in row.slices)
+    return tuple(name for name in names if len({key for row in summary.rows for key in row.slices.get(name, {})}) > 1)
 
 
 def learned(summary: Summary) -> Table:
@@ -151,7 +156,7 @@ def learned(summary: Summary) -> Table:
         first = next((run for run in sorted(row.runs, key=lambda run: run.seed) if run.learned), None)
         if first is not None:
             rows += [(row.operator, values, row.label, layer) for layer, values in enumerate(first.learned, start=1)]
-    keys = list(dict.fromkeys(key for _, values, _, _ in rows for key, value in values.items() if _numbers(value) is not None))
+    keys = list(dict.fromkeys(key for _, values, _, _ in rows for key, value in values.items() if key not in _BOOKKEEPING and _numbers(value) is not None))
     shown = [
         (operator, (Cell(label), Cell(str(layer)), *(Cell(_numbers(values.get(key)) or formats.MISSING) for key in keys)))
         for operator, values, label, layer in rows
