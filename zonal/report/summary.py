@@ -166,7 +166,7 @@ def summarise(data: ComparisonData) -> Summary:
                 learning_rate=rate,
                 runs=chosen,
                 planned=len(data.seeds),
-                failed=sum(run.status == "failed" for run in runs),
+                failed=sum(run.status == "failed" for run in (runs if rate is None else sweep[rate])),
                 loss=_final(chosen, lambda final: final.loss),
                 accuracy=_final(chosen, lambda final: final.accuracy),
                 bits_per_byte=_final(chosen, lambda final: final.bits_per_byte),
