@@ -169,9 +169,14 @@ def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.transpose(-1, -2), half.transpose(-1, -2), upper=True).transpose(-1, -2)
 
 
-def _shift(rows: Tensor) -> Tensor:
-    """(D a)_s = a_{s-1}."""
-    return F.pad(rows[..., :-1], (1, 0))
+def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
+    """(D a)_s = a_{s-1}, where s - 1 means the token before: padding (key_mask (B, S) False) is no token and is passed over."""
+    if key_mask is None or not rows.shape[-1]:
+        return F.pad(rows[..., :-1], (1, 0))
+    place = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
+    before = F.pad(torch.where(key_mask, place, 0).cummax(-1).values[:, :-1], (1, 0))  # 0 = none
+    index = before.view(before.shape[0], *[1] * (rows.ndim - 2), -1).expand(rows.shape)
+    return F.pad(rows, (1, 0)).gather(-1, index)
 
 
 def factorised(matrix: Tensor, who: str) -> Tensor:
@@ -247,7 +252,7 @@ class Ridge(Anchor):
         inside = ((s >= visibility.lo[:, None]) & (s < visibility.hi[:, None])).to(kernel.device)
         rows = _prefix_solve(lower, kernel, inside)
         for _ in range(self.shifts):
-            rows = _shift(rows).masked_fill(~blocks.visible, 0)
+            rows = _shift(rows, visibility.key_mask).masked_fill(~blocks.visible, 0)
             rows = _prefix_solve(lower, rows @ kk, inside)
         return rows.masked_fill(~blocks.visible, 0)
 
@@ -268,7 +273,7 @@ class Ridge(Anchor):
             lower = factorised(block + ridge[..., None] * eye, type(self).__name__)
             weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
             for _ in range(self.shifts):
-                moved = _shift(weights[..., 0]).masked_fill(~seen, 0)
+                moved = _shift(weights[..., 0], blocks.visibility.key_mask).masked_fill(~seen, 0)
                 weights = torch.cholesky_solve(block @ moved[..., None], lower)
             out.append(weights[..., 0].masked_fill(~seen, 0))
         return torch.stack(out, -2) if out else kernel

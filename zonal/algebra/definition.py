@@ -1,0 +1,55 @@
+"""The definition: the weight matrix W = A(K_qk, K_kk, visible) of bound parts on prepared vectors, with every block in memory."""
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Blocks
+from zonal.algebra.operator import Bound
+from zonal.algebra.prior import Bias, Visibility
+
+
+class _Clamp(torch.autograd.Function):
+    """Clamp whose gradient passes: a cosine leaves [-1, 1] by rounding only, and rounding has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, low: float, high: float) -> Tensor:  # type: ignore[override]
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """log K for a link in log space, else K, without prior: prepared q (B, H, T, D), k (B, H, S, D) -> (B, H, T, S)."""
+    score = bound.score.pair(q, k)
+    if bound.link.domain is not None:
+        score = _Clamp.apply(score, *bound.link.domain)
+    return score if bound.link.log_space else bound.link.value(score, coefficients)
+
+
+def weights(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias) -> Tensor:
+    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries."""
+    log = bound.link.log_space
+    queries, keys = q.shape[2], k.shape[2]
+    block = kernel(bound, coefficients, q, k)
+    mask = visibility.tile(0, queries, 0, keys, block.device)
+    visible = mask if mask is not None else torch.ones(1, 1, queries, keys, dtype=torch.bool, device=block.device)
+    prior = bias.tile(0, queries, 0, keys, visibility.position, block.dtype)
+    if prior is not None:
+        # the mask first: a decay towards forbidden later keys may overflow
+        prior = prior.masked_fill(~visible, 0)
+        block = block + prior if log else block * prior.exp()
+    block = block.masked_fill(~visible, float("-inf") if log else 0.0)
+    among = None
+    if bound.anchor.solves:
+        among = kernel(bound, coefficients, bound.score.as_query(k, bound.score_params), k)
+        among = among.exp() if log else among
+    params = {
+        name: value.repeat_interleave(bound.groups, 0) if name in bound.anchor.kv_rows else value
+        for name, value in bound.anchor_params.items()
+    }
+    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params))
+
+
+__all__ = ["kernel", "weights"]
