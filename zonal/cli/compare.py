@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from zonal import mechanisms, report
 from zonal.cli import parse
@@ -122,10 +125,23 @@ def run(options: Compare, command: str) -> int:
 
 
 def print_summary(summary: report.Summary) -> None:
-    """The headline, and under it one line an operator."""
+    """The headline, one sentence each on what stands behind it, and the table of results."""
     print(f"\n{summary.headline}")
     for sentence in summary.sentences:
         print(f"  {sentence}")
+    if summary.ranking:
+        console = Console()
+        # a file or a pipe has no width to keep to
+        console = console if console.is_terminal else Console(width=200)
+        results = report.results(summary)
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        for index, column in enumerate(results.head):
+            table.add_column(column.lower(), justify="right" if index else "left", no_wrap=not console.is_terminal)
+        for _, cells in results.rows:
+            table.add_row(*(Text(f"{cell.text} ({cell.note})" if cell.note else cell.text, style="bold" if cell.best else "") for cell in cells))
+        print()
+        console.print(table)
+    print()
 
 
 def exit_code(result: ComparisonResult, directory: Path) -> int:

@@ -86,7 +86,6 @@ def run(options: Demo, command: str) -> int:
         report.write(comparison.directory)
         summary = report.summarise(report.load(comparison.directory))
         compare.print_summary(summary)
-        print()
         codes.append(compare.exit_code(result, comparison.directory))
     paths = report.write_many([comparison.directory for comparison in comparisons], options.out)
     print(f"Report: {paths.html.resolve()}  (open it in a browser; no network is needed)")

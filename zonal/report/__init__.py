@@ -16,6 +16,7 @@ from zonal.evaluation.statistics import Spread
 from zonal.report import commands, page
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
 from zonal.report.summary import Row, Summary, Verdict, summarise
+from zonal.report.table import Cell, Table, results
 
 
 @dataclass(frozen=True)
@@ -101,4 +102,21 @@ def write(directory: str | os.PathLike[str]) -> Paths:
     return write_many([directory], directory)
 
 
-__all__ = ["ComparisonData", "Metrics", "Paths", "Point", "Row", "Run", "Summary", "Verdict", "as_json", "load", "summarise", "write", "write_many"]
+__all__ = [
+    "Cell",
+    "ComparisonData",
+    "Metrics",
+    "Paths",
+    "Point",
+    "Row",
+    "Run",
+    "Summary",
+    "Table",
+    "Verdict",
+    "as_json",
+    "load",
+    "results",
+    "summarise",
+    "write",
+    "write_many",
+]
