@@ -1,0 +1,358 @@
+"""Memory: what an operator keeps of the tokens it has absorbed, as a value."""
+
+import abc
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.operator import Bound
+from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Window
+from zonal.algebra.score import Cosine, Dot
+from zonal.errors import ArgumentError, NonFiniteError, unknown_name
+from zonal.features import SymmetricPowers, feature_map
+from zonal.memory import files
+from zonal.memory.tokens import Tokens
+
+MAX_FEATURES = 8192
+"""Past this many features a head, keys and values are kept instead."""
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Form(NamedTuple):
+    """The shape of a memory: plain numbers. dtype is that of the keys and values; statistics are float32 or better."""
+
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def statistics(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
+    """The feature map that sums over keys can be kept with, or None."""
+    if operator.anchor.solves or not operator.score.bilinear or any(isinstance(p, Window | ALiBi) for p in operator.prior):
+        return None
+    features = feature_map(operator.link)
+    return features if features is not None and features.dimension(key_dim) <= MAX_FEATURES else None
+
+
+def statistics_refusal(operator: Operator) -> str | None:
+    """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
+    score, link = operator.score, operator.link
+    plain = (isinstance(score, Dot) and score.scale == 1) or (isinstance(score, Cosine) and score.temperature == 1 and not score.learn_temperature)
+    if not plain or link.degree != 1 or type(link).__name__ != "Identity":
+        return f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
+    if any(isinstance(p, Window) for p in operator.prior):
+        return "a window forgets keys one by one, and the statistics cannot"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Memory(abc.ABC):
+    """What ``operator`` keeps of ``count`` tokens (padding included).
+
+    A value: ``absorb``, ``merge`` and ``subtract`` return the result and leave this memory as it was; the names that end with
+    an underscore make this object the result. A failed call changes nothing. Learned values of the operator are looked up when
+    they are needed, so a memory follows its operator through training. Gradients flow through absorb and read.
+    """
+
+    kind: ClassVar[str]
+
+    operator: Operator
+    form: Form
+    count: int
+
+    # --- making one ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def kind_for(operator: Operator, key_dim: int) -> str:
+        """The smallest kind of memory that is exact: "keys", "features", "decayed" or "ridge"."""
+        if operator.anchor.solves:
+            return "keys" if statistics_refusal(operator) else "ridge"
+        if served_by(operator, key_dim) is None:
+            return "keys"
+        if not any(isinstance(p, Decay) for p in operator.prior):
+            return "features"
+        return "keys" if any(isinstance(p, ChunkCausal) for p in operator.prior) else "decayed"
+
+    @staticmethod
+    def empty(
+        operator: Operator,
+        batch: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        kind: str | None = None,
+    ) -> "Memory":
+        """The memory of ``batch`` sequences before their first token.
+
+        Args:
+            heads: key heads. dtype: of keys and values; statistics are float32 or better (float64 when asked for).
+            kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
+        """
+        if not isinstance(operator, Operator):
+            raise ArgumentError(f"Memory.empty: an Operator is required, received {operator!r}.")
+        operator.check("Memory.empty")
+        for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"Memory.empty: {name} must be a whole number >= 1, received {value!r}.")
+        if dtype not in _FLOATS:
+            raise ArgumentError(f"Memory.empty: dtype must be float16, bfloat16, float32 or float64, received {dtype}.")
+        natural = Memory.kind_for(operator, key_dim)
+        kind = natural if kind is None else kind
+        if kind not in Memory._kinds():
+            raise unknown_name("Memory.empty", "kind", kind, Memory._kinds())
+        if kind not in (natural, "keys") and not (kind == "decayed" and natural == "features"):
+            raise ArgumentError(f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} or 'keys'.")
+        form = Form(batch, heads, key_dim, value_dim, dtype, torch.device(device) if device is not None else torch.get_default_device())
+        return Memory._kinds()[kind].start(operator, form)
+
+    @staticmethod
+    def _kinds() -> "dict[str, type[Memory]]":
+        return {cls.kind: cls for cls in Memory.__subclasses__()}
+
+    @classmethod
+    @abc.abstractmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        """The empty memory of this kind."""
+
+    # --- what it can do ------------------------------------------------------------------------------------------------
+
+    def absorb(
+        self,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None = None,
+        log_decay: Tensor | None = None,
+        key_bias: Tensor | None = None,
+    ) -> "Memory":
+        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks and priors as in ``zonal.attention``.
+
+        Raises: ArgumentError for shapes, NonFiniteError for NaN or infinity in a real token.
+        """
+        return self.extended(self._incoming(k, v, key_padding_mask, log_decay, key_bias))
+
+    def absorb_(
+        self,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None = None,
+        log_decay: Tensor | None = None,
+        key_bias: Tensor | None = None,
+    ) -> Self:
+        """``absorb`` in place."""
+        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias))
+
+    def read(self, q: Tensor) -> Tensor:
+        """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position."""
+        form = self.form
+        if q.ndim != 4 or q.shape[0] != form.batch or q.shape[1] % form.heads or q.shape[1] == 0 or q.shape[3] != form.key_dim:
+            raise ArgumentError(
+                f"Memory.read: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, any, {form.key_dim}), received {tuple(q.shape)}."
+            )
+        if q.dtype not in _FLOATS or q.device != form.device:
+            raise ArgumentError(f"Memory.read: q must be of a float type on {form.device}, received {q.dtype} on {q.device}.")
+        bound = self.operator.bind(q.shape[1], form.heads)
+        compute = torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            y = self.lookup(bound.score.prepare_query(q.to(compute), bound.score_params, None), bound)
+            factor = bound.anchor.output_scale(bound.anchor_params)
+            return (y if factor is None else y * factor.to(y).view(1, -1, 1, 1)).to(q.dtype)
+
+    def merge(self, other: "Memory") -> "Memory":
+        """The memory of this one's tokens and then the other's. Associative; commutative only where order means nothing."""
+        self._same_form("merge", other)
+        return self.followed_by(other)
+
+    def merge_(self, other: "Memory") -> Self:
+        """``merge`` in place."""
+        return self._become(self.merge(other))
+
+    def subtract(self, other: "Memory") -> "Memory":
+        """The memory as if the other's tokens had not been absorbed: subtract(merge(a, b), a) = b up to rounding.
+
+        Raises: ArgumentError when more would be taken out than was put in, or when the other cannot be a part of this one.
+        """
+        self._same_form("subtract", other)
+        if other.count > self.count:
+            raise ArgumentError(f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}.")
+        return self.without(other)
+
+    def subtract_(self, other: "Memory") -> Self:
+        """``subtract`` in place."""
+        return self._become(self.subtract(other))
+
+    @abc.abstractmethod
+    def fork(self) -> Self:
+        """A copy that shares no storage."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one safetensors file, atomically: operator, learned values, shapes, dtype, count, checksum."""
+        header = {
+            "memory": self.kind, "operator": self.operator.config(), **self.form._asdict(), "dtype": str(self.form.dtype).removeprefix("torch."),
+            "count": self.count, "plain": self.plain(),
+        }
+        header.pop("device")
+        files.save(path, header, self.tensors(), dict(self.operator.learned_parts))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], operator: Operator | None = None) -> "Memory":
+        """Read a file of ``save``; with ``operator`` the memory belongs to that one, which must be declared alike.
+
+        Raises: FileFormatError for missing, truncated, damaged or foreign files and memories of another operator.
+        """
+        header, tensors, learned = files.load(path)
+        with files.blamed(path):
+            declared = Operator.from_config(header["operator"])
+            dtype = getattr(torch, header["dtype"])
+            numbers = [header[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
+            if dtype not in _FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
+                raise ValueError("shapes or dtype make no sense")
+            if operator is None:
+                for name in list(declared.learned_parts):
+                    declared.learned_parts[name] = torch.nn.Parameter(learned[name])
+                operator = declared
+            elif not same_declaration(operator, declared):
+                raise ValueError(f"it belongs to operator {declared.spec!r}, and {operator.spec!r} was given")
+            form = Form(*numbers[:4], dtype, torch.device("cpu"))
+            return Memory._kinds()[header["memory"]].restored(operator, form, numbers[4], tensors, header["plain"])
+
+    # --- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return self.form.batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held, all sequences and heads together (spare room in growing buffers is not counted)."""
+        return self.bytes_at(self.count)
+
+    @abc.abstractmethod
+    def bytes_at(self, length: int) -> int:
+        """``nbytes`` of such a memory after ``length`` tokens without padding, absorbed one after another."""
+
+    # --- what a kind of memory provides; used by the execution paths on prepared keys and queries -----------------------
+
+    @abc.abstractmethod
+    def extended(self, tokens: Tokens) -> "Memory":
+        """``absorb`` of prepared, checked tokens."""
+
+    @abc.abstractmethod
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        """``read`` of prepared queries (B, H, T, D), before the anchor's factor a head."""
+
+    @abc.abstractmethod
+    def followed_by(self, other: "Memory") -> "Memory":
+        """``merge`` of a memory of the same form."""
+
+    @abc.abstractmethod
+    def without(self, other: "Memory") -> "Memory":
+        """``subtract`` of a memory of the same form."""
+
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to be saved, by name."""
+
+    def plain(self) -> dict[str, int]:
+        """Plain numbers to be saved besides ``count``."""
+        return {}
+
+    @classmethod
+    @abc.abstractmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        """The memory that ``tensors()`` and ``plain()`` described; KeyError or ValueError when they do not fit."""
+
+    # --- shared --------------------------------------------------------------------------------------------------------
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk of a declared ChunkCausal prior: tokens past the last whole chunk are kept apart."""
+        return next((p.size for p in self.operator.prior if isinstance(p, ChunkCausal)), None)
+
+    def _become(self, other: "Memory") -> Self:
+        if type(other) is not type(self):
+            raise ArgumentError(
+                f"Memory: the result is a memory of kind {other.kind!r} and cannot replace one of kind {self.kind!r} in place; use the form that returns it."
+            )
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, getattr(other, field.name))
+        return self
+
+    def _incoming(self, k: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None) -> Tokens:
+        form, n = self.form, k.shape[2] if k.ndim == 4 else 0
+        for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
+            required = (form.batch, form.heads, n, dim)
+            if tuple(x.shape) != required:
+                shown = f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
+                raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
+            if x.dtype not in _FLOATS or x.device != form.device:
+                raise ArgumentError(f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}.")
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
+            raise ArgumentError(
+                f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with True for real tokens, "
+                f"received {mask.dtype} of shape {tuple(mask.shape)}."
+            )
+        for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
+            if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
+                raise ArgumentError(f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}.")
+            if x is not None and self.operator.anchor.solves:
+                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None.")
+        if log_decay is not None and bool((log_decay > 0).any()):
+            raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
+        for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
+            if x is None:
+                continue
+            real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
+            if not bool(torch.isfinite(real).all()):
+                raise NonFiniteError(f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token.")
+        bound = self.operator.bind(form.heads, form.heads)
+        with torch.autocast(k.device.type, enabled=False):
+            prepared = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
+        return Tokens(prepared, v, mask, decay_of(bound, n, mask, log_decay), key_bias)
+
+    def _same_form(self, call: str, other: "Memory") -> None:
+        if not isinstance(other, Memory):
+            raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
+        if type(other) is not type(self):
+            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}.")
+        if other.form != self.form:
+            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {_shown(self.form)} and {_shown(other.form)}.")
+        if other.operator is not self.operator and not same_declaration(other.operator, self.operator):
+            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {self.operator.name!r} and {other.operator.name!r}.")
+
+
+def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """log decay of each token, (B or 1, Hkv, n) float64, 0 on padding: what was given, else what the operator declares."""
+    if given is not None:
+        decay = given.double()
+    elif bound.log_decay is not None:
+        decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
+    else:
+        return None
+    return decay if mask is None else decay * mask[:, None]
+
+
+def same_declaration(a: Operator, b: Operator) -> bool:
+    """Whether two operators are declared alike (names and learned values apart)."""
+    return all(a.config()[slot] == b.config()[slot] for slot in ("score", "link", "anchor", "prior"))
+
+
+def _shown(form: Form) -> str:
+    return f"(batch {form.batch}, heads {form.heads}, key_dim {form.key_dim}, value_dim {form.value_dim}, {form.dtype}, {form.device})"
+
+
+__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "same_declaration", "served_by", "statistics_refusal"]

@@ -1,0 +1,198 @@
+"""KeyValues: all keys and values, for any operator. Grows with the tokens; a window keeps it short."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator, definition
+from zonal.algebra.operator import Bound
+from zonal.algebra.prior import Bias, Visibility, Window
+from zonal.errors import ArgumentError
+from zonal.memory.base import Form, Memory
+from zonal.memory.tokens import Tokens, joined
+
+_FIRST_ROOM = 64
+
+
+class _Buffer:
+    """Room for tokens that several memories may share: each sees its own span, and only the newest of them appends.
+
+    What is written never changes, so a memory stays a value although appending costs no copy.
+    """
+
+    def __init__(self, room: Tokens, used: int) -> None:
+        self.room = room
+        self.used = used
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValues(Memory):
+    """Prepared keys and values as they came, with the padding mask, log decays and key biases where there are any.
+
+    Held tokens are [begin, end) of the buffer: with a Window prior only those that a later query can still see.
+    """
+
+    kind: ClassVar[str] = "keys"
+
+    buffer: _Buffer
+    begin: int
+    end: int
+
+    @classmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        return cls(operator, form, 0, _Buffer(_no_tokens(form), 0), 0, 0)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What is held, as views."""
+        return self.buffer.room.span(self.begin, self.end)
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(prepared keys (B, Hkv, n, D), values (B, Hkv, n, P), key mask (B, n), log decay (B, Hkv, n), key bias (B, Hkv, n)); None = none."""
+        return tuple(self.tokens)
+
+    @property
+    def reach(self) -> int | None:
+        """How many of the last tokens can still be seen, or None for all. One more than a window's left: a read stands at the last of them."""
+        window = next((p for p in self.operator.prior if isinstance(p, Window)), None)
+        return None if window is None or self.chunk is not None else window.left + 1
+
+    def extended(self, tokens: Tokens) -> Memory:
+        if tokens.length == 0:
+            return self
+        tokens = tokens._replace(k=tokens.k.to(self.form.dtype), v=tokens.v.to(self.form.dtype))
+        if tokens.log_decay is not None and tokens.log_decay.shape[0] != self.form.batch:
+            tokens = tokens._replace(log_decay=tokens.log_decay.expand(self.form.batch, -1, -1))
+        tokens = self._completed(tokens)
+        buffer, end = self.buffer, self.end + tokens.length
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*buffer.room, *tokens))
+        begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
+        if recorded:
+            held = joined(self.tokens, tokens)
+            return KeyValues(self.operator, self.form, self.count + tokens.length, _Buffer(held, held.length), begin - self.begin, held.length)
+        fits = buffer.used == self.end and end <= buffer.room.length and all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
+        if not fits:
+            keep = min(begin, self.end)
+            buffer, begin, end = _grown(self.buffer.room.span(keep, self.end), tokens), begin - keep, end - keep
+        _write(buffer.room.span(end - tokens.length, end), tokens)
+        buffer.used = end
+        return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
+
+    def _completed(self, tokens: Tokens) -> Tokens:
+        """The tokens with every entry that the held ones have; decays that are declared need no entry unless some are given."""
+        held, shape = self.buffer.room, tokens.k.shape[:3]
+        mask = tokens.mask
+        if mask is None and held.mask is not None:
+            mask = torch.ones(shape[0], shape[2], dtype=torch.bool, device=tokens.k.device)
+        bias = tokens.key_bias
+        if bias is None and held.key_bias is not None:
+            bias = held.key_bias.new_zeros(shape)
+        decay = tokens.log_decay
+        if decay is None and held.log_decay is not None:
+            decay = held.log_decay.new_zeros(shape)
+        return tokens._replace(mask=mask, key_bias=bias, log_decay=decay)
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        held = self.tokens.silent()
+        n, queries = held.length, q.shape[2]
+        if n == 0:
+            return q.new_zeros(*q.shape[:3], self.form.value_dim)
+        k, v = held.k.to(q.dtype), held.v.to(q.dtype)
+        at = torch.full((queries,), n - 1)
+        first = 0 if self.reach is None else max(0, n - self.reach)
+        whole = torch.zeros(queries, dtype=torch.int64)
+        seen = Visibility(whole + first, whole + n, whole, whole + n, at, n, held.mask)
+        row = col = None
+        if held.log_decay is not None:
+            running = held.log_decay.cumsum(-1).repeat_interleave(bound.groups, 1)
+            row, col = running[..., -1:].expand(*running.shape[:2], queries), -running
+        if held.key_bias is not None:
+            extra = held.key_bias.double().repeat_interleave(bound.groups, 1)
+            col = extra if col is None else col + extra
+        k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes)) @ v
+
+    def followed_by(self, other: Memory) -> Memory:
+        assert isinstance(other, KeyValues)
+        if other.count > other.end - other.begin:
+            # the second has let go of tokens of its own, so none of this one's can be seen any more
+            return replace(other, operator=self.operator, count=self.count + other.count)
+        return self.extended(other.tokens)
+
+    def without(self, other: Memory) -> Memory:
+        assert isinstance(other, KeyValues)
+        mine, theirs = self.tokens, other.tokens
+        n = theirs.length
+        if self.count != mine.length or other.count != n:
+            raise ArgumentError("Memory.subtract: one of the memories has let go of tokens outside its window, so its tokens cannot be told apart.")
+        for start in (0, mine.length - n):
+            part = mine.span(start, start + n)
+            if torch.equal(part.k, theirs.k) and torch.equal(part.v, theirs.v):
+                rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
+                return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
+        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one.")
+
+    def fork(self) -> Self:
+        own = self.tokens.map(torch.clone)
+        return type(self)(self.operator, self.form, self.count, _Buffer(own, own.length), 0, own.length)
+
+    def bytes_at(self, length: int) -> int:
+        form, room = self.form, self.buffer.room
+        held = length if self.reach is None else min(length, self.reach)
+        token = form.heads * (form.key_dim + form.value_dim) * form.dtype.itemsize
+        token += 0 if room.mask is None else 1
+        token += sum(form.heads * x.element_size() for x in (room.log_decay, room.key_bias) if x is not None)
+        return form.batch * held * token
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.tokens.named()
+
+    @classmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        held = Tokens(**tensors)
+        n = held.length
+        expected = Tokens(
+            held.k.new_empty(form.batch, form.heads, n, form.key_dim), held.v.new_empty(form.batch, form.heads, n, form.value_dim),
+            torch.empty(form.batch, n), torch.empty(form.batch, form.heads, n), torch.empty(form.batch, form.heads, n),
+        )
+        if any(x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)) or held.k.dtype != form.dtype:
+            raise ValueError("the tensors do not have the shapes of the header")
+        memory = cls(operator, form, count, _Buffer(held, n), 0, n)
+        if n != (count if memory.reach is None else min(count, memory.reach)):
+            raise ValueError(f"{count} tokens are announced and {n} are there")
+        return memory
+
+
+def _no_tokens(form: Form) -> Tokens:
+    k = torch.empty(form.batch, form.heads, 0, form.key_dim, dtype=form.dtype, device=form.device)
+    return Tokens(k, torch.empty(form.batch, form.heads, 0, form.value_dim, dtype=form.dtype, device=form.device))
+
+
+def _grown(held: Tokens, tokens: Tokens) -> _Buffer:
+    """A fresh buffer with twice the room, which holds ``held``; entries that only the new tokens have are filled in."""
+    n = held.length
+    room = max(_FIRST_ROOM, 2 * n, n + tokens.length)
+
+    def spacious(x: Tensor, axis: int) -> Tensor:
+        shape = list(x.shape)
+        shape[axis] = room
+        return x.new_empty(shape)
+
+    whole = Tokens(*(None if x is None else spacious(x.detach(), 1 if i == 2 else 2) for i, x in enumerate(tokens)))
+    target = whole.span(0, n)
+    for x, y, fill in zip(target, held, (0, 0, True, 0, 0), strict=True):
+        if x is not None:
+            x.copy_(y.detach()) if y is not None else x.fill_(fill)
+    return _Buffer(whole, n)
+
+
+def _write(place: Tokens, tokens: Tokens) -> None:
+    for x, y in zip(place, tokens, strict=True):
+        if x is not None and y is not None:
+            # .data: what is written was never read before, so graphs that read other spans of the buffer stay valid
+            x.data.copy_(y.detach())
+
+
+__all__ = ["KeyValues"]

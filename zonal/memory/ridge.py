@@ -1,0 +1,340 @@
+"""RidgeStatistics: G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T, all of the past of ridge and Koopman read-outs."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Ridge
+from zonal.algebra.operator import Bound
+from zonal.errors import ArgumentError
+from zonal.memory.base import Form, Memory
+from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.sums import restored_pending
+from zonal.memory.tokens import Tokens, joined
+
+REMAKE = 1024
+"""After so many tokens of updates the inverse is made again from G, which bounds its drift."""
+
+
+class Seam(NamedTuple):
+    """Where two memories were merged: ``at`` tokens from the start, between keys ``left`` and ``right`` (B, Hkv, r)."""
+
+    at: int
+    left: Tensor
+    right: Tensor
+
+
+class Inverse(NamedTuple):
+    """P = (G + rho I)^-1, the tokens it was updated by since it was made from G, and the values of rho it was made with."""
+
+    matrix: Tensor
+    age: int
+    version: tuple[int, int] | None
+
+
+def anchor_of(operator: Operator) -> Ridge:
+    assert isinstance(operator.anchor, Ridge)
+    return operator.anchor
+
+
+def ridge_version(operator: Operator) -> tuple[int, int] | None:
+    """Changes whenever the learned ridge does."""
+    parts = operator.learned_parts
+    if "anchor_raw_ridge" not in parts:
+        return None
+    value = parts["anchor_raw_ridge"]
+    return value.data_ptr(), value._version
+
+
+def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
+    """The key of the real token before each token: z (B, Hkv, n, r), zero on padding; before (B, Hkv, r) comes first of all."""
+    shifted = torch.cat([before.unsqueeze(2).to(z), z], 2)
+    if mask is None:
+        return shifted[:, :, :-1]
+    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    index = torch.where(mask, place, 0).cummax(-1).values
+    index = torch.nn.functional.pad(index[:, :-1], (1, 0))[:, None, :, None].expand(z.shape)
+    return shifted.gather(2, index).masked_fill(~mask[:, None, :, None], 0)
+
+
+def first_key(z: Tensor, mask: Tensor | None) -> Tensor:
+    """The first real key of each row, zero where there is none."""
+    if mask is None:
+        return z[:, :, 0]
+    index = mask.to(torch.int8).argmax(-1)[:, None, None, None].expand(-1, z.shape[1], 1, z.shape[3])
+    return z.gather(2, index)[:, :, 0]
+
+
+def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
+    """The last real key of each row, ``before`` where there is none."""
+    if mask is None:
+        return z[:, :, -1].to(before)
+    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    index = torch.where(mask, place, 0).amax(-1)[:, None, None, None].expand(-1, z.shape[1], 1, z.shape[3])
+    return torch.cat([before.unsqueeze(2).to(z), z], 2).gather(2, index)[:, :, 0].to(before)
+
+
+@dataclass(frozen=True, eq=False)
+class RidgeStatistics(Memory):
+    """Raw sums in float32 or better, (B, Hkv, …): nothing in them depends on the learned ridge, scale or gain.
+
+    gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv), the largest
+    z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no token at all).
+    The inverse is derived and made when it is first read; absorbing a few tokens updates it in O(r^2) each.
+
+    merge(a, b) adds b.first a.last^T to M and takes the larger peak: associative, not commutative. subtract takes the sums apart
+    exactly, up to rounding; the peak stays (it cannot be known again); the transition across the border is known, and taken
+    out, where ``merge`` made that border or at the very start, and refused elsewhere for powers past 0.
+    """
+
+    kind: ClassVar[str] = "ridge"
+
+    gram: Tensor
+    cross: Tensor
+    shift: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    peak: Tensor | None
+    padding: Tensor
+    seams: tuple[Seam, ...] = ()
+    pending: Tokens | None = None
+    inverse: Inverse | None = None
+
+    @classmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        anchor = anchor_of(operator)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(form.batch, form.heads, *shape, dtype=form.statistics, device=form.device)
+
+        r = form.key_dim
+        moves = anchor.shifts > 0
+        return cls(
+            operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r, r) if moves else None, zeros(r) if moves else None,
+            zeros(r) if moves else None, zeros() if anchor.mode == "running_max" else None,
+            torch.zeros(form.batch, dtype=torch.int64, device=form.device),
+        )
+
+    @property
+    def real(self) -> Tensor:
+        """Tokens that were not padding, (B,)."""
+        return self.count - self.padding
+
+    def _begun(self) -> Tensor:
+        """(B, 1, 1) bool: rows whose sums hold at least one token."""
+        committed = self.count - (0 if self.pending is None else self.pending.length)
+        absent = self.padding if self.pending is None or self.pending.mask is None else self.padding - (~self.pending.mask).sum(-1)
+        return (committed - absent > 0)[:, None, None]
+
+    def _summed(self, tokens: Tokens) -> "RidgeStatistics":
+        """The tokens added to the sums; count, padding and pending stay."""
+        dtype = self.form.statistics
+        silent = tokens.silent()
+        z, v = silent.k.to(dtype), silent.v.to(dtype)
+        changed = {"gram": self.gram + z.mT @ z, "cross": self.cross + v.mT @ z, "inverse": self._updated(z)}
+        if self.shift is not None and self.first is not None and self.last is not None:
+            changed["shift"] = self.shift + z.mT @ previous_keys(z, tokens.mask, self.last)
+            whole = self.pending is None and tokens.mask is None and not self.form.batch > 1
+            begun = self.count > 0 if whole else self._begun()
+            if isinstance(begun, bool):
+                changed["first"] = self.first if begun else first_key(z, tokens.mask)
+            else:
+                changed["first"] = torch.where(begun, self.first, first_key(z, tokens.mask))
+            changed["last"] = last_key(z, tokens.mask, self.last)
+        if self.peak is not None:
+            changed["peak"] = torch.maximum(self.peak, z.square().sum(-1).amax(-1))
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def _updated(self, z: Tensor) -> Inverse | None:
+        """The inverse after keys z, or None when it had better be made again."""
+        inverse, n = self.inverse, z.shape[2]
+        if inverse is None or self.peak is not None or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
+            return None
+        if inverse.version != ridge_version(self.operator):
+            return None
+        zp = z @ inverse.matrix
+        if n == 1:
+            matrix = inverse.matrix - zp.mT @ (zp / (1 + zp @ z.mT))
+        else:
+            block = with_ridge(zp @ z.mT, torch.ones((), dtype=z.dtype, device=z.device))
+            half = torch.linalg.solve_triangular(torch.linalg.cholesky(block), zp, upper=False)
+            matrix = inverse.matrix - half.mT @ half
+        return Inverse(matrix, inverse.age + n, inverse.version)
+
+    def ridge(self, bound: Bound) -> Tensor:
+        """rho, broadcastable to (B, Hkv, 1, 1)."""
+        rho = anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1, 1)
+        return rho if self.peak is None else rho * self.peak.clamp_min(1e-12)[..., None, None]
+
+    def solved(self, bound: Bound) -> Tensor:
+        """P = (G + rho I)^-1, kept for the next read unless gradients flow through it."""
+        version = ridge_version(self.operator)
+        recorded = _recorded(self.gram, *self.operator.learned_parts.values())
+        if self.inverse is not None and self.inverse.version == version and not recorded:
+            return self.inverse.matrix
+        matrix = positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
+        if not recorded:
+            # a derived value: what this memory is does not change
+            object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
+        return matrix
+
+    def settled(self) -> "RidgeStatistics":
+        """All tokens in the sums, pending ones included."""
+        return self if self.pending is None else replace(self._summed(self.pending), pending=None)
+
+    def extended(self, tokens: Tokens) -> Memory:
+        if tokens.length == 0:
+            return self
+        absent = tokens.padded()
+        count, padding = self.count + tokens.length, self.padding if absent is None else self.padding + absent
+        if self.chunk is None:
+            return replace(self._summed(tokens), count=count, padding=padding)
+        dtype = self.form.statistics
+        joint = joined(self.pending, tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype)))
+        whole = joint.length // self.chunk * self.chunk
+        summed = self._summed(joint.span(0, whole)) if whole else self
+        rest = joint.span(whole, joint.length).map(torch.clone) if whole < joint.length else None
+        return replace(summed, count=count, padding=padding, pending=rest)
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        return self.settled()._looked_up(q, bound)
+
+    def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
+        batch, heads, queries, dim = q.shape
+        x = q.to(torch.promote_types(q.dtype, self.form.statistics)).view(batch, self.form.heads, -1, dim)
+        inverse = self.solved(bound)
+        x = x @ inverse
+        if self.shift is not None:
+            for _ in range(anchor_of(self.operator).shifts):
+                x = x @ self.shift.mT @ inverse
+        return (x @ self.cross.mT).view(batch, heads, queries, -1).to(q.dtype)
+
+    def followed_by(self, other: Memory) -> Memory:
+        assert isinstance(other, RidgeStatistics)
+        count, padding = self.count + other.count, self.padding + other.padding
+        if self.pending is not None:
+            if other.count < (self.chunk or 0):
+                return self if other.pending is None else self.extended(other.pending)
+            raise ArgumentError(
+                f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), which would move the borders of the second. "
+                "Absorb the second one's tokens instead."
+            )
+        merged = replace(
+            self, count=count, padding=padding, gram=self.gram + other.gram, cross=self.cross + other.cross, pending=other.pending, inverse=None,
+            peak=None if self.peak is None or other.peak is None else torch.maximum(self.peak, other.peak),
+        )
+        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+            return merged
+        mine, theirs = self._begun(), other._begun()
+        seams = self.seams + tuple(seam._replace(at=seam.at + self.count) for seam in other.seams)
+        if self.count and other.count:
+            border = Seam(self.count, self.last, other.first)
+            seams = tuple(sorted((*seams, border), key=lambda seam: seam.at))
+        return replace(
+            merged, seams=seams, shift=self.shift + other.shift + other.first[..., :, None] * self.last[..., None, :],
+            first=torch.where(mine, self.first, other.first), last=torch.where(theirs, other.last, self.last),
+        )
+
+    def without(self, other: Memory) -> Memory:
+        assert isinstance(other, RidgeStatistics)
+        if other.pending is not None:
+            raise ArgumentError(f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out.")
+        if bool((other.padding > self.padding).any()):
+            raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
+        if other.count == 0:
+            return self
+        rest = replace(
+            self, count=self.count - other.count, padding=self.padding - other.padding, gram=self.gram - other.gram,
+            cross=self.cross - other.cross, inverse=None,
+        )
+        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+            return rest
+        if self.count == other.count:
+            return replace(rest, shift=self.shift - other.shift, first=torch.zeros_like(self.first), last=torch.zeros_like(self.last), seams=())
+        left, right = self._borders(other)
+        shift = self.shift - other.shift
+        seams = [seam for seam in self.seams if seam not in (left, right)]
+        start = 0 if left is None else left.at
+        if left is not None:
+            shift = shift - left.right[..., :, None] * left.left[..., None, :]
+        if right is not None:
+            shift = shift - right.right[..., :, None] * right.left[..., None, :]
+        if left is not None and right is not None:
+            shift = shift + right.right[..., :, None] * left.left[..., None, :]
+            seams.append(Seam(start, left.left, right.right))
+        seams = [seam._replace(at=seam.at - other.count) if seam.at > start else seam for seam in seams if not start < seam.at < start + other.count]
+        return replace(
+            rest, shift=shift, seams=tuple(sorted(seams, key=lambda seam: seam.at)),
+            first=self.first if left is not None else _sure(right).right, last=self.last if right is not None else _sure(left).left,
+        )
+
+    def _borders(self, other: "RidgeStatistics") -> tuple[Seam | None, Seam | None]:
+        """The seams before and after the other's tokens in this memory; None where it begins or ends with them."""
+        assert self.first is not None
+        assert self.last is not None
+        assert other.first is not None
+        assert other.last is not None
+        starts = [(0, self.first, None), *((seam.at, seam.right, seam) for seam in self.seams)]
+        ends = {seam.at: (seam.left, seam) for seam in self.seams} | {self.count - (self.pending.length if self.pending else 0): (self.last, None)}
+        for at, key, before in starts:
+            stop = ends.get(at + other.count)
+            if stop is not None and torch.equal(key, other.first) and torch.equal(stop[0], other.last):
+                return before, stop[1]
+        raise ArgumentError(
+            "Memory.subtract: the border of these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be subtracted."
+        )
+
+    def fork(self) -> Self:
+        def own(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.clone()
+
+        return replace(
+            self, gram=self.gram.clone(), cross=self.cross.clone(), shift=own(self.shift), first=own(self.first), last=own(self.last),
+            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
+            pending=None if self.pending is None else self.pending.map(torch.clone),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()),
+        )
+
+    def bytes_at(self, length: int) -> int:
+        form, r = self.form, self.form.key_dim
+        numbers = 2 * r * r + form.value_dim * r  # G, its inverse, C
+        numbers += r * r + 2 * r if self.shift is not None else 0
+        numbers += 1 if self.peak is not None else 0
+        numbers += 2 * r * len(self.seams)
+        waiting = 0 if self.chunk is None else length % self.chunk
+        numbers += waiting * (r + form.value_dim)
+        return form.batch * (form.heads * numbers * form.statistics.itemsize + 8)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
+        seams = {f"seam{i}.{side}": x for i, seam in enumerate(self.seams) for side, x in (("left", seam.left), ("right", seam.right))}
+        pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
+        return {name: x for name, x in named.items() if x is not None} | seams | pending
+
+    def plain(self) -> dict[str, int]:
+        return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
+
+    @classmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        empty = cls.start(operator, form)
+        for name, x in empty.tensors().items():
+            if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
+                raise ValueError("the tensors do not have the shapes of the header")
+        seams = tuple(Seam(plain[f"seam{i}"], tensors[f"seam{i}.left"], tensors[f"seam{i}.right"]) for i in range(len(plain)))
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=seams, pending=restored_pending(tensors))
+
+
+def _sure(seam: Seam | None) -> Seam:
+    assert seam is not None
+    return seam
+
+
+def _recorded(*values: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in values)
+
+
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "last_key", "previous_keys", "ridge_version"]

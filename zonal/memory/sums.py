@@ -1,0 +1,262 @@
+"""FeatureSums and DecayedSums: S = sum phi(k) [v, 1]^T, all of the past of an operator whose kernel is a polynomial in a dot product."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.operator import Bound
+from zonal.errors import ArgumentError
+from zonal.features import SymmetricPowers, moments
+from zonal.memory.base import Form, Memory, served_by
+from zonal.memory.tokens import Tokens, joined
+
+
+def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
+    """The feature map of an operator that has one."""
+    features = served_by(operator, key_dim)
+    assert features is not None
+    return features
+
+
+def with_mass(operator: Operator, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(k, [v, 1] e^bias) in ``dtype``, padding as zeros; the column of ones is there for anchors that divide by the row's sum."""
+    silent = tokens.silent()
+    k, v = silent.k.to(dtype), silent.v.to(dtype)
+    if operator.tags.normalises:
+        v = F.pad(v, (0, 1), value=1.0)
+        if tokens.mask is not None:
+            v = v.masked_fill(~tokens.mask[:, None, :, None], 0)
+    if tokens.key_bias is not None:
+        bias = tokens.key_bias if tokens.mask is None else tokens.key_bias.masked_fill(~tokens.mask[:, None], 0)
+        v = v * bias.to(dtype).exp().unsqueeze(-1)
+    return k, v
+
+
+def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
+    """sum_s l(q . k_s) [v_s, 1]: q (B, H, T, D) and state (B, Hkv, m, P1) -> (B, H, T, P1)."""
+    batch, heads, queries, dim = q.shape
+    phi = features(q).unflatten(1, (bound.kv_heads, bound.groups))
+    if not features.trivial:
+        scale = features.scale(bound.link.monomials(bound.coefficients.to(q)).to(q), dim)
+        phi = phi * scale.expand(heads, -1).reshape(bound.kv_heads, bound.groups, 1, -1)
+    return (phi.flatten(2, 3) @ state).view(batch, heads, queries, -1)
+
+
+def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
+    """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1)."""
+    name = type(bound.anchor).__name__
+    if name == "Row":
+        y, mass = total[..., :-1], total[..., -1:]
+        empty = mass == 0
+        return torch.where(empty, 0, y / torch.where(empty, 1, mass))
+    if name == "Count":
+        return total * torch.where(count > 0, 1 / count.clamp_min(1).to(total.dtype), 0)
+    return total
+
+
+def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
+    size = features_of(operator, form.key_dim).dimension(form.key_dim)
+    width = form.value_dim + (1 if operator.tags.normalises else 0)
+    state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
+    return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
+
+
+def _state_bytes(operator: Operator, form: Form) -> int:
+    size = features_of(operator, form.key_dim).dimension(form.key_dim)
+    return form.batch * (form.heads * size * (form.value_dim + (1 if operator.tags.normalises else 0)) * form.statistics.itemsize + 8)
+
+
+def _more_padding(padding: Tensor, tokens: Tokens) -> Tensor:
+    absent = tokens.padded()
+    return padding if absent is None else padding + absent
+
+
+def _checked_state(state: Tensor, padding: Tensor, operator: Operator, form: Form) -> None:
+    expected = _start(operator, form)
+    if state.shape != expected[0].shape or state.dtype != form.statistics or padding.shape != expected[1].shape:
+        raise ValueError("the tensors do not have the shapes of the header")
+
+
+def _fewer(mine: Tensor, theirs: Tensor) -> Tensor:
+    if bool((theirs > mine).any()):
+        raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
+    return mine - theirs
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSums(Memory):
+    """state (B, Hkv, m, P or P + 1) in float32 or better: a plain sum over tokens, so merging is associative and commutative.
+
+    padding: (B,) how many of ``count`` tokens were padding. pending: with a ChunkCausal prior, the tokens past the last whole chunk.
+    """
+
+    kind: ClassVar[str] = "features"
+
+    state: Tensor
+    padding: Tensor
+    pending: Tokens | None = None
+
+    @classmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        return cls(operator, form, 0, *_start(operator, form))
+
+    @property
+    def real(self) -> Tensor:
+        """Tokens that were not padding, (B,)."""
+        return self.count - self.padding
+
+    def _sum(self, tokens: Tokens) -> Tensor:
+        k, v = with_mass(self.operator, tokens, self.form.statistics)
+        return self.state + moments(k, v, features_of(self.operator, self.form.key_dim))
+
+    def settled(self) -> Tensor:
+        """The sum over all tokens, pending ones included."""
+        return self.state if self.pending is None else self._sum(self.pending)
+
+    def extended(self, tokens: Tokens) -> Memory:
+        if tokens.length == 0:
+            return self
+        if tokens.log_decay is not None:
+            return DecayedSums(self.operator, self.form, self.count, self.state, self.padding, _no_decay(self.form)).extended(tokens)
+        count, padding = self.count + tokens.length, _more_padding(self.padding, tokens)
+        if self.chunk is None:
+            return replace(self, count=count, padding=padding, state=self._sum(tokens))
+        tokens = joined(self.pending, tokens._replace(k=tokens.k.to(self.form.statistics), v=tokens.v.to(self.form.statistics)))
+        whole = tokens.length // self.chunk * self.chunk
+        state = self._sum(tokens.span(0, whole)) if whole else self.state
+        rest = tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None
+        return replace(self, count=count, padding=padding, state=state, pending=rest)
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        dtype = self.form.statistics
+        total = total_of(q.to(torch.promote_types(q.dtype, dtype)), self.settled(), features_of(self.operator, self.form.key_dim), bound)
+        return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
+
+    def followed_by(self, other: Memory) -> Memory:
+        assert isinstance(other, FeatureSums)
+        count, padding = self.count + other.count, self.padding + other.padding
+        if self.pending is None:
+            return replace(self, count=count, padding=padding, state=self.state + other.state, pending=other.pending)
+        if other.chunk is not None and other.count < other.chunk:
+            return self if other.pending is None else self.extended(other.pending)
+        raise ArgumentError(
+            f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), which would move the borders of the second. "
+            "Absorb the second one's tokens instead."
+        )
+
+    def without(self, other: Memory) -> Memory:
+        assert isinstance(other, FeatureSums)
+        if other.pending is not None:
+            raise ArgumentError(f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out.")
+        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=self.state - other.state)
+
+    def fork(self) -> Self:
+        pending = None if self.pending is None else self.pending.map(torch.clone)
+        return replace(self, state=self.state.clone(), padding=self.padding.clone(), pending=pending)
+
+    def bytes_at(self, length: int) -> int:
+        form = self.form
+        waiting = 0 if self.chunk is None else length % self.chunk
+        token = form.heads * (form.key_dim + form.value_dim) * form.statistics.itemsize
+        return _state_bytes(self.operator, form) + form.batch * waiting * token
+
+    def tensors(self) -> dict[str, Tensor]:
+        pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
+        return {"state": self.state, "padding": self.padding, **pending}
+
+    @classmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        _checked_state(tensors["state"], tensors["padding"], operator, form)
+        return cls(operator, form, count, tensors["state"], tensors["padding"], restored_pending(tensors))
+
+
+def restored_pending(tensors: dict[str, Tensor]) -> Tokens | None:
+    """The pending tokens among saved tensors."""
+    named = {name.removeprefix("pending."): x for name, x in tensors.items() if name.startswith("pending.")}
+    return Tokens(**named) if named else None
+
+
+def _no_decay(form: Form) -> Tensor:
+    return torch.zeros(form.batch, form.heads, dtype=torch.float64, device=form.device)
+
+
+@dataclass(frozen=True, eq=False)
+class DecayedSums(Memory):
+    """S_t = e^{g_t} S_{t-1} + phi(k_t) [v_t, 1]^T with log decays g <= 0 a token, and their total.
+
+    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out the oldest tokens: subtract(merge(a, b), a) = b.
+    """
+
+    kind: ClassVar[str] = "decayed"
+
+    state: Tensor
+    padding: Tensor
+    total: Tensor  # (B, Hkv) float64
+
+    @classmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        return cls(operator, form, 0, *_start(operator, form), _no_decay(form))
+
+    @property
+    def real(self) -> Tensor:
+        """Tokens that were not padding, (B,)."""
+        return self.count - self.padding
+
+    def extended(self, tokens: Tokens) -> Memory:
+        if tokens.length == 0:
+            return self
+        if self.chunk is not None:
+            raise ArgumentError("Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with kind='keys'.")
+        k, v = with_mass(self.operator, tokens, self.form.statistics)
+        state, total = self.state, self.total
+        if tokens.log_decay is not None:
+            running = tokens.log_decay.cumsum(-1)
+            whole = running[..., -1:]
+            v = v * (whole - running).exp().to(v).unsqueeze(-1)
+            state = state * whole.exp().to(state).unsqueeze(-1)
+            total = total + whole[..., 0]
+        state = state + moments(k, v, features_of(self.operator, self.form.key_dim))
+        return replace(self, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state, total=total)
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        dtype = self.form.statistics
+        total = total_of(q.to(torch.promote_types(q.dtype, dtype)), self.state, features_of(self.operator, self.form.key_dim), bound)
+        return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
+
+    def followed_by(self, other: Memory) -> Memory:
+        assert isinstance(other, DecayedSums)
+        faded = self.state * other.total.exp().to(self.state)[..., None, None]
+        return replace(
+            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state, total=self.total + other.total
+        )
+
+    def without(self, other: Memory) -> Memory:
+        assert isinstance(other, DecayedSums)
+        later = self.total - other.total
+        if bool((later > 1e-9 * (1 + self.total.abs())).any()):
+            raise ArgumentError("Memory.subtract: the other memory has faded more than this one; it is not its beginning.")
+        state = self.state - other.state * later.exp().to(self.state)[..., None, None]
+        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=state, total=later)
+
+    def fork(self) -> Self:
+        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone())
+
+    def bytes_at(self, length: int) -> int:
+        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"state": self.state, "padding": self.padding, "total": self.total}
+
+    @classmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        _checked_state(tensors["state"], tensors["padding"], operator, form)
+        if tensors["total"].shape != (form.batch, form.heads):
+            raise ValueError("the tensors do not have the shapes of the header")
+        return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"])
+
+
+__all__ = ["DecayedSums", "FeatureSums", "anchored", "features_of", "restored_pending", "total_of", "with_mass"]

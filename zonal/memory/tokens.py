@@ -1,0 +1,78 @@
+"""A span of tokens as a memory receives it: prepared keys, values, and what is known about each token."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """k (B, Hkv, n, D) prepared by the score; v (B, Hkv, n, P); mask (B, n) bool, True = real; log_decay, key_bias (B, Hkv, n); None = none."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    log_decay: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[2]
+
+    def span(self, start: int, stop: int) -> "Tokens":
+        """The tokens [start, stop)."""
+        part = slice(start, stop)
+        return Tokens(
+            self.k[:, :, part],
+            self.v[:, :, part],
+            None if self.mask is None else self.mask[:, part],
+            None if self.log_decay is None else self.log_decay[..., part],
+            None if self.key_bias is None else self.key_bias[..., part],
+        )
+
+    def silent(self) -> "Tokens":
+        """Padding made to zeros in k and v, so that it adds nothing to any sum (whatever it held, NaN included)."""
+        if self.mask is None:
+            return self
+        hidden = ~self.mask[:, None, :, None]
+        return self._replace(k=self.k.masked_fill(hidden, 0), v=self.v.masked_fill(hidden, 0))
+
+    def padded(self) -> Tensor | None:
+        """How many of the tokens are padding, (B,) int64, or None for none."""
+        return None if self.mask is None else (~self.mask).sum(-1)
+
+    def map(self, change) -> "Tokens":  # noqa: ANN001
+        """Each tensor changed alike."""
+        return Tokens(*(None if x is None else change(x) for x in self))
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self if x is not None)
+
+
+def joined(a: Tokens | None, b: Tokens) -> Tokens:
+    """The tokens of a and then those of b; what one of them lacks is filled in."""
+    if a is None or a.length == 0:
+        return b
+    mask = None
+    if a.mask is not None or b.mask is not None:
+        mask = torch.cat([_or_filled(a.mask, (a.k.shape[0], a.length), True, b.mask), _or_filled(b.mask, (b.k.shape[0], b.length), True, a.mask)], 1)
+    extra = []
+    for x, y in ((a.log_decay, b.log_decay), (a.key_bias, b.key_bias)):
+        both = x is not None or y is not None
+        extra.append(torch.cat([_or_filled(x, a.k.shape[:3], 0, y), _or_filled(y, b.k.shape[:3], 0, x)], 2) if both else None)
+    return Tokens(torch.cat([a.k, b.k.to(a.k)], 2), torch.cat([a.v, b.v.to(a.v)], 2), mask, *extra)
+
+
+def _or_filled(x: Tensor | None, shape: tuple[int, ...], value: float, like: Tensor | None) -> Tensor:
+    if x is not None:
+        return x
+    assert like is not None
+    return torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+
+
+__all__ = ["Tokens", "joined"]
