@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import training_doubles
 from training.training_doubles import lines
 
 from zonal import tasks
@@ -344,7 +343,7 @@ def test_a_budget_too_small_says_what_is_needed():
 
 def test_a_budgeted_comparison_keeps_its_plan(tmp_path, monkeypatch):
     training = replace(a_spec().training, steps=100_000, eval_every=None)
-    spec = a_spec(budget_seconds=6.0, training=training, seeds=(0,), operators=("softmax",))
+    spec = a_spec(budget_seconds=4.0, training=training, seeds=(0,), operators=("softmax",))
     should_stop, on_event = stop_after(3)
     started = time.perf_counter()
     first = Comparison(tmp_path, spec)
@@ -355,7 +354,7 @@ def test_a_budgeted_comparison_keeps_its_plan(tmp_path, monkeypatch):
     assert second.plan == first.plan
     result = second.run()
     assert result.runs[0].steps_done == first.plan.steps
-    assert time.perf_counter() - started < 12.0
+    assert time.perf_counter() - started < 10.0
 
 
 # processes
@@ -411,22 +410,10 @@ def test_ctrl_c_then_again(tmp_path):
     assert (started.run, started.step) == ("runs/softmax/seed-0-lr-0.01", record.steps_done)
 
 
-def test_two_at_a_time_with_a_kill_and_ctrl_c(whole, tmp_path):
-    folder = tmp_path / "it"
-    process = start(folder, 2, 6)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.split()[-1] == "done", (out, err)
-    for run in a_spec().runs():
-        assert RunResult.read(folder / run.name).threads == 1
-        if RunResult.read(whole[0] / run.name).threads == 1:
-            assert lines(folder / run.name) == lines(whole[0] / run.name)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found through /proc")
-def test_a_killed_worker_costs_its_run_only(tmp_path):
+def test_two_at_a_time_and_a_killed_worker(tmp_path):
     folder = tmp_path / "it"
-    process = start(folder, 2, 120)
+    process = start(folder, 2, 60)
     read_until(process, 5)
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(children) == 2
@@ -439,6 +426,10 @@ def test_a_killed_worker_costs_its_run_only(tmp_path):
     victim = next(record for record in records if record.status == "stopped")
     assert "killed by SIGKILL" in victim.message
     assert Comparison.open(folder).run().status == "done"
+    spec = a_spec(training=replace(a_spec().training, steps=60))
+    Comparison(tmp_path / "one by one", spec).run(threads=1)
+    for run in spec.runs():
+        assert lines(folder / run.name) == lines(tmp_path / "one by one" / run.name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found through /proc")
@@ -454,7 +445,4 @@ def test_workers_of_a_killed_parent_stop_with_a_checkpoint(tmp_path):
     while [record.status for record in result.records()].count("stopped") < 2:
         assert time.monotonic() < deadline, [record.status for record in result.records()]
         time.sleep(0.1)
-    assert all(record.steps_done >= 5 for record in result.records() if record.status == "stopped")
-
-
-assert training_doubles  # TEMPORARY
+    assert max(record.steps_done for record in result.records()) >= 5
