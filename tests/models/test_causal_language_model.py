@@ -175,7 +175,9 @@ def test_memory_bytes_equals_what_is_really_held(spec):
         memory = model.empty_memory(1)
         if length:
             _, memory = model.step(text(1, length), memory)
-        assert model.memory_bytes(length) == memory.nbytes, length
+        tails = [layer.tail for layer in memory.layers if layer.tail is not None]
+        held = sum(value.nbytes for layer in memory.layers for value in layer.memory.tensors().values()) + sum(tail.nbytes for tail in tails)
+        assert model.memory_bytes(length) == memory.nbytes == held, length
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.split("(")[0] in ("linear", "retention", "ridge", "ska", "squared_affine", "polynomial_square")])
@@ -190,17 +192,15 @@ def test_memory_of_another_model_is_refused():
 
 
 def test_a_memory_file_goes_on_where_it_stood(tmp_path):
-    from zonal.models import ModelMemory
-
     model, tokens = make(), text()
     _, memory = model.step(tokens[:, :6], model.empty_memory(2))
     memory.save(tmp_path / "memory.safetensors")
-    loaded = ModelMemory.load(tmp_path / "memory.safetensors")
+    loaded = model.load_memory(tmp_path / "memory.safetensors")
     torch.testing.assert_close(model.step(tokens[:, 6:], loaded)[0], model.step(tokens[:, 6:], memory)[0], rtol=0, atol=0)
     assert loaded.nbytes == memory.nbytes
     (tmp_path / "memory.safetensors").write_bytes((tmp_path / "memory.safetensors").read_bytes()[:-7])
     with pytest.raises(FileFormatError, match="truncated"):
-        ModelMemory.load(tmp_path / "memory.safetensors")
+        model.load_memory(tmp_path / "memory.safetensors")
 
 
 # --- generation --------------------------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def test_memory_bytes_is_what_absorbing_takes(spec, conv):
         memory = layer.empty_memory(3)
         if length:
             _, memory = layer(tokens(3, length), memory=memory)
-        assert layer.memory_bytes(length) * 3 == memory.nbytes, length
+        held = sum(value.nbytes for value in memory.memory.tensors().values()) + (0 if memory.tail is None else memory.tail.nbytes)
+        assert layer.memory_bytes(length) * 3 == memory.nbytes == held, length
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -131,7 +132,7 @@ def test_saved_memory_goes_on_where_it_stood(spec, tmp_path):
     layer, x = make(spec), tokens()
     _, memory = layer(x[:, :6], return_memory=True)
     memory.save(tmp_path / "memory.safetensors")
-    loaded = zonal.nn.LayerMemory.load(tmp_path / "memory.safetensors")
+    loaded = layer.load_memory(tmp_path / "memory.safetensors")
     assert [file.name for file in tmp_path.iterdir()] == ["memory.safetensors"]
     for expected, got in zip(layer(x[:, 6:], memory=memory)[0], layer(x[:, 6:], memory=loaded)[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)

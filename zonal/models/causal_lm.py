@@ -15,6 +15,7 @@ from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.memory import ModelMemory
 from zonal.models.sampling import Sampler, StopRule
 from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
+from zonal.nn.memory import load_memories
 
 IGNORE = -100
 FINISHED = -1
@@ -230,7 +231,13 @@ class CausalLM(nn.Module):
                 return
             tokens, mask = drawn[:, None], None
 
-    @torch.no_grad()
+    def load_memory(self, path: str | os.PathLike[str]) -> ModelMemory:
+        """The memory that ``ModelMemory.save`` wrote, on the model's device.
+
+        Raises: FileFormatError when the file is missing, damaged, or belongs to another model.
+        """
+        return ModelMemory(load_memories(path, self.empty_memory(1).layers))
+
     def memory_bytes(self, length: int) -> int:
         """Bytes that one sequence's memory takes after ``length`` tokens, all layers together."""
         if length < 0:

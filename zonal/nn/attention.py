@@ -1,5 +1,6 @@
 """The attention layer: projections around any operator."""
 
+import os
 from typing import Literal
 
 import torch
@@ -9,9 +10,10 @@ from zonal import mechanisms
 from zonal.algebra.operator import Operator
 from zonal.attention import attention
 from zonal.errors import ArgumentError
+from zonal.memory import Memory
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerMemory, load_memories
 from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import check_masks, document_positions
 from zonal.nn.rotary import Rotary
@@ -116,14 +118,24 @@ class Attention(nn.Module):
 
     def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
-        from zonal.memory import Memory
-
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
         return LayerMemory(
             memory=Memory.empty(self.operator, batch, self.kv_heads, self.head_dim, self.head_dim, dtype, device),
             tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
         )
+
+    def memory_bytes(self, length: int) -> int:
+        """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
+        memory = self.empty_memory(1)
+        return memory.memory.bytes_at(length) + (0 if memory.tail is None else memory.tail.nbytes)
+
+    def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
+        """The memory that ``LayerMemory.save`` wrote, on the layer's device.
+
+        Raises: FileFormatError when the file is missing, damaged, or belongs to a layer of another kind.
+        """
+        return load_memories(path, [self.empty_memory(1)])[0]
 
     def forward(
         self,
