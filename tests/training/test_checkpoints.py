@@ -64,7 +64,7 @@ class KilledError(Exception):
     """Stands for a kill: nothing after it runs."""
 
 
-@pytest.mark.parametrize(("step", "torn"), [(2, b""), (4, b'{"kind": "train", "step": 5, "lo'), (6, b"\xff\xfe"), (9, b""), (11, b"{")])
+@pytest.mark.parametrize(("step", "torn"), [(2, b""), (4, b'{"kind": "train", "step": 5, "lo'), (6, b"\xff\xfe"), (9, b""), (11, b"{" * 100_000)])
 def test_what_came_after_the_checkpoint_is_cut_and_repeated(whole, tmp_path, step, torn):
     def kill(event):
         if isinstance(event, kinds.StepDone) and event.step == step:

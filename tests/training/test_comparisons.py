@@ -392,22 +392,24 @@ def read_until(process, step):
     pytest.fail(process.stderr.read())
 
 
-def test_ctrl_c_then_again(tmp_path):
-    process = start(tmp_path / "it", 1, 300)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_then_again(tmp_path, jobs):
+    process = start(tmp_path / "it", jobs, 1000)
     read_until(process, 20)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.split()[-1] == "stopped"
     assert "Traceback" not in err
-    record = RunResult.read(tmp_path / "it/runs/softmax/seed-0-lr-0.01")
-    assert record.status == "stopped"
-    assert 20 <= record.steps_done < 300
+    records = {name: RunResult.read(tmp_path / "it" / name) for name in (run.name for run in a_spec().runs())}
+    begun = {name: record for name, record in records.items() if record.status == "stopped"}
+    assert sorted(record.status for record in records.values()) == ["pending"] * (4 - jobs) + ["stopped"] * jobs
+    assert 20 <= max(record.steps_done for record in begun.values()) < 1000
     should_stop, on_event = stop_after(1)
     first = []
     Comparison.open(tmp_path / "it").run(should_stop=should_stop, on_event=lambda event: (first.append(event), on_event(event)))
     started = next(event for event in first if isinstance(event, kinds.RunStarted))
-    assert (started.run, started.step) == ("runs/softmax/seed-0-lr-0.01", record.steps_done)
+    assert (started.run, started.step) == ("runs/softmax/seed-0-lr-0.01", begun[started.run].steps_done)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found through /proc")
