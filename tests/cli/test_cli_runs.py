@@ -93,7 +93,8 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.stderr.read() == ""
+    with process.stderr as errors:
+        assert errors.read() == ""
     assert process.wait(60) == 141
 
 
