@@ -21,6 +21,7 @@ class Call:
     it is also contained in ``bias``. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
+    operator: Operator
     bound: Bound
     tags: Tags
     q: Tensor
@@ -136,7 +137,7 @@ def prepare(
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
     return Call(
-        bound=bound, tags=tags, q=score_q, k=score_k, v=v.to(compute), coefficients=bound.coefficients.to(score_q),
+        operator=operator, bound=bound, tags=tags, q=score_q, k=score_k, v=v.to(compute), coefficients=bound.coefficients.to(score_q),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
-from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Window
+from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Cosine, Dot
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
@@ -39,23 +39,42 @@ class Form(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
 
+def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
+    """Why sums over features do not carry the past of an operator, or None when they do."""
+    if parts.anchor.solves:
+        return f"anchor {type(parts.anchor).__name__} solves with the kernel among keys, which is no sum over keys"
+    if not parts.score.bilinear:
+        return f"score {type(parts.score).__name__} is no dot product of prepared vectors"
+    for prior in _priors(parts):
+        if isinstance(prior, Window | ALiBi):
+            return f"prior {type(prior).__name__} weighs each past key by its distance, and a sum over keys has forgotten positions"
+    features = feature_map(parts.link)
+    if features is None:
+        return f"link {type(parts.link).__name__} has no finite feature map that is exact"
+    size = features.dimension(key_dim)
+    if size > MAX_FEATURES:
+        return f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension {key_dim}, more than {MAX_FEATURES}"
+    return None
+
+
 def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
     """The feature map that sums over keys can be kept with, or None."""
-    if operator.anchor.solves or not operator.score.bilinear or any(isinstance(p, Window | ALiBi) for p in operator.prior):
-        return None
-    features = feature_map(operator.link)
-    return features if features is not None and features.dimension(key_dim) <= MAX_FEATURES else None
+    return None if features_refusal(operator, key_dim) else feature_map(operator.link)
 
 
-def statistics_refusal(operator: Operator) -> str | None:
+def statistics_refusal(parts: Operator | Bound) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
-    score, link = operator.score, operator.link
+    score, link = parts.score, parts.link
     plain = (isinstance(score, Dot) and score.scale == 1) or (isinstance(score, Cosine) and score.temperature == 1 and not score.learn_temperature)
     if not plain or link.degree != 1 or type(link).__name__ != "Identity":
         return f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
-    if any(isinstance(p, Window) for p in operator.prior):
+    if any(isinstance(p, Window) for p in _priors(parts)):
         return "a window forgets keys one by one, and the statistics cannot"
     return None
+
+
+def _priors(parts: Operator | Bound) -> tuple[Prior, ...]:
+    return parts.priors if isinstance(parts, Bound) else parts.prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +246,7 @@ class Memory(abc.ABC):
                 operator = declared
             elif not same_declaration(operator, declared):
                 raise ValueError(f"it belongs to operator {declared.spec!r}, and {operator.spec!r} was given")
-            form = Form(*numbers[:4], dtype, torch.device("cpu"))
+            form = Form(numbers[0], numbers[1], numbers[2], numbers[3], dtype, torch.device("cpu"))
             return Memory._kinds()[header["memory"]].restored(operator, form, numbers[4], tensors, header["plain"])
 
     # --- what it is ----------------------------------------------------------------------------------------------------
@@ -355,4 +374,4 @@ def _shown(form: Form) -> str:
     return f"(batch {form.batch}, heads {form.heads}, key_dim {form.key_dim}, value_dim {form.value_dim}, {form.dtype}, {form.device})"
 
 
-__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "same_declaration", "served_by", "statistics_refusal"]
+__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal"]

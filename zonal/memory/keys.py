@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
-from zonal.algebra.prior import Bias, Visibility, Window
+from zonal.algebra.prior import Bias, Causal, ChunkCausal, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.tokens import Tokens, joined
@@ -51,7 +51,8 @@ class KeyValues(Memory):
 
     def keys_and_values(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(prepared keys (B, Hkv, n, D), values (B, Hkv, n, P), key mask (B, n), log decay (B, Hkv, n), key bias (B, Hkv, n)); None = none."""
-        return tuple(self.tokens)
+        held = self.tokens
+        return held.k, held.v, held.mask, held.log_decay, held.key_bias
 
     @property
     def reach(self) -> int | None:
@@ -95,19 +96,27 @@ class KeyValues(Memory):
         return tokens._replace(mask=mask, key_bias=bias, log_decay=decay)
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        held = self.tokens.silent()
-        n, queries = held.length, q.shape[2]
+        n, queries = self.end - self.begin, q.shape[2]
         if n == 0:
             return q.new_zeros(*q.shape[:3], self.form.value_dim)
-        k, v = held.k.to(q.dtype), held.v.to(q.dtype)
-        at = torch.full((queries,), n - 1)
-        first = 0 if self.reach is None else max(0, n - self.reach)
         whole = torch.zeros(queries, dtype=torch.int64)
-        seen = Visibility(whole + first, whole + n, whole, whole + n, at, n, held.mask)
+        first = 0 if self.reach is None else max(0, n - self.reach)
+        return self.weighed(q, bound, Visibility(whole + first, whole + n, whole, whole + n, whole + n - 1, n))
+
+    def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
+        """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
+        masks = tuple(p for p in bound.priors if isinstance(p, Causal | ChunkCausal | Window))
+        return self.weighed(q, bound, visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self))
+
+    def weighed(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
+        """y of prepared queries at given positions among the held tokens."""
+        held = self.tokens.silent()
+        seen = replace(seen, key_mask=held.mask)
+        k, v = held.k.to(q.dtype), held.v.to(q.dtype)
         row = col = None
         if held.log_decay is not None:
             running = held.log_decay.cumsum(-1).repeat_interleave(bound.groups, 1)
-            row, col = running[..., -1:].expand(*running.shape[:2], queries), -running
+            row, col = running[..., seen.position], -running
         if held.key_bias is not None:
             extra = held.key_bias.double().repeat_interleave(bound.groups, 1)
             col = extra if col is None else col + extra
@@ -175,12 +184,11 @@ def _grown(held: Tokens, tokens: Tokens) -> _Buffer:
     n = held.length
     room = max(_FIRST_ROOM, 2 * n, n + tokens.length)
 
-    def spacious(x: Tensor, axis: int) -> Tensor:
-        shape = list(x.shape)
-        shape[axis] = room
-        return x.new_empty(shape)
+    def spacious(x: Tensor) -> Tensor:
+        axis = 1 if x.dtype == torch.bool else 2  # the mask has no heads
+        return x.detach().new_empty(*x.shape[:axis], room, *x.shape[axis + 1 :])
 
-    whole = Tokens(*(None if x is None else spacious(x.detach(), 1 if i == 2 else 2) for i, x in enumerate(tokens)))
+    whole = tokens.map(spacious)
     target = whole.span(0, n)
     for x, y, fill in zip(target, held, (0, 0, True, 0, 0), strict=True):
         if x is not None:

@@ -181,6 +181,13 @@ class RidgeStatistics(Memory):
             object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
         return matrix
 
+    def committed(self) -> "RidgeStatistics":
+        """The memory up to the last whole chunk: what the next query sees."""
+        if self.pending is None:
+            return self
+        absent = self.pending.padded()
+        return replace(self, count=self.count - self.pending.length, padding=self.padding if absent is None else self.padding - absent, pending=None)
+
     def settled(self) -> "RidgeStatistics":
         """All tokens in the sums, pending ones included."""
         return self if self.pending is None else replace(self._summed(self.pending), pending=None)
@@ -204,13 +211,13 @@ class RidgeStatistics(Memory):
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
         batch, heads, queries, dim = q.shape
-        x = q.to(torch.promote_types(q.dtype, self.form.statistics)).view(batch, self.form.heads, -1, dim)
+        x = q.to(torch.promote_types(q.dtype, self.form.statistics)).view(batch, self.form.heads, queries * heads // self.form.heads, dim)
         inverse = self.solved(bound)
         x = x @ inverse
         if self.shift is not None:
             for _ in range(anchor_of(self.operator).shifts):
                 x = x @ self.shift.mT @ inverse
-        return (x @ self.cross.mT).view(batch, heads, queries, -1).to(q.dtype)
+        return (x @ self.cross.mT).view(batch, heads, queries, self.form.value_dim).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)

@@ -22,11 +22,11 @@ def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
     return features
 
 
-def with_mass(operator: Operator, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def with_mass(normalises: bool, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(k, [v, 1] e^bias) in ``dtype``, padding as zeros; the column of ones is there for anchors that divide by the row's sum."""
     silent = tokens.silent()
     k, v = silent.k.to(dtype), silent.v.to(dtype)
-    if operator.tags.normalises:
+    if normalises:
         v = F.pad(v, (0, 1), value=1.0)
         if tokens.mask is not None:
             v = v.masked_fill(~tokens.mask[:, None, :, None], 0)
@@ -43,7 +43,7 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
     if not features.trivial:
         scale = features.scale(bound.link.monomials(bound.coefficients.to(q)).to(q), dim)
         phi = phi * scale.expand(heads, -1).reshape(bound.kv_heads, bound.groups, 1, -1)
-    return (phi.flatten(2, 3) @ state).view(batch, heads, queries, -1)
+    return (phi.flatten(2, 3) @ state).view(batch, heads, queries, state.shape[-1])
 
 
 def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
@@ -110,8 +110,15 @@ class FeatureSums(Memory):
         return self.count - self.padding
 
     def _sum(self, tokens: Tokens) -> Tensor:
-        k, v = with_mass(self.operator, tokens, self.form.statistics)
+        k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
         return self.state + moments(k, v, features_of(self.operator, self.form.key_dim))
+
+    def committed(self) -> "FeatureSums":
+        """The memory up to the last whole chunk: what the next query sees."""
+        if self.pending is None:
+            return self
+        absent = self.pending.padded()
+        return replace(self, count=self.count - self.pending.length, padding=self.padding if absent is None else self.padding - absent, pending=None)
 
     def settled(self) -> Tensor:
         """The sum over all tokens, pending ones included."""
@@ -211,16 +218,18 @@ class DecayedSums(Memory):
             return self
         if self.chunk is not None:
             raise ArgumentError("Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with kind='keys'.")
-        k, v = with_mass(self.operator, tokens, self.form.statistics)
-        state, total = self.state, self.total
+        k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
+        earlier = self
         if tokens.log_decay is not None:
-            running = tokens.log_decay.cumsum(-1)
-            whole = running[..., -1:]
-            v = v * (whole - running).exp().to(v).unsqueeze(-1)
-            state = state * whole.exp().to(state).unsqueeze(-1)
-            total = total + whole[..., 0]
-        state = state + moments(k, v, features_of(self.operator, self.form.key_dim))
-        return replace(self, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state, total=total)
+            v = v * (tokens.log_decay.flip(-1).cumsum(-1).flip(-1) - tokens.log_decay).exp().to(v).unsqueeze(-1)
+            earlier = self.faded(tokens.log_decay)
+        state = earlier.state + moments(k, v, features_of(self.operator, self.form.key_dim))
+        return replace(earlier, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state)
+
+    def faded(self, log_decay: Tensor) -> "DecayedSums":
+        """The memory after time passes by log decays (B or 1, Hkv, n) without a new token."""
+        whole = log_decay.sum(-1)
+        return replace(self, state=self.state * whole.exp().to(self.state)[..., None, None], total=self.total + whole)
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         dtype = self.form.statistics

@@ -1,5 +1,6 @@
 """A span of tokens as a memory receives it: prepared keys, values, and what is known about each token."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,9 +42,10 @@ class Tokens(NamedTuple):
         """How many of the tokens are padding, (B,) int64, or None for none."""
         return None if self.mask is None else (~self.mask).sum(-1)
 
-    def map(self, change) -> "Tokens":  # noqa: ANN001
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """Each tensor changed alike."""
-        return Tokens(*(None if x is None else change(x) for x in self))
+        mask, decay, bias = (None if x is None else change(x) for x in self[2:])
+        return Tokens(change(self.k), change(self.v), mask, decay, bias)
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""

@@ -1,0 +1,278 @@
+"""The chunked path: sequences in blocks over a carried state of fixed size. Exact; linear in the number of tokens.
+
+Operators whose kernel is a polynomial of a dot product carry sums of features (``scan``); ridge and Koopman read-outs of a plain
+product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.anchor import Ridge
+from zonal.algebra.prior import visibility
+from zonal.errors import ArgumentError, PathError
+from zonal.execution.call import Call
+from zonal.execution.documents import by_document
+from zonal.execution.ridge_block import factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
+from zonal.execution.scan import Job, Rule, block_size, scan
+from zonal.features import feature_map
+from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
+from zonal.memory.base import features_refusal, statistics_refusal
+from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.ridge import previous_keys
+from zonal.memory.sums import anchored, with_mass
+from zonal.memory.tokens import joined
+
+_RIDGE_BLOCK = 64
+
+
+def chunked_refusal(call: Call) -> str | None:
+    """Why this call cannot run chunked, or None when it can."""
+    if call.tags.solves:
+        reason = statistics_refusal(call.bound)
+        anchor = call.bound.anchor
+        if reason is None and isinstance(anchor, Ridge) and anchor.mode == "running_max" and call.causal and call.chunk is None:
+            return "the ridge follows the largest key seen so far, so every token has an inverse of its own; add prior.ChunkCausal or use mode='constant'"
+        return reason
+    if call.windowed or call.bias.slope is not None:
+        return features_refusal(call.bound, call.q.shape[3]) or "positions weigh in, and a sum over keys has forgotten them"
+    if call.log_decay is not None and call.chunk is not None:
+        return "a decay together with whole chunks is not carried"
+    return features_refusal(call.bound, call.q.shape[3])
+
+
+def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P), and the memory after the call's tokens.
+
+    Args:
+        memory: what came before; None = nothing. It is not changed.
+        block: tokens a block; a matter of speed, not of meaning.
+
+    Raises: PathError when ``chunked_refusal`` has a reason.
+    """
+    reason = chunked_refusal(call)
+    if reason is not None:
+        raise PathError(f"attention: path 'chunked' cannot run operator: {reason}. Use path='{'dense' if call.tags.solves else 'tiled'}'.")
+    if block is not None and block < 1:
+        raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
+    if return_memory and memory is None and not call.visibility.packed:
+        memory = empty_memory(call)
+    if memory is not None and not isinstance(memory, RidgeStatistics if call.tags.solves else (FeatureSums, DecayedSums)):
+        raise PathError(f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind.")
+    if call.visibility.packed:
+        if memory is not None or return_memory:
+            raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
+        return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
+    tokens, before = _placed(call, memory)
+    if call.causal and call.q.shape[2] > tokens.length:
+        # the first queries stand before the first key and see nothing
+        idle = call.q.shape[2] - tokens.length
+        y, after = chunked(tail(call, idle), memory, return_memory=return_memory, block=block)
+        return F.pad(y, (0, 0, idle, 0)), after
+    run = _ridge if call.tags.solves else _sums
+    return run(call, tokens, before, memory, return_memory, block)
+
+
+def empty_memory(call: Call, kind: str | None = None) -> Memory:
+    """The memory of a call's operator before its first token."""
+    batch, heads, _, dim = call.k.shape
+    return Memory.empty(call.operator, batch, heads, dim, call.v.shape[3], call.dtype, call.k.device, kind)
+
+
+def tail(call: Call, first: int) -> Call:
+    """The call without its first queries."""
+    seen = call.visibility
+    part = replace(
+        seen, lo=seen.lo[first:], hi=seen.hi[first:], segment_start=seen.segment_start[first:], segment_end=seen.segment_end[first:],
+        position=seen.position[first:],
+    )
+    return replace(call, q=call.q[:, :, first:], visibility=part)
+
+
+def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
+    """(the keys to run over, the memory of what lies before them): tokens that waited for their chunk to end come first again."""
+    tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
+    if memory is None:
+        return tokens, None
+    check_memory(call, memory)
+    dtype = memory.form.statistics
+    tokens = tokens._replace(k=tokens.k.to(torch.promote_types(tokens.k.dtype, dtype)), v=tokens.v.to(torch.promote_types(tokens.v.dtype, dtype)))
+    if isinstance(memory, FeatureSums | RidgeStatistics) and memory.pending is not None:
+        waiting = memory.pending.map(lambda x: x.to(tokens.k.dtype) if x.dtype.is_floating_point else x)
+        return joined(waiting, tokens), memory.committed()
+    return tokens, memory
+
+
+def check_memory(call: Call, memory: Memory) -> None:
+    """Raise ArgumentError unless the call can go on from the memory."""
+    if call.causal and memory.count and call.q.shape[2] != call.k.shape[2]:
+        raise ArgumentError(
+            f"attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, received {call.q.shape[2]} and {call.k.shape[2]}."
+        )
+    form = memory.form
+    if (form.batch, form.heads, form.key_dim, form.value_dim) != (call.k.shape[0], call.k.shape[1], call.k.shape[3], call.v.shape[3]):
+        raise ArgumentError(
+            f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(form[:4])}, "
+            f"the call has {(call.k.shape[0], call.k.shape[1], call.k.shape[3], call.v.shape[3])}."
+        )
+
+
+def _sums(
+    call: Call, tokens: Tokens, before: Memory | None, memory: Memory | None, return_memory: bool, block: int | None
+) -> tuple[Tensor, Memory | None]:
+    features = feature_map(call.bound.link)
+    assert features is not None
+    assert before is None or isinstance(before, FeatureSums | DecayedSums)
+    q = call.q.to(tokens.k.dtype)
+    batch, heads, queries, dim = q.shape
+    k, v = with_mass(call.tags.normalises, tokens, tokens.k.dtype)
+    decay = tokens.log_decay
+    decay = None if decay is None else decay.expand(batch, -1, -1)
+    keys = tokens.length
+    offset = keys - queries if call.causal else 0
+    job = Job(
+        features, call.bound.link, Rule(call.causal, call.include_self, call.chunk, offset), call.bound.groups,
+        block or block_size(features, batch * heads, dim, decay is not None), before is not None, return_memory and call.chunk is None,
+    )
+    state = None if before is None or before.count == 0 else before.state.to(k)
+    total, final = scan(q, k, v, call.coefficients.to(q), decay, state, job)
+    y = call.scaled(anchored(total, call.bound, _visible(call, tokens, before)))
+    if not return_memory or memory is None:
+        return y, None
+    if call.chunk is not None:
+        return y, memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias))
+    assert final is not None
+    assert isinstance(memory, FeatureSums | DecayedSums)
+    absent = tokens.padded()
+    padding = memory.padding if absent is None else memory.padding + absent
+    common = {"count": memory.count + tokens.length, "state": final.to(memory.state), "padding": padding}
+    if isinstance(memory, DecayedSums):
+        return y, replace(memory, **common, total=memory.total if decay is None else memory.total + decay.sum(-1))
+    if decay is not None:
+        return y, DecayedSums(memory.operator, memory.form, **common, total=decay.sum(-1))
+    return y, replace(memory, **common)
+
+
+def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | None) -> Tensor:
+    """How many keys each query sees, (B or 1, 1, T, 1)."""
+    priors = tuple(p for p in call.bound.priors if type(p).__name__ in ("Causal", "ChunkCausal"))
+    seen = visibility(
+        call.q.shape[2], tokens.length, priors, causal=call.causal, include_self=call.include_self, key_padding_mask=tokens.mask
+    ).count(call.q.device)
+    return (seen if before is None else seen + before.real[:, None, None])[..., None]
+
+
+def _ridge(
+    call: Call, tokens: Tokens, before: Memory | None, memory: Memory | None, return_memory: bool, block: int | None
+) -> tuple[Tensor, Memory | None]:
+    assert before is None or isinstance(before, RidgeStatistics)
+    anchor = call.bound.anchor
+    assert isinstance(anchor, Ridge)
+    if before is not None and before.count == 0:
+        before = None
+    dtype = tokens.k.dtype
+    q = call.q.to(dtype)
+    silent = tokens.silent()
+    z, v = silent.k, silent.v
+    earlier = None
+    if anchor.shifts:
+        start = z.new_zeros(*z.shape[:2], z.shape[3]) if before is None or before.last is None else before.last.to(dtype)
+        earlier = previous_keys(z, tokens.mask, start)
+    gram = cross = shift = peak = None
+    if before is not None:
+        gram, cross = before.gram.to(dtype), before.cross.to(dtype)
+        shift = None if before.shift is None else before.shift.to(dtype)
+        peak = before.peak
+    rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).to(z).view(1, -1, 1, 1, 1)
+    parts = _Parts(q, z, v, earlier, gram, cross, shift, peak, rho)
+    y = _tied(call, parts, anchor, block) if call.causal else _free(call, parts, anchor)
+    after = None
+    if return_memory and memory is not None:
+        after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask))
+    return call.scaled(y), after
+
+
+class _Parts:
+    """Keys, values and what came before them."""
+
+    def __init__(
+        self, q: Tensor, z: Tensor, v: Tensor, earlier: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None,
+        peak: Tensor | None, rho: Tensor,
+    ) -> None:
+        self.q, self.z, self.v, self.earlier, self.gram, self.cross, self.shift, self.peak, self.rho = q, z, v, earlier, gram, cross, shift, peak, rho
+
+
+def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a^T b."""
+    return a.mT @ b if total is None else total + a.mT @ b
+
+
+def _free(call: Call, parts: _Parts, anchor: Ridge) -> Tensor:
+    """All keys are visible to all queries: one solve."""
+    z = parts.z
+    gram, cross = _added(parts.gram, z, z), _added(parts.cross, parts.v, z)
+    ridge = parts.rho.squeeze(2)
+    if anchor.mode == "running_max":
+        largest = z.square().sum(-1).amax(-1) if z.shape[2] else z.new_zeros(z.shape[:2])
+        largest = largest if parts.peak is None else torch.maximum(largest, parts.peak.to(largest))
+        ridge = ridge * largest.clamp_min(1e-12)[..., None, None]
+    inverse = positive_inverse(with_ridge(gram, ridge), "attention")
+    x = parts.q.unflatten(1, (call.bound.kv_heads, -1)).flatten(2, 3) @ inverse
+    if parts.earlier is not None:
+        shift = _added(parts.shift, z, parts.earlier)
+        for _ in range(anchor.shifts):
+            x = x @ shift.mT @ inverse
+    return (x @ cross.mT).view(*parts.q.shape[:3], cross.shape[-2])
+
+
+def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor:
+    queries, keys, groups, chunk = parts.q.shape[2], parts.z.shape[2], call.bound.groups, call.chunk
+    if queries == 0:
+        return parts.q[..., :1].expand(*parts.q.shape[:3], parts.v.shape[3])  # no rows, but part of the graph
+    outright = anchor.mode == "running_max" or (chunk is not None and chunk > (block or _RIDGE_BLOCK))
+    offset = keys - queries
+    base = offset if chunk is None else offset // chunk * chunk
+    gram, cross, shift = parts.gram, parts.cross, parts.shift
+    z, v, earlier = parts.z[:, :, base:], parts.v[:, :, base:], parts.earlier
+    peak = parts.peak
+    if base:
+        first = parts.z[:, :, :base]
+        gram, cross = _added(gram, first, first), _added(cross, parts.v[:, :, :base], first)
+        if earlier is not None:
+            shift = _added(shift, first, earlier[:, :, :base])
+            earlier = earlier[:, :, base:]
+        if anchor.mode == "running_max":
+            largest = first.square().sum(-1).amax(-1)
+            peak = largest if peak is None else torch.maximum(peak.to(largest), largest)
+    length = keys - base
+    if outright:
+        assert chunk is not None
+        size = chunk
+    elif chunk is not None:
+        size = chunk * max(1, (block or _RIDGE_BLOCK) // chunk)
+    else:
+        size = min(block or _RIDGE_BLOCK, length)
+        size = -(-length // -(-length // size)) if block is None else size  # even blocks
+    zb, vb = into_blocks(z, size), into_blocks(v, size)
+    xb = rows_into_blocks(F.pad(parts.q, (0, 0, length - queries, 0)), groups, size)
+    mask = None if outright else Rule(True, call.include_self, chunk, 0).mask_of(size, groups, z.device)
+    ridge = parts.rho
+    if anchor.mode == "running_max":
+        largest = zb.square().sum(-1).amax(-1)  # (B, Hkv, n)
+        start = torch.zeros_like(largest[:, :, :1]) if peak is None else peak.to(largest).unsqueeze(2)
+        so_far = torch.cat([start, largest[:, :, :-1]], 2).cummax(2).values
+        ridge = ridge * so_far.clamp_min(1e-12)[..., None, None]
+    factor = factorise(zb, gram, ridge, mask)
+    x = solve(xb, zb, gram, ridge, factor)
+    if earlier is not None:
+        eb = into_blocks(earlier, size)
+        for _ in range(anchor.shifts):
+            x = linear(x, eb, zb, None if shift is None else shift.mT, mask)
+            x = solve(x, zb, gram, ridge, factor)
+    y = linear(x, zb, vb, None if cross is None else cross.mT, mask)
+    return rows_from_blocks(y, groups, size, length)[:, :, length - queries :]
+
+
+__all__ = ["check_memory", "chunked", "chunked_refusal", "empty_memory", "tail"]

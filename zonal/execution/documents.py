@@ -1,0 +1,65 @@
+"""Packed documents as a batch: each document becomes a row of its own, in a few groups of like length.
+
+What runs a batch then runs packed sequences too, in parallel over documents, with at most half of a group being padding.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.prior import Bias, visibility
+from zonal.execution.call import Call
+
+
+def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
+    """y of a packed call (batch 1) from ``run`` on groups of documents."""
+    starts, lengths = torch.unique_consecutive(call.visibility.segment_start, return_counts=True)
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        groups.setdefault((length - 1).bit_length(), []).append((start, length))
+    parts, places = [], []
+    for members in groups.values():
+        call_of_group, index, inside = _gathered(call, members)
+        y = run(call_of_group).transpose(0, 1)  # (H, documents, L, P)
+        parts.append(y[:, inside])
+        places.append(index[inside])
+    order = torch.cat(places).argsort().to(call.q.device)
+    return torch.cat(parts, 1).index_select(1, order)[None]
+
+
+def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor, Tensor]:
+    """(the call of some documents as a batch, position of each of its tokens (n, L), which of them are inside their document)."""
+    start = torch.tensor([s for s, _ in members])[:, None]
+    length = torch.tensor([n for _, n in members])[:, None]
+    step = torch.arange(int(length.max()))
+    inside = step < length
+    index = (start + torch.minimum(step, length - 1)).to(call.q.device)
+    even = bool(inside.all())
+    inside = inside.to(call.q.device)
+
+    def rows(x: Tensor) -> Tensor:  # (1, h, S, …) -> (n, h, L, …)
+        return x[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
+
+    mask = None if even else inside
+    if call.visibility.key_mask is not None:
+        own = call.visibility.key_mask[0][index]
+        mask = own if mask is None else own & mask
+    decay, bias = call.log_decay, call.key_bias
+    decay = None if decay is None else rows(decay)
+    if decay is not None and mask is not None:
+        decay = decay * mask[:, None]
+    seen = visibility(
+        index.shape[1], index.shape[1], tuple(p for p in call.bound.priors if not _weighs(p)), causal=call.causal, include_self=call.include_self,
+        key_padding_mask=mask,
+    )
+    group = replace(
+        call, q=rows(call.q), k=rows(call.k), v=rows(call.v), visibility=seen, bias=Bias(), log_decay=decay,
+        key_bias=None if bias is None else rows(bias),
+    )
+    return group, index, inside
+
+
+def _weighs(prior: object) -> bool:
+    return type(prior).__name__ in ("ALiBi", "Decay")

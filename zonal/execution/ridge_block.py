@@ -1,0 +1,160 @@
+"""Ridge and Koopman read-outs of a sequence in blocks: exact token by token, whatever the block size.
+
+With P the inverse of G + rho I at a block's start and Z its keys: L = chol(I + Z P Z^T), Z^ = L^-1 Z P. Leading blocks of L
+are the factors of leading blocks, so ``apply(X) = X P - ((X Z^^T) o mask) Z^`` gives row t as P_t x_t, the inverse that has
+seen exactly the keys its mask allows. The block then carries on P <- P - Z^^T Z^.
+
+The gradient needs no factorisation of its own. With u_t = P_t dx'_t (the same ``apply``), dG_t = -u_t x'_t^T, and each key gets
+dz_s = -sum over t that see s of u_t (x'_t . z_s) + x'_t (u_t . z_s): two masked products within the block, and a running r x r
+sum from later blocks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.errors import PathError
+from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.ridge import REMAKE
+
+
+class Factor(NamedTuple):
+    """Inverses at the start of each block, (B, Hkv, n, r, r) or None for I / rho everywhere (one block, nothing before it);
+    Z^ (B, Hkv, n, C, r) and the mask (G C, C) within blocks, or None where blocks see only what lies before them."""
+
+    inverse: Tensor | None
+    half: Tensor | None
+    mask: Tensor | None
+
+    def apply(self, x: Tensor, ridge: Tensor) -> Tensor:
+        """Row t of x (B, Hkv, n, G C, r) -> P_t x_t."""
+        y = x / ridge if self.inverse is None else x @ self.inverse
+        if self.half is None or self.mask is None:
+            return y
+        near = (x @ self.half.mT).masked_fill_(~self.mask, 0)
+        return torch.baddbmm(y.flatten(0, 2), near.flatten(0, 2), self.half.flatten(0, 2), alpha=-1).view(y.shape)
+
+
+@torch.no_grad()
+def factorise(z: Tensor, gram: Tensor | None, ridge: Tensor, mask: Tensor | None) -> Factor:
+    """The factor of blocks z (B, Hkv, n, C, r) after keys with sum ``gram``. Without mask the inverses are made outright."""
+    blocks, size, r = z.shape[2:]
+    if mask is None:
+        before = exclusive(z.mT @ z, gram)
+        return Factor(positive_inverse(with_ridge(before, ridge), "attention"), None, None)
+    eye = torch.eye(size, dtype=z.dtype, device=z.device)
+    if gram is None:
+        inverse = (1 / ridge).squeeze(2).expand(z.shape[0], z.shape[1], 1, 1) * torch.eye(r, dtype=z.dtype, device=z.device)
+    else:
+        inverse = positive_inverse(with_ridge(gram, ridge.squeeze(2)), "attention")
+    inverses, halves = [], []
+    total, since = gram, 0
+    for n in range(blocks):
+        part = z[:, :, n]
+        if n == 0 and gram is None:
+            zp = part / ridge.squeeze(2)
+        else:
+            zp = part @ inverse
+        inverses.append(inverse)
+        block = torch.baddbmm(eye, zp.flatten(0, 1), part.mT.flatten(0, 1))
+        lower = torch.linalg.cholesky(block)
+        half = torch.linalg.solve_triangular(lower, zp.flatten(0, 1), upper=False)
+        halves.append(half.view(zp.shape))
+        if n + 1 == blocks:
+            break
+        if n + 1 - since >= max(1, REMAKE // size):
+            keys = z[:, :, since : n + 1].flatten(2, 3)
+            added = keys.mT @ keys
+            total, since = added if total is None else total + added, n + 1
+            inverse = positive_inverse(with_ridge(total, ridge.squeeze(2)), "attention")
+        else:
+            inverse = torch.baddbmm(inverse.flatten(0, 1), half.mT, half, alpha=-1).view(inverse.shape)
+    start = None if blocks == 1 and gram is None else torch.stack(inverses, 2)
+    return Factor(start, torch.stack(halves, 2), mask)
+
+
+def exclusive(parts: Tensor, first: Tensor | None) -> Tensor:
+    """Running sums along axis 2 that leave out each part itself: (B, Hkv, n, …), starting at ``first``."""
+    start = torch.zeros_like(parts[:, :, :1]) if first is None else first.unsqueeze(2).expand_as(parts[:, :, :1])
+    return torch.cat([start, parts[:, :, :-1]], 2).cumsum(2)
+
+
+class _Solve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, gram: Tensor | None, ridge: Tensor, factor: Factor) -> Tensor:  # type: ignore[override]
+        y = factor.apply(x, ridge)
+        ctx.mask = factor.mask
+        ctx.save_for_backward(z, y, ridge, factor.inverse, factor.half)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PathError(
+                "attention: path 'chunked' uses its factors again in backward and has no second derivative. "
+                "Use path='dense' where you need create_graph=True."
+            )
+        z, y, ridge, inverse, half = ctx.saved_tensors
+        factor = Factor(inverse, half, ctx.mask)
+        u = factor.apply(grad, ridge)
+        _, needs_z, needs_gram, needs_ridge, _ = ctx.needs_input_grad
+        dz = dgram = dridge = None
+        blocks = z.shape[2]
+        if needs_z or needs_gram:
+            both = None
+            if blocks > 1 or needs_gram:
+                both = u.mT @ y
+                both = both + both.mT
+            if needs_z:
+                dz = torch.zeros_like(z)
+                if factor.mask is not None:
+                    dz -= (z @ y.mT).masked_fill_(~factor.mask.mT, 0) @ u
+                    dz -= (z @ u.mT).masked_fill_(~factor.mask.mT, 0) @ y
+                if blocks > 1 and both is not None:
+                    later = both.flip(2).cumsum(2).flip(2)[:, :, 1:]
+                    dz[:, :, :-1] -= z[:, :, :-1] @ later
+            if needs_gram and both is not None:
+                dgram = -0.5 * both.sum(2)
+        if needs_ridge:
+            per_row = -(u * y).sum(-1, keepdim=True)
+            dridge = per_row.sum(3, keepdim=True).sum_to_size(ridge.shape)
+        return u, dz, dgram, dridge, None
+
+
+def solve(x: Tensor, z: Tensor, gram: Tensor | None, ridge: Tensor, factor: Factor) -> Tensor:
+    """P_t x_t for rows x (B, Hkv, n, G C, r); gradients go to x, keys z, the starting gram and the ridge (B or 1, Hkv, n or 1, 1, 1)."""
+    return _Solve.apply(x, z, gram, ridge, factor)
+
+
+def linear(x: Tensor, k: Tensor, v: Tensor, first: Tensor | None, mask: Tensor | None) -> Tensor:
+    """sum over visible s of (x_t . k_s) v_s: x (B, Hkv, n, G C, r), k (B, Hkv, n, C, r), v (B, Hkv, n, C, P), first (B, Hkv, r, P) before all."""
+    y = None
+    if mask is not None:
+        y = (x @ k.mT).masked_fill(~mask, 0) @ v
+    if k.shape[2] > 1 or first is not None or y is None:
+        past = x @ exclusive(k.mT @ v, first)
+        y = past if y is None else y + past
+    return y
+
+
+def into_blocks(x: Tensor, size: int) -> Tensor:
+    """(B, Hkv, N, d) -> (B, Hkv, n, size, d), zeros at the end."""
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % size))
+    return x.unflatten(2, (-1, size))
+
+
+def rows_into_blocks(q: Tensor, groups: int, size: int) -> Tensor:
+    """Queries (B, H, N, d) -> (B, Hkv, n, G size, d)."""
+    q = F.pad(q, (0, 0, 0, -q.shape[2] % size)).unflatten(2, (-1, size)).unflatten(1, (-1, groups))
+    return q.transpose(2, 3).flatten(3, 4)
+
+
+def rows_from_blocks(y: Tensor, groups: int, size: int, length: int) -> Tensor:
+    """(B, Hkv, n, G size, P) -> (B, H, length, P)."""
+    y = y.unflatten(3, (groups, size)).transpose(2, 3)
+    return y.flatten(3, 4).flatten(1, 2)[:, :, :length]
+
+
+__all__ = ["Factor", "factorise", "into_blocks", "linear", "rows_from_blocks", "rows_into_blocks", "solve"]

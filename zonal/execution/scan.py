@@ -1,0 +1,323 @@
+"""Causal sums over features, block by block: y_t = sum_s D_ts l(q_t . k_s) v_s in time linear in the number of tokens.
+
+Within a block the link acts on the scores; what lies before it comes as phi(q) against the carried state S = sum phi(k) v^T.
+Coefficients of the polynomial scale the state, not the features: m P numbers instead of C m. Backward makes the features
+again, block by block in reverse, from states kept at a few checkpoints. Nothing of size T x m is ever held.
+
+Decays enter as D_ts = exp(c_t - c_s), c the running sum of log decays. As y scales with exp(c_t) and each v_s with exp(-c_s),
+dL/dc_t = dy_t . y_t - v_t . dv_t.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.link import Link
+from zonal.errors import PathError
+from zonal.features import SymmetricPowers
+from zonal.features.moments import rows_at_once
+
+
+class Step(NamedTuple):
+    """Keys [s0, s1) and queries [t0, t1): the queries read what was carried and, where ``within``, these keys; then the keys are added."""
+
+    s0: int
+    s1: int
+    t0: int
+    t1: int
+    within: bool
+
+
+class Rule(NamedTuple):
+    """Which keys a query at position p sees: all; s <= p; s < p; or s < chunk floor(p / chunk). ``offset``: position of the first query."""
+
+    tied: bool
+    include_self: bool
+    chunk: int | None
+    offset: int
+
+    def mask(self, step: Step, device: torch.device) -> Tensor:
+        """(queries, keys) bool of a step."""
+        p = torch.arange(step.t0, step.t1) + self.offset
+        s = torch.arange(step.s0, step.s1)
+        if self.chunk is not None:
+            p = torch.div(p, self.chunk, rounding_mode="floor") * self.chunk
+        seen = s <= p[:, None] if self.include_self and self.chunk is None else s < p[:, None]
+        return seen.to(device)
+
+    def mask_of(self, size: int, groups: int, device: torch.device) -> Tensor:
+        """(groups size, size) bool: what the queries of one block see within it, for each group in turn."""
+        return self.mask(Step(0, size, 0, size, True), device).repeat(groups, 1)
+
+    def steps(self, queries: int, keys: int, block: int) -> tuple[Step, ...]:
+        """The blocks in the order in which they run."""
+        if not self.tied:
+            absorb = [Step(s, min(s + block, keys), 0, 0, False) for s in range(0, keys, block)]
+            return (*absorb, *(Step(0, 0, t, min(t + block, queries), False) for t in range(0, queries, block)))
+        base = self.offset
+        if self.chunk is not None:  # the first query's chunk starts before it, and none of that chunk's keys may be carried to it
+            base = self.offset // self.chunk * self.chunk
+            block = self.chunk * max(1, block // self.chunk)
+        steps = [Step(s, min(s + block, base), 0, 0, False) for s in range(0, base, block)]
+        for s in range(base, keys, block):
+            stop = min(s + block, keys)
+            within = self.chunk is None or stop - s > self.chunk
+            steps.append(Step(s, stop, max(0, s - self.offset), stop - self.offset, within))
+        return tuple(steps)
+
+
+class Job(NamedTuple):
+    """What a scan runs, apart from the tensors that get gradients."""
+
+    features: SymmetricPowers
+    link: Link
+    rule: Rule
+    groups: int
+    block: int
+    carried: bool  # an initial state is given
+    wanted: bool  # the final state is asked for
+
+
+def block_size(features: SymmetricPowers, batch_heads: int, dim: int, decays: bool) -> int:
+    """Tokens a block: many features are worth long blocks (fewer passes over the state), few are not (scores cost C^2)."""
+    size = features.dimension(dim)
+    best = 64 if size <= 128 or decays else 128 if size <= 384 else 256
+    return max(16, min(best, rows_at_once(batch_heads, size)))
+
+
+class _Block(NamedTuple):
+    """A step's tensors: q (B, Hkv, G C, D), k, v, and the factors of its decay (each None without): row e^{c_t}, tail e^{c_end - c_s}, whole e^{c_end}."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    row: Tensor | None
+    tail: Tensor | None
+    whole: Tensor | None
+    between: Tensor | None  # (B, Hkv, 1, t, s): e^{c_t - c_s}, 0 where forbidden; the mask itself without decay
+
+
+class _Scan:
+    """The arithmetic of one call, shared by forward and backward."""
+
+    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None) -> None:
+        self.job, self.q, self.k, self.v, self.c, self.decay = job, q, k, v, c, decay
+        self.batch, self.heads, self.queries, self.dim = q.shape
+        self.kv = k.shape[1]
+        self.steps = job.rule.steps(self.queries, k.shape[2], job.block)
+        self.scale: Tensor | None = None
+        if not job.features.trivial:
+            scale = job.features.scale(monomials, self.dim)
+            # one row for all heads, or one a query head
+            self.scale = scale.view(1, 1, 1, -1, 1) if scale.shape[0] == 1 else scale.view(1, self.kv, job.groups, -1, 1)
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+
+    def block(self, step: Step) -> _Block:
+        q = self.q[:, :, step.t0 : step.t1].unflatten(1, (self.kv, self.job.groups)).flatten(2, 3)
+        k, v = self.k[:, :, step.s0 : step.s1], self.v[:, :, step.s0 : step.s1]
+        row = tail = whole = between = None
+        mask = None
+        if step.within and step.t1 > step.t0:
+            # blocks start at whole chunks, so the mask depends on the distance alone
+            key = (step.t0 + self.job.rule.offset - step.s0, step.t1 - step.t0, step.s1 - step.s0)
+            if key not in self._masks:
+                self._masks[key] = self.job.rule.mask(step, self.q.device)
+            mask = between = self._masks[key]
+        if self.decay is not None and step.s1 > step.s0:
+            running = self.decay[..., step.s0 : step.s1].cumsum(-1)
+            end = running[..., -1:]
+            tail, whole = (end - running).exp().to(v).unsqueeze(-1), end.exp().to(v).unsqueeze(-1)
+            at = running[..., step.t0 + self.job.rule.offset - step.s0 : step.t1 + self.job.rule.offset - step.s0]
+            row = at.exp().to(v).unsqueeze(-1).repeat(1, 1, self.job.groups, 1)
+            if mask is not None:
+                apart = (at.unsqueeze(-1) - running.unsqueeze(-2)).to(v.dtype)
+                between = apart.masked_fill_(~mask, float("-inf")).exp_().unsqueeze(2)
+        return _Block(q, k, v, row, tail, whole, between)
+
+    def scores(self, block: _Block) -> Tensor:
+        """(B, H, t, s)."""
+        score = (block.q @ block.k.mT).view(self.batch, self.heads, -1, block.k.shape[2])
+        return score if self.job.link.domain is None else score.clamp_(*self.job.link.domain)
+
+    def priored(self, kernel: Tensor, between: Tensor) -> Tensor:
+        """The kernel (B, H, t, s) with mask and decay, as (B, Hkv, G t, s)."""
+        shape = (self.batch, self.kv, self.job.groups, *kernel.shape[2:])
+        if between.dtype == torch.bool:
+            return kernel.masked_fill(~between, 0).view(self.batch, self.kv, -1, kernel.shape[3])
+        return (kernel.view(shape) * between).view(self.batch, self.kv, -1, kernel.shape[3])
+
+    def scaled(self, state: Tensor) -> Tensor:
+        """The state with the query head's coefficients: (B, Hkv, 1 or G, m, P)."""
+        return state.unsqueeze(2) if self.scale is None else state.unsqueeze(2) * self.scale
+
+    def against(self, rows: Tensor, state: Tensor) -> Tensor:
+        """rows (B, Hkv, G t, x) @ state (B, Hkv, 1 or G, x, y)."""
+        if state.shape[2] == 1:
+            return rows @ state[:, :, 0]
+        return (rows.unflatten(2, (self.job.groups, -1)) @ state).flatten(2, 3)
+
+    def advanced(self, state: Tensor | None, step: Step) -> Tensor | None:
+        """The state after a step's keys."""
+        if step.s1 == step.s0:
+            return state
+        block = self.block(step._replace(within=False))
+        v = block.v if block.tail is None else block.v * block.tail
+        phi = self.job.features.write(block.k)
+        if state is None:
+            return phi.mT @ v
+        return (state if block.whole is None else state * block.whole) + phi.mT @ v
+
+    def needs_state(self, index: int) -> bool:
+        """Whether anything reads the state after step ``index``."""
+        return self.job.wanted or any(step.t1 > step.t0 for step in self.steps[index + 1 :])
+
+
+def _stride(scan: _Scan) -> int:
+    """Every how many steps a state is kept for backward: all of them while they are small beside the inputs, else about the root."""
+    size = scan.job.features.dimension(scan.dim) * scan.v.shape[-1] * scan.batch * scan.kv
+    inputs = scan.q.numel() + scan.k.numel() + scan.v.numel()
+    return 1 if size * len(scan.steps) <= 2 * inputs else math.isqrt(len(scan.steps) - 1) + 1
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None, state: Tensor | None, job: Job
+    ) -> tuple[Tensor, Tensor | None]:
+        scan = _Scan(job, q, k, v, c, monomials, decay)
+        y = q.new_zeros(*q.shape[:3], v.shape[-1])
+        recorded = any(ctx.needs_input_grad)
+        stride = _stride(scan)
+        kept: list[Tensor | None] = []
+        for index, step in enumerate(scan.steps):
+            if recorded and index % stride == 0:
+                kept.append(state)
+            if step.t1 > step.t0:
+                block = scan.block(step)
+                out = None
+                if block.between is not None:
+                    scores = scan.scores(block)
+                    kernel = scores if job.features.trivial else job.link.value(scores, c)
+                    out = scan.priored(kernel, block.between) @ block.v
+                if state is not None:
+                    past = scan.against(job.features.write(block.q), scan.scaled(state))
+                    past = past if block.row is None else past * block.row
+                    out = past if out is None else out.add_(past)
+                if out is not None:
+                    y[:, :, step.t0 : step.t1] = out.view(scan.batch, scan.heads, -1, v.shape[-1])
+            if step.s1 > step.s0 and scan.needs_state(index):
+                state = scan.advanced(state, step)
+        final = None
+        if job.wanted:
+            final = state if state is not None else q.new_zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1])
+        ctx.job, ctx.stride, ctx.empty = job, stride, [s is None for s in kept]
+        extra = (y, final) if decay is not None else (None, None)
+        ctx.save_for_backward(q, k, v, c, monomials, decay, *extra, *(s for s in kept if s is not None))
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PathError(
+                "attention: path 'chunked' makes its features again in backward and has no second derivative. "
+                "Use path='dense' where you need create_graph=True."
+            )
+        q, k, v, c, monomials, decay, y, final, *stored = ctx.saved_tensors
+        job: Job = ctx.job
+        scan = _Scan(job, q, k, v, c, monomials, decay)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
+        dscale = None
+        needs_scale = ctx.needs_input_grad[4] and scan.scale is not None
+        dstate = dfinal if job.wanted else None
+        left = iter(stored)
+        checkpoints = [None if empty else next(left) for empty in ctx.empty]
+        for part in range(len(checkpoints) - 1, -1, -1):
+            first = part * ctx.stride
+            segment = scan.steps[first : first + ctx.stride]
+            states = [checkpoints[part]]
+            for index, step in enumerate(segment[:-1], first):
+                states.append(scan.advanced(states[-1], step) if scan.needs_state(index) else states[-1])
+            for step, state in zip(reversed(segment), reversed(states), strict=True):
+                block = scan.block(step)
+                keys, queries = slice(step.s0, step.s1), slice(step.t0, step.t1)
+                if dstate is not None and step.s1 > step.s0:
+                    weighted = block.v if block.tail is None else block.v * block.tail
+                    dk[:, :, keys] += job.features.vjp(block.k, weighted @ dstate.mT)
+                    dweighted = job.features.write(block.k) @ dstate
+                    dv[:, :, keys] += dweighted if block.tail is None else dweighted * block.tail
+                    dstate = dstate if block.whole is None else dstate * block.whole
+                if step.t1 == step.t0:
+                    continue
+                grad = dy[:, :, queries].unflatten(1, (scan.kv, job.groups)).flatten(2, 3)
+                dq_block = None
+                if state is not None:
+                    faded = grad if block.row is None else grad * block.row
+                    scaled = scan.scaled(state)
+                    dq_block = job.features.vjp(block.q, scan.against(faded, scaled.mT))
+                    phi = job.features.write(block.q)
+                    if scaled.shape[2] == 1:
+                        moved = (phi.mT @ faded).unsqueeze(2)
+                    else:
+                        moved = phi.unflatten(2, (job.groups, -1)).mT @ faded.unflatten(2, (job.groups, -1))
+                    if needs_scale:
+                        part_scale = (moved * state.unsqueeze(2)).sum(-1).double().sum(0)
+                        dscale = part_scale if dscale is None else dscale + part_scale
+                    back = (moved if scan.scale is None else moved * scan.scale).sum(2)
+                    dstate = back if dstate is None else dstate + back
+                if block.between is not None:
+                    scores = scan.scores(block)
+                    trivial = job.features.trivial
+                    kernel = scan.priored(scores if trivial else job.link.value(scores, c), block.between)
+                    dv[:, :, keys] += kernel.mT @ grad
+                    ds = scan.priored((grad @ block.v.mT).view(scores.shape), block.between)
+                    if not trivial:
+                        whole = ds.view(scores.shape)
+                        if dc is not None:
+                            dc += job.link.coefficient_vjp(scores, whole, c).sum_to_size(dc.shape)
+                        ds = (whole * job.link.derivative(scores, c)).view(ds.shape)
+                    near = ds @ block.k
+                    dq_block = near if dq_block is None else dq_block + near
+                    dk[:, :, keys] += ds.mT @ block.q
+                if dq_block is not None:
+                    dq[:, :, queries] = dq_block.view(scan.batch, scan.heads, -1, scan.dim)
+        ddecay = None
+        if decay is not None and ctx.needs_input_grad[5]:
+            ddecay = _decay_gradient(scan, decay, dy, y, dv, dfinal if job.wanted else None, final)
+        dmonomials = None
+        if needs_scale:
+            if dscale is None:
+                dmonomials = torch.zeros_like(monomials)
+            else:
+                # sum over the axis that the coefficients do not have: one row for all heads, or one a head
+                rows = dscale.flatten(0, 1)
+                rows = rows if monomials.shape[1] > 1 else rows.sum(0, keepdim=True)
+                dmonomials = job.features.scale_vjp(rows, scan.dim, monomials.shape[0]).to(monomials)
+        initial = dstate if ctx.needs_input_grad[6] else None
+        if ctx.needs_input_grad[6] and initial is None:
+            initial = torch.zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1], dtype=q.dtype, device=q.device)
+        return dq, dk, dv, None if dc is None else dc.to(c), dmonomials, ddecay, initial, None
+
+
+def _decay_gradient(scan: _Scan, decay: Tensor, dy: Tensor, y: Tensor, dv: Tensor, dfinal: Tensor | None, final: Tensor | None) -> Tensor:
+    """Gradient with respect to each token's log decay, (B, Hkv, S) float64."""
+    running = -(scan.v * dv).sum(-1).double()
+    rows = (dy * y).sum(-1).double().unflatten(1, (scan.kv, scan.job.groups)).sum(2)
+    offset = scan.job.rule.offset
+    running[..., offset : offset + rows.shape[-1]] += rows
+    if dfinal is not None and final is not None and running.shape[-1]:
+        running[..., -1] += (dfinal * final).sum((-1, -2)).double()
+    return running.flip(-1).cumsum(-1).flip(-1)
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, decay: Tensor | None, state: Tensor | None, job: Job
+) -> tuple[Tensor, Tensor | None]:
+    """(y (B, H, T, P), final state or None) for q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P), decay (B, Hkv, S) float64."""
+    monomials = coefficients if job.features.trivial else job.link.monomials(coefficients)
+    return _Function.apply(q, k, v, coefficients, monomials, decay, state, job)
+
+
+__all__ = ["Job", "Rule", "Step", "block_size", "scan"]

@@ -1,0 +1,77 @@
+"""The streaming path: token by token through the verbs of a memory, as a decoder runs.
+
+A query that sees its own key is read after its token is absorbed, one that does not before. Constant memory where the
+operator's memory is; slow for many tokens, and the same function.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.errors import ArgumentError, PathError
+from zonal.execution.call import Call
+from zonal.execution.chunked import check_memory, empty_memory, tail
+from zonal.execution.documents import by_document
+from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
+
+
+def streaming_refusal(call: Call) -> str | None:
+    """Why this call cannot run token by token, or None when it can."""
+    return None if call.causal else "without causality every query waits for the last key"
+
+
+def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P), and the memory after the call's tokens. The given memory (None = an empty one) is not changed.
+
+    Raises: PathError when ``streaming_refusal`` has a reason.
+    """
+    reason = streaming_refusal(call)
+    if reason is not None:
+        raise PathError(f"attention: path 'streaming' cannot run this call: {reason}. Use path='dense' or causal=True.")
+    if call.visibility.packed:
+        if memory is not None or return_memory:
+            raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
+        return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None
+    if memory is None:
+        memory = empty_memory(call)
+    check_memory(call, memory)
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if queries > keys:
+        # the first queries stand before the first key and see nothing
+        y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
+        return F.pad(y, (0, 0, queries - keys, 0)), after
+    tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
+    if keys > queries:
+        memory = memory.extended(tokens.span(0, keys - queries))
+    rows = []
+    for t in range(queries):
+        q = call.q if queries == 1 else call.q[:, :, t : t + 1]
+        token = tokens if keys == 1 else tokens.span(keys - queries + t, keys - queries + t + 1)
+        y, memory = step(call, memory, q, token)
+        rows.append(y)
+    if not rows:
+        y = call.q[..., :1].expand(*call.q.shape[:3], call.v.shape[3])  # no rows, but part of the graph
+    else:
+        y = rows[0] if queries == 1 else torch.cat(rows, 2)
+    return call.scaled(y), memory if return_memory else None
+
+
+def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, Memory]:
+    """y (B, H, 1, P) of one prepared query before the anchor's factor, and the memory with its token."""
+    if isinstance(memory, KeyValues):
+        memory = memory.extended(token)
+        return memory.newest(q, call.bound, call.include_self), memory
+    if call.chunk is not None:
+        assert isinstance(memory, FeatureSums | RidgeStatistics)
+        return memory.committed().lookup(q, call.bound), memory.extended(token)
+    if call.include_self:
+        memory = memory.extended(token)
+        return memory.lookup(q, call.bound), memory
+    if isinstance(memory, DecayedSums) and token.log_decay is not None:
+        # time passes before the query reads, although its own key is not seen
+        memory = memory.faded(token.log_decay)
+        token = token._replace(log_decay=None)
+    return memory.lookup(q, call.bound), memory.extended(token)
+
+
+__all__ = ["streaming", "streaming_refusal"]
