@@ -193,9 +193,9 @@ class Attention(nn.Module):
         if memory is None:
             y = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
             return self._read_out(y)
-        y, absorbed = attention(
-            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, memory=memory.memory, path=path
-        )
+        result = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, memory=memory.memory, path=path)
+        assert isinstance(result, tuple)  # a pair, since a memory was given
+        y, absorbed = result
         return self._read_out(y), memory.advance(absorbed, tail, length, key_padding_mask)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
