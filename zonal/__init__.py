@@ -3,7 +3,8 @@
 from zonal import mechanisms
 from zonal.algebra import Operator, anchor, ledger, link, metric, prior, score
 from zonal.attention import attention
+from zonal.memory import Memory
 
 __version__ = "0.1.0"
 
-__all__ = ["Operator", "anchor", "attention", "ledger", "link", "mechanisms", "metric", "prior", "score"]
+__all__ = ["Memory", "Operator", "anchor", "attention", "ledger", "link", "mechanisms", "metric", "prior", "score"]

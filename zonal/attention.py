@@ -1,14 +1,36 @@
 """The one entry: prepare, plan, run, return."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.errors import unknown_name
+from zonal.errors import ArgumentError, PathError, unknown_name
 from zonal.execution import plan
-from zonal.execution.call import Call, prepare
+from zonal.execution.call import Call, following, prepare
+from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.dense import dense
+from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
+from zonal.memory import KeyValues, Memory, Tokens
+from zonal.memory.base import same_declaration
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, memory: None = None, return_memory: Literal[False] = False,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, memory: Memory | None = None, return_memory: bool = False,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 
 
 def attention(
@@ -21,16 +43,41 @@ def attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    memory: Memory | None = None,
+    return_memory: bool = False,
     path: str = "auto",
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
-) -> Tensor:
-    """y_t = sum_s W_ts v_s for a declared operator (memory arguments follow)."""
+) -> Tensor | tuple[Tensor, Memory]:
+    """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest exact path.
+
+    Args:
+        q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. One floating type; statistics, sums and
+            polynomials are computed in float32 or better.
+        causal: queries see no later key. Whether they see their own is the operator's (softmax and its like do, ridge and
+            Koopman do not). With T < S the queries are the last T positions.
+        key_padding_mask: bool (B, S), True = real token.
+        cu_seqlens: int (N + 1,), borders of N documents packed along T = S with B = 1; nothing crosses a border.
+        scale: in place of the score's own, where the operator leaves it open.
+        memory: what came before k and v; queries see all of it. It is not changed.
+        return_memory: also return the memory after k and v (always, when ``memory`` is given).
+        path: "auto" (the planner's choice), "dense", "tiled", "chunked" or "streaming".
+        log_decay: (B, Hkv, S), <= 0: each token fades what came before by exp(log_decay). key_bias: (B, Hkv, S), added to log K.
+
+    Returns: y (B, H, T, P) in the type of q, or (y, memory). A query that may see no key gets zeros.
+
+    Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
+    """
+    if path not in ("auto", *plan.PATHS):
+        raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
     with torch.autocast(q.device.type, enabled=False):
-        call = prepare(operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale,
-                       log_decay=log_decay, key_bias=key_bias)
-        chosen = plan.choose(call).path if path == "auto" else path
-        return _run(call, chosen)
+        call = prepare(
+            operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
+            key_bias=key_bias,
+        )  # fmt: skip
+        if memory is None and not return_memory:
+            return _run(call, plan.choose(call).path if path == "auto" else path)
+        return _with_memory(call, memory, path)
 
 
 def _run(call: Call, path: str) -> Tensor:
@@ -38,4 +85,38 @@ def _run(call: Call, path: str) -> Tensor:
         return dense(call)
     if path == "tiled":
         return tiled(call)
-    raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
+    if path == "chunked":
+        return chunked(call, None, return_memory=False)[0]
+    return streaming(call, None, return_memory=False)[0]
+
+
+def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
+    if call.visibility.packed:
+        raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. Pass one of the two.")
+    if memory is None:
+        memory = empty_memory(call)
+    elif not isinstance(memory, Memory):
+        raise ArgumentError(f"attention: memory must be a zonal.Memory, received {type(memory).__name__}. Make one with Memory.empty(operator, …).")
+    elif not same_declaration(memory.operator, call.operator):
+        raise ArgumentError(
+            f"attention: the memory was made for operator {memory.operator.name!r} and the call is for {call.operator.name!r}. "
+            "Make a memory for this one with Memory.empty(operator, …)."
+        )
+    check_memory(call, memory)
+    if path == "auto":
+        path = plan.choose(call, memory=memory).path
+    if path == "streaming":
+        y, after = streaming(call, memory, return_memory=True)
+    elif path == "chunked":
+        y, after = chunked(call, memory, return_memory=True)
+    elif isinstance(memory, KeyValues):
+        whole = following(call, memory.keys_and_values())
+        y = dense(whole) if path == "dense" else tiled(whole)
+        after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
+    elif memory.count == 0:
+        y = dense(call) if path == "dense" else tiled(call)
+        after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
+    else:
+        raise PathError(f"attention: path {path!r} needs the keys themselves, and a memory of kind {memory.kind!r} has only sums. Use path='chunked'.")
+    assert after is not None
+    return y, after

@@ -1,6 +1,6 @@
 """One call of attention, checked and prepared: what every path receives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -169,3 +169,32 @@ def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor
         extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
         col = extra.double() if col is None else col + extra
     return Bias(row, col, bound.slopes)
+
+
+def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]) -> Call:
+    """The call with prepared keys and values before its own: (k, v, key mask, log decay, key bias) as a memory of keys holds them.
+
+    Queries stay where they are, at the end; without causality they see everything.
+    """
+    if past[0].shape[2] == 0:
+        return call
+    shape, earlier = call.k.shape, past[0].shape
+
+    def joined(before: Tensor | None, now: Tensor | None, blank: float, like: torch.Size) -> Tensor | None:
+        """Both along the tokens (last axis but for k and v); an absent part is ``blank``."""
+        if before is None and now is None:
+            return None
+        kind = now if now is not None else before
+        assert kind is not None
+        old = before if before is not None else kind.new_full((like[0], *kind.shape[1:-1], earlier[2]), blank)
+        new = now if now is not None else kind.new_full((like[0], *kind.shape[1:-1], shape[2]), blank)
+        return torch.cat([old.expand(like[0], *old.shape[1:]), new.expand(like[0], *new.shape[1:]).to(old.dtype)], -1)
+
+    k, v = torch.cat([past[0].to(call.k), call.k], 2), torch.cat([past[1].to(call.v), call.v], 2)
+    mask = joined(past[2], call.visibility.key_mask, True, shape)
+    decay, key_bias = joined(past[3], call.log_decay, 0.0, shape), joined(past[4], call.key_bias, 0.0, shape)
+    seen = visibility(
+        call.q.shape[2], k.shape[2], _without_bias(call.bound.priors), causal=call.causal, include_self=call.include_self, key_padding_mask=mask
+    )
+    bias = _bias(call.bound, seen, decay, key_bias)
+    return replace(call, k=k, v=v, visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias)

@@ -59,8 +59,9 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
 def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, Memory]:
     """y (B, H, 1, P) of one prepared query before the anchor's factor, and the memory with its token."""
     if isinstance(memory, KeyValues):
-        memory = memory.extended(token)
-        return memory.newest(q, call.bound, call.include_self), memory
+        grown = memory.extended(token)
+        assert isinstance(grown, KeyValues)
+        return grown.newest(q, call.bound, call.include_self), grown
     if call.chunk is not None:
         assert isinstance(memory, FeatureSums | RidgeStatistics)
         return memory.committed().lookup(q, call.bound), memory.extended(token)
