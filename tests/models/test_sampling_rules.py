@@ -36,6 +36,12 @@ def test_probabilities(sampler, expected):
     torch.testing.assert_close(both[1], both[0].flip(0), rtol=1e-6, atol=1e-9)
 
 
+def test_top_p_is_reached_and_not_passed():
+    """0.5 is reached by the first token alone; exact in binary, so the boundary itself is tested."""
+    logits = torch.tensor([[math.log(2), 0.0, 0.0]], dtype=torch.float64)
+    assert Sampler(top_p=0.5).probabilities(logits).tolist() == [[1.0, 0.0, 0.0]]
+
+
 def test_top_k_admits_no_more_than_k_when_tied():
     assert (Sampler(top_k=2).probabilities(torch.zeros(1, 5)) > 0).sum() == 2
 

@@ -171,11 +171,12 @@ def test_padded_prefill_then_decode_equals_each_row_alone(spec):
         mask[index, place] = True
         x[index, place] = row
     y, memory = layer(x, return_memory=True, key_padding_mask=mask)
-    first, memory = layer(more[:, :3], memory=memory)
+    holes = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+    first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
     second, memory = layer(more[:, 3:], memory=memory)
     for index, row in enumerate(rows):
-        alone = layer(torch.cat((row, more[index : index + 1]), dim=1))[0]
-        got = torch.cat((y[index][mask[index]], first[index], second[index]))
+        alone = layer(torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1))[0]
+        got = torch.cat((y[index][mask[index]], first[index][holes[index]], second[index]))
         torch.testing.assert_close(got, alone, **TOLERANCE)
 
 
@@ -280,6 +281,8 @@ def test_draws_are_named_streams():
     two.normal_(y, "w")
     two.normal_(z, "v")
     assert torch.equal(x, y)
+    assert not torch.equal(x, z)
+    Draws(seed=3).child("b").normal_(z, "w")
     assert not torch.equal(x, z)
     Draws(seed=4, prefix="a.").normal_(y, "w")
     assert not torch.equal(x, y)

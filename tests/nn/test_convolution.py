@@ -99,7 +99,10 @@ def test_non_finite_padding_does_not_leak():
     conv = make()
     x = torch.randn(1, 4, 5, dtype=torch.float64)
     x[0, 0] = float("nan")
-    assert conv(x, key_padding_mask=mask_from([".xxx"]))[0].isfinite().all()
+    y, _ = conv(x, key_padding_mask=mask_from([".xxx"]))
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert conv.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
