@@ -115,7 +115,7 @@ def condition(operator: Operator, exact: Inputs, path: str) -> float:
         return 1.0
     keys = exact.k.shape[2]
     if operator.tags.solves:  # of G + rho I, keys of norm <= 1
-        return 1 + keys / 0.1 / 16
+        return (1 + keys / 0.1 / 16) ** (1 + operator.anchor.shifts)
     if operator.tags.degree is None or not operator.tags.normalises or operator.tags.degree == 1:
         return 1.0
     # sums of features are of order one where the kernel itself, and with it the denominator, may be small

@@ -42,6 +42,8 @@ class State(NamedTuple):
 
 
 class Anchor(Declaration):
+    """From a kernel to weights. ``solves``: needs the kernel among keys. ``include_self``: whether a causal query sees its own key by default."""
+
     slot = "anchor"
     solves: ClassVar[bool] = False
     include_self: ClassVar[bool] = True

@@ -51,6 +51,8 @@ def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
 
 
 class Link(Declaration):
+    """From a score to evidence. ``domain``: where it is defined, None = everywhere. ``log_space``: kept as its logarithm."""
+
     slot = "link"
     domain: ClassVar[tuple[float, float] | None] = None
     log_space: ClassVar[bool] = False

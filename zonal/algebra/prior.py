@@ -19,6 +19,8 @@ from zonal.errors import ArgumentError
 
 
 class Prior(Declaration):
+    """What is allowed or favoured before any score is seen."""
+
     slot = "prior"
 
 

@@ -24,6 +24,8 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
 
 
 class Score(Declaration):
+    """From a query and a key to a number. ``bilinear``: a dot product of prepared vectors."""
+
     slot = "score"
     bilinear: ClassVar[bool] = False
 
