@@ -33,7 +33,7 @@ def main(folder: str) -> None:
         seeds=(0, 1, 2),
         title="Associative recall without a convolution",
     )
-    result = Comparison(folder, spec).run(on_event=show)
+    result = Comparison(folder, spec).run(on_event=show, threads=1)  # tensors this small gain nothing from more
     assert result.status == "done"
 
     summary = report.summarise(report.load(folder))
