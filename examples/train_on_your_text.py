@@ -15,7 +15,7 @@ from zonal.models import ModelConfig, build
 from zonal.tasks import Text
 from zonal.training import TrainConfig, events, train
 
-STEPS, DIM = 500, 64
+STEPS, DIM = 400, 64
 
 
 def show(event: events.Event) -> None:
