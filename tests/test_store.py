@@ -25,13 +25,16 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_truncated_corrupt_foreign_and_other_kind(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    store.save_tensors(path, TENSORS, {"kind": "test"})
+    store.save_tensors(path, TENSORS, {"kind": "test", "note": "first"})
     whole = path.read_bytes()
     for cut in (0, 4, 20, len(whole) - 1):
         path.write_bytes(whole[:cut])
         with pytest.raises(FileFormatError, match="truncated"):
             store.load_tensors(path, "test")
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(FileFormatError, match="checksum"):
+        store.load_tensors(path, "test")
+    path.write_bytes(whole.replace(b"first", b"other"))
     with pytest.raises(FileFormatError, match="checksum"):
         store.load_tensors(path, "test")
     path.write_bytes(whole)

@@ -1,10 +1,10 @@
 """Zonal: attention operators declared by their parts, planned onto the cheapest exact path, and used as layers, models and memories."""
 
-from zonal import mechanisms
+from zonal import mechanisms, nn
 from zonal.algebra import Operator, anchor, ledger, link, metric, prior, score
 from zonal.attention import attention
 from zonal.memory import Memory
 
 __version__ = "0.1.0"
 
-__all__ = ["Memory", "Operator", "anchor", "attention", "ledger", "link", "mechanisms", "metric", "prior", "score"]
+__all__ = ["Memory", "Operator", "anchor", "attention", "ledger", "link", "mechanisms", "metric", "nn", "prior", "score"]

@@ -1,7 +1,7 @@
 """Files that are either whole or absent: atomic writes, safetensors with a checked header, JSON.
 
 Only safetensors and JSON are ever read. A tensor file carries one JSON header under the metadata key ``zonal`` with the
-keys ``kind`` (what the file holds) and ``checksum`` (SHA-256 over names, dtypes, shapes and bytes of the tensors).
+keys ``kind`` (what the file holds) and ``checksum`` (SHA-256 over the header itself and names, dtypes, shapes and bytes of the tensors).
 """
 
 import contextlib
@@ -87,9 +87,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise FileFormatError(f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged.") from error
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over name, dtype, shape and little-endian bytes of each tensor, in the order of names."""
-    digest = hashlib.sha256()
+def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """SHA-256 over the header (but for its checksum) and name, dtype, shape and little-endian bytes of each tensor, in the order of names."""
+    digest = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "checksum"}, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -105,7 +105,9 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], he
     target = Path(path)
     # clone: safetensors refuses tensors that share storage, and a tied weight saved twice is still right
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    metadata = {"zonal": json.dumps({**header, "checksum": checksum(plain)}, allow_nan=False)}
+    # as it will be read back: tuples as lists, numbers as JSON has them
+    stated = json.loads(json.dumps(dict(header), allow_nan=False))
+    metadata = {"zonal": json.dumps({**stated, "checksum": checksum(plain, stated)})}
     with _space_errors(target), _temporary_beside(target) as temporary:
         safetensors.torch.save_file(plain, temporary, metadata=metadata)
 
@@ -142,6 +144,6 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
         tensors = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise FileFormatError(f"load {kind}: {path} cannot be read ({error}). It may be truncated; use an older copy.") from error
-    if checksum(tensors) != header.get("checksum"):
+    if checksum(tensors, header) != header.get("checksum"):
         raise FileFormatError(f"load {kind}: the checksum of {path} does not match its contents. The file was damaged; use an older copy.")
     return tensors, header

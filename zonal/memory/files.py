@@ -1,8 +1,6 @@
 """Memory files: a checked header, the tensors a memory holds, and what its operator has learned."""
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,15 +13,10 @@ from zonal.store import load_tensors, save_tensors
 KIND = "memory"
 
 
-def _digest(header: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
-
-
 def save(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], learned: Mapping[str, Tensor]) -> None:
-    """Write a memory. The header has a digest of its own: the checksum of the store covers tensors alone."""
-    plain = json.loads(json.dumps(header))  # as it will be read back: tuples as lists
+    """Write a memory."""
     named = {f"memory.{name}": x for name, x in tensors.items()} | {f"operator.{name}": x for name, x in learned.items()}
-    save_tensors(path, named, {"kind": KIND, "about": plain, "digest": _digest(plain)})
+    save_tensors(path, named, {"kind": KIND, "about": header})
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -33,8 +26,8 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     """
     tensors, header = load_tensors(path, KIND)
     about = header.get("about")
-    if not isinstance(about, dict) or header.get("digest") != _digest(about):
-        raise FileFormatError(f"load {KIND}: the header of {path} does not match its digest. The file was damaged; use an older copy.")
+    if not isinstance(about, dict):
+        raise FileFormatError(f"load {KIND}: the header of {path} says nothing about the memory. It was not written by this library.")
     groups: dict[str, dict[str, Tensor]] = {"memory": {}, "operator": {}}
     for name, tensor in tensors.items():
         group, _, rest = name.partition(".")
