@@ -15,8 +15,8 @@ from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError, PathError
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
-from zonal.execution.ridge_block import factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
-from zonal.execution.scan import Job, Rule, block_size, scan
+from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
+from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
@@ -25,7 +25,10 @@ from zonal.memory.ridge import previous_keys
 from zonal.memory.sums import anchored, with_mass
 from zonal.memory.tokens import joined
 
-_RIDGE_BLOCK = 64
+
+def _ridge_block(dim: int) -> int:
+    """Tokens a block for keys of ``dim`` numbers: as many as the inverse has rows is about best, measured for 16 to 64."""
+    return min(max(dim, 32), 64)
 
 
 def chunked_refusal(call: Call) -> str | None:
@@ -132,11 +135,12 @@ def _sums(
     decay = None if decay is None else decay.expand(batch, -1, -1)
     keys = tokens.length
     offset = keys - queries if call.causal else 0
+    state = None if before is None or before.count == 0 else before.state.to(k)
     job = Job(
         features, call.bound.link, Rule(call.causal, call.include_self, call.chunk, offset), call.bound.groups,
-        block or block_size(features, batch * heads, dim, decay is not None), before is not None, return_memory and call.chunk is None,
+        block or block_size(features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None and not return_memory),
+        return_memory and call.chunk is None,
     )
-    state = None if before is None or before.count == 0 else before.state.to(k)
     total, final = scan(q, k, v, call.coefficients.to(q), decay, state, job)
     y = call.scaled(anchored(total, call.bound, _visible(call, tokens, before)))
     if not return_memory or memory is None:
@@ -231,7 +235,8 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
     queries, keys, groups, chunk = parts.q.shape[2], parts.z.shape[2], call.bound.groups, call.chunk
     if queries == 0:
         return parts.q[..., :1].expand(*parts.q.shape[:3], parts.v.shape[3])  # no rows, but part of the graph
-    outright = anchor.mode == "running_max" or (chunk is not None and chunk > (block or _RIDGE_BLOCK))
+    usual = block or _ridge_block(parts.z.shape[3])
+    outright = anchor.mode == "running_max" or (chunk is not None and chunk > usual)
     offset = keys - queries
     base = offset if chunk is None else offset // chunk * chunk
     gram, cross, shift = parts.gram, parts.cross, parts.shift
@@ -251,27 +256,31 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
         assert chunk is not None
         size = chunk
     elif chunk is not None:
-        size = chunk * max(1, (block or _RIDGE_BLOCK) // chunk)
+        size = chunk * max(1, usual // chunk)
     else:
-        size = min(block or _RIDGE_BLOCK, length)
+        size = min(usual, length)
         size = -(-length // -(-length // size)) if block is None else size  # even blocks
     zb, vb = into_blocks(z, size), into_blocks(v, size)
-    xb = rows_into_blocks(F.pad(parts.q, (0, 0, length - queries, 0)), groups, size)
-    mask = None if outright else Rule(True, call.include_self, chunk, 0).mask_of(size, groups, z.device)
+    q = parts.q if length == queries else F.pad(parts.q, (0, 0, length - queries, 0))
+    xb = rows_into_blocks(q, groups, size)
+    sight = None
+    if not outright:
+        mask = None if chunk is None else Rule(True, False, chunk, 0).mask(Step(0, size, 0, size, True), z.device)
+        sight = Sight(groups, size, 0 if call.include_self else -1, mask)
     ridge = parts.rho
     if anchor.mode == "running_max":
         largest = zb.square().sum(-1).amax(-1)  # (B, Hkv, n)
         start = torch.zeros_like(largest[:, :, :1]) if peak is None else peak.to(largest).unsqueeze(2)
         so_far = torch.cat([start, largest[:, :, :-1]], 2).cummax(2).values
         ridge = ridge * so_far.clamp_min(1e-12)[..., None, None]
-    factor = factorise(zb, gram, ridge, mask)
+    factor = factorise(zb, gram, ridge, sight)
     x = solve(xb, zb, gram, ridge, factor)
     if earlier is not None:
         eb = into_blocks(earlier, size)
         for _ in range(anchor.shifts):
-            x = linear(x, eb, zb, None if shift is None else shift.mT, mask)
+            x = linear(x, eb, zb, None if shift is None else shift.mT, sight)
             x = solve(x, zb, gram, ridge, factor)
-    y = linear(x, zb, vb, None if cross is None else cross.mT, mask)
+    y = linear(x, zb, vb, None if cross is None else cross.mT, sight)
     return rows_from_blocks(y, groups, size, length)[:, :, length - queries :]
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from zonal.algebra.link import Link
 from zonal.errors import PathError
 from zonal.features import SymmetricPowers
-from zonal.features.moments import rows_at_once
+
+# numbers of features, or scores, of one block
+_BLOCK_ELEMENTS = 1 << 25
 
 
 class Step(NamedTuple):
@@ -47,10 +49,6 @@ class Rule(NamedTuple):
         seen = s <= p[:, None] if self.include_self and self.chunk is None else s < p[:, None]
         return seen.to(device)
 
-    def mask_of(self, size: int, groups: int, device: torch.device) -> Tensor:
-        """(groups size, size) bool: what the queries of one block see within it, for each group in turn."""
-        return self.mask(Step(0, size, 0, size, True), device).repeat(groups, 1)
-
     def steps(self, queries: int, keys: int, block: int) -> tuple[Step, ...]:
         """The blocks in the order in which they run."""
         if not self.tied:
@@ -76,15 +74,24 @@ class Job(NamedTuple):
     rule: Rule
     groups: int
     block: int
-    carried: bool  # an initial state is given
     wanted: bool  # the final state is asked for
 
 
-def block_size(features: SymmetricPowers, batch_heads: int, dim: int, decays: bool) -> int:
-    """Tokens a block: many features are worth long blocks (fewer passes over the state), few are not (scores cost C^2)."""
+def block_size(features: SymmetricPowers, shape: tuple[int, int, int, int, int], fresh: bool) -> int:
+    """Tokens a block for (B, H, S, D, P): many features are worth long blocks (fewer passes over the state), few are not (scores cost C^2).
+
+    fresh: nothing is carried in or out. One block over everything then needs no features at all, which is best for short sequences.
+    """
+    batch, heads, keys, dim, value_dim = shape
     size = features.dimension(dim)
-    best = 64 if size <= 128 or decays else 128 if size <= 384 else 256
-    return max(16, min(best, rows_at_once(batch_heads, size)))
+    block = 64 if size <= 128 else 128 if size <= 1024 else 256
+    while block > 32 and batch * heads * block * size > _BLOCK_ELEMENTS:
+        block //= 2
+    # multiply-adds a token: scores and values against two passes over the state and (memory-bound) features
+    whole, parts = keys * (dim + value_dim), block * (dim + value_dim) + 2 * size * (value_dim + 4)
+    if fresh and whole <= parts and batch * heads * keys * keys <= _BLOCK_ELEMENTS:
+        return max(keys, 1)
+    return block
 
 
 class _Block(NamedTuple):
@@ -96,7 +103,8 @@ class _Block(NamedTuple):
     row: Tensor | None
     tail: Tensor | None
     whole: Tensor | None
-    between: Tensor | None  # (B, Hkv, 1, t, s): e^{c_t - c_s}, 0 where forbidden; the mask itself without decay
+    apart: Tensor | None  # (B, Hkv, 1, t, s): e^{c_t - c_s}
+    within: bool
 
 
 class _Scan:
@@ -117,36 +125,41 @@ class _Scan:
     def block(self, step: Step) -> _Block:
         q = self.q[:, :, step.t0 : step.t1].unflatten(1, (self.kv, self.job.groups)).flatten(2, 3)
         k, v = self.k[:, :, step.s0 : step.s1], self.v[:, :, step.s0 : step.s1]
-        row = tail = whole = between = None
-        mask = None
-        if step.within and step.t1 > step.t0:
-            # blocks start at whole chunks, so the mask depends on the distance alone
-            key = (step.t0 + self.job.rule.offset - step.s0, step.t1 - step.t0, step.s1 - step.s0)
-            if key not in self._masks:
-                self._masks[key] = self.job.rule.mask(step, self.q.device)
-            mask = between = self._masks[key]
+        row = tail = whole = apart = None
+        within = step.within and step.t1 > step.t0
         if self.decay is not None and step.s1 > step.s0:
             running = self.decay[..., step.s0 : step.s1].cumsum(-1)
             end = running[..., -1:]
             tail, whole = (end - running).exp().to(v).unsqueeze(-1), end.exp().to(v).unsqueeze(-1)
             at = running[..., step.t0 + self.job.rule.offset - step.s0 : step.t1 + self.job.rule.offset - step.s0]
             row = at.exp().to(v).unsqueeze(-1).repeat(1, 1, self.job.groups, 1)
-            if mask is not None:
-                apart = (at.unsqueeze(-1) - running.unsqueeze(-2)).to(v.dtype)
-                between = apart.masked_fill_(~mask, float("-inf")).exp_().unsqueeze(2)
-        return _Block(q, k, v, row, tail, whole, between)
+            if within:
+                # towards later keys this may overflow, and is cut away with them
+                apart = (at.unsqueeze(-1) - running.unsqueeze(-2)).to(v.dtype).exp_().unsqueeze(2)
+        return _Block(q, k, v, row, tail, whole, apart, within)
+
+    def cut(self, kernel: Tensor, step: Step) -> Tensor:
+        """kernel (…, t, s) with zeros where nothing is seen; in place where its storage is its own."""
+        rule = self.job.rule
+        if rule.chunk is None:  # s <= t + distance: far faster than a mask
+            distance = step.t0 + rule.offset - step.s0 - (0 if rule.include_self else 1)
+            return kernel.tril_(distance) if kernel.is_contiguous() else kernel.tril(distance)
+        # blocks start at whole chunks, so the mask depends on the distance alone
+        key = (step.t0 + rule.offset - step.s0, step.t1 - step.t0, step.s1 - step.s0)
+        if key not in self._masks:
+            self._masks[key] = ~rule.mask(step, self.q.device)
+        return kernel.masked_fill(self._masks[key], 0)
 
     def scores(self, block: _Block) -> Tensor:
         """(B, H, t, s)."""
         score = (block.q @ block.k.mT).view(self.batch, self.heads, -1, block.k.shape[2])
         return score if self.job.link.domain is None else score.clamp_(*self.job.link.domain)
 
-    def priored(self, kernel: Tensor, between: Tensor) -> Tensor:
+    def priored(self, kernel: Tensor, block: _Block, step: Step) -> Tensor:
         """The kernel (B, H, t, s) with mask and decay, as (B, Hkv, G t, s)."""
-        shape = (self.batch, self.kv, self.job.groups, *kernel.shape[2:])
-        if between.dtype == torch.bool:
-            return kernel.masked_fill(~between, 0).view(self.batch, self.kv, -1, kernel.shape[3])
-        return (kernel.view(shape) * between).view(self.batch, self.kv, -1, kernel.shape[3])
+        if block.apart is not None:
+            kernel = kernel.view(self.batch, self.kv, self.job.groups, *kernel.shape[2:]) * block.apart
+        return self.cut(kernel, step).reshape(self.batch, self.kv, -1, kernel.shape[-1])
 
     def scaled(self, state: Tensor) -> Tensor:
         """The state with the query head's coefficients: (B, Hkv, 1 or G, m, P)."""
@@ -162,7 +175,7 @@ class _Scan:
         """The state after a step's keys."""
         if step.s1 == step.s0:
             return state
-        block = self.block(step._replace(within=False))
+        block = self.block(step._replace(t0=0, t1=0))
         v = block.v if block.tail is None else block.v * block.tail
         phi = self.job.features.write(block.k)
         if state is None:
@@ -197,10 +210,10 @@ class _Function(torch.autograd.Function):
             if step.t1 > step.t0:
                 block = scan.block(step)
                 out = None
-                if block.between is not None:
+                if block.within:
                     scores = scan.scores(block)
                     kernel = scores if job.features.trivial else job.link.value(scores, c)
-                    out = scan.priored(kernel, block.between) @ block.v
+                    out = scan.priored(kernel, block, step) @ block.v
                 if state is not None:
                     past = scan.against(job.features.write(block.q), scan.scaled(state))
                     past = past if block.row is None else past * block.row
@@ -267,12 +280,12 @@ class _Function(torch.autograd.Function):
                         dscale = part_scale if dscale is None else dscale + part_scale
                     back = (moved if scan.scale is None else moved * scan.scale).sum(2)
                     dstate = back if dstate is None else dstate + back
-                if block.between is not None:
+                if block.within:
                     scores = scan.scores(block)
                     trivial = job.features.trivial
-                    kernel = scan.priored(scores if trivial else job.link.value(scores, c), block.between)
+                    kernel = scan.priored(scores if trivial else job.link.value(scores, c), block, step)
                     dv[:, :, keys] += kernel.mT @ grad
-                    ds = scan.priored((grad @ block.v.mT).view(scores.shape), block.between)
+                    ds = scan.priored((grad @ block.v.mT).view(scan.batch, scan.heads, -1, block.k.shape[2]), block, step)
                     if not trivial:
                         whole = ds.view(scores.shape)
                         if dc is not None:
