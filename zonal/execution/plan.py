@@ -1,32 +1,120 @@
-"""Which path runs a call, and why."""
+"""Which path runs a call, and why: the cheapest by the cost model among those that can and that fit in memory."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from zonal.execution import tiled
+from zonal.errors import PathError, unknown_name
+from zonal.execution import calibration, cost
 from zonal.execution.call import Call
-from zonal.execution.chunked import chunked_refusal
-from zonal.memory import KeyValues, Memory
+from zonal.execution.constants import Constants
+from zonal.execution.problem import Problem, problem_of
+from zonal.execution.tally import Estimate
+from zonal.memory import Memory
 
 PATHS = ("dense", "tiled", "chunked", "streaming")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen path and the reason."""
+    """The chosen path and the reason in a sentence.
+
+    estimates: of every path that could run, the fastest first. refused: path -> why it cannot, or does not fit in memory.
+    """
 
     path: str
     reason: str
+    estimates: tuple[Estimate, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose(call: Call, *, memory: Memory | None = None) -> Plan:
-    """The path for a prepared call."""
-    if memory is not None:
-        if call.causal and call.q.shape[2] == 1:
-            return Plan("streaming", "one token")
-        if not isinstance(memory, KeyValues):
-            return Plan("chunked", "the memory holds sums")
-    if call.tags.solves and chunked_refusal(call) is None:
-        return Plan("chunked", "linear in the number of tokens")
-    if tiled.refusal(call.bound.anchor) is None and call.q.shape[2] * call.k.shape[2] >= 256 * 256:
-        return Plan("tiled", "long enough for tiles")
-    return Plan("dense", "short")
+def choose(call: Call, *, memory: Memory | None = None, constants: Constants | None = None, available: int | None = None) -> Plan:
+    """The path for a prepared call. The same call, constants and memory always give the same plan.
+
+    Args:
+        memory: what the call goes on from; a memory is then returned, too.
+        constants: of the machine; None = measured once and kept (``calibration``).
+        available: bytes that a path may use; None = what is free, asked only when a path needs a good part of what there is.
+    """
+    return decide(problem_of(call, memory), constants, available)
+
+
+def decide(problem: Problem, constants: Constants | None = None, available: int | None = None) -> Plan:
+    """``choose`` for a problem."""
+    if constants is None:
+        constants = calibration.constants_for(problem.device)
+    plan, needed = _usual(problem, constants)
+    if available is None:
+        # asking the system costs more than a short call; below a sixteenth of all memory the answer cannot matter
+        if needed * 16 <= constants.memory_bytes:
+            return plan
+        available = calibration.free_memory(problem.device)
+    return _ranked(problem, plan.estimates, constants.memory_bytes if available is None else available)
+
+
+def validate(path: str, call: Call, memory: Memory | None = None) -> None:
+    """Check that a path can be forced.
+
+    Raises: ArgumentError for an unknown name; PathError that says why it cannot run this call and what can.
+    """
+    if path not in PATHS:
+        raise unknown_name("attention", "path", path, ("auto", *PATHS))
+    refused = dict(problem_of(call, memory).refused)
+    if path in refused:
+        others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
+        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {refused[path]}. Use {others}, or path='auto'.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _usual(problem: Problem, constants: Constants) -> tuple[Plan, int]:
+    """The plan with all of the device's memory, and the most bytes that a path needs."""
+    refused = dict(problem.refused)
+    estimated = tuple(cost.MODELS[path](problem, constants) for path in PATHS if path not in refused)
+    return _ranked(problem, estimated, constants.memory_bytes), max(estimate.peak_bytes for estimate in estimated)
+
+
+def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -> Plan:
+    refused = dict(problem.refused)
+    fitting = [estimate for estimate in estimated if estimate.peak_bytes <= available]
+    for estimate in estimated:
+        if estimate.peak_bytes > available:
+            refused[estimate.path] = f"it needs about {estimate.peak_bytes:,} bytes and {available:,} are available"
+    order = {path: index for index, path in enumerate(PATHS)}
+    ranked = tuple(sorted(estimated, key=lambda estimate: (estimate.path in refused, estimate.seconds, order[estimate.path])))
+    if not fitting:
+        least = min(estimated, key=lambda estimate: estimate.peak_bytes)
+        return Plan(
+            least.path, f"no path fits in the {available:,} bytes available; this one needs least, about {least.peak_bytes:,}", ranked,
+            MappingProxyType({path: why for path, why in refused.items() if path != least.path}),
+        )  # fmt: skip
+    return Plan(ranked[0].path, _reason([e for e in ranked if e.path not in refused]), ranked, MappingProxyType(refused))
+
+
+def _reason(fitting: list[Estimate]) -> str:
+    best = fitting[0]
+    if len(fitting) == 1:
+        return "the only path that can run this call and fits in memory"
+    other = fitting[1]
+    why = []
+    if best.flops * 1.2 < other.flops:
+        why.append(f"{_times(other.flops / best.flops)} fewer operations")
+    if best.bytes_moved * 1.2 < other.bytes_moved:
+        why.append(f"{_times(other.bytes_moved / best.bytes_moved)} less memory moved")
+    if best.calls * 1.2 < other.calls:
+        why.append(f"{_times(other.calls / best.calls)} fewer torch calls")
+    because = f": {', '.join(why)}" if why else ""
+    return f"about {duration(best.seconds)}, against {duration(other.seconds)} for {other.path}{because}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2g}x" if ratio < 100 else f"{ratio:.0f}x"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
+    return f"{seconds / size:.3g} {unit}"
+
+
+__all__ = ["PATHS", "Plan", "choose", "decide", "duration", "validate"]

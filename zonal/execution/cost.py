@@ -1,0 +1,307 @@
+"""What the paths that look at every pair of query and key cost, and the table of all paths.
+
+Each path is counted call by call, as its code makes them: a path that changes its loops changes its function here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from zonal.execution import tiled as tiled_path
+from zonal.execution.constants import Constants
+from zonal.execution.cost_chunked import chunked
+from zonal.execution.cost_streaming import streaming
+from zonal.execution.problem import Problem
+from zonal.execution.tally import Estimate, Tally
+
+# -- dense -------------------------------------------------------------------------------------------------------------------
+
+
+def _kernel(p: Problem, tally: Tally, rows: float, keys: float) -> None:
+    """Scores and evidence of B H blocks (rows, keys)."""
+    elements = p.B * p.H * rows * keys
+    tally.product(p.B * p.H, rows, keys, p.D)
+    if not p.tags.bilinear:
+        tally.passes("simple", elements, 5)
+    if p.clamped:
+        tally.passes("simple", elements)
+        tally.views(8)
+    if not p.tags.log_space:
+        tally.passes("simple", elements, p.operations)
+        tally.views(p.operations)
+
+
+def _kernel_backward(p: Problem, tally: Tally, rows: float, keys: float) -> None:
+    elements = p.B * p.H * rows * keys
+    if not p.tags.log_space:
+        # each step of the link: the gradient times the other factor, for both factors, and their sum
+        tally.passes("simple", elements, 3 * p.operations)
+        if p.coefficient_gradients:
+            tally.passes("reduce", elements, p.coefficients)
+    if not p.tags.bilinear:
+        tally.passes("simple", elements, 8)
+    tally.product(p.B * p.H, rows, p.D, keys)
+    tally.product(p.B * p.H, keys, p.D, rows)
+
+
+def dense(p: Problem, constants: Constants) -> Estimate:
+    """Every block in memory, each step a call over all of it."""
+    tally = Tally(constants, p.itemsize)
+    p = with_past(p, tally)
+    heads, n, masks = p.B * p.H, p.B * p.H * p.T * p.S, (p.B if p.padded else 1) * p.T * p.S
+    live = 2.0
+    if p.groups > 1:
+        tally.passes("simple", heads * p.S * p.D)
+        tally.passes("simple", heads * p.S * p.P)
+    _kernel(p, tally, p.T, p.S)
+    tally.views(26)
+    tally.passes("simple", masks, 1 if p.span.free and not p.padded else 4)
+    if p.biased:
+        tally.passes("simple", n, 1 + 2 * p.slopes)
+        tally.passes("select", n)
+        tally.passes("simple", n)
+        if not p.tags.log_space:
+            tally.passes("exp", n)
+        live += 1
+    tally.passes("select", n)
+    if p.tags.solves:
+        live += _dense_solve(p, tally)
+    elif p.tags.normalises:
+        if p.tags.log_space:
+            tally.passes("reduce", n)
+            tally.passes("simple", n)
+            tally.passes("exp", n)
+        tally.passes("reduce", n)
+        tally.passes("simple", n)
+        tally.passes("select", n, 0.5)
+        tally.views(4)
+        live += 1
+    else:
+        if p.tags.log_space:
+            tally.passes("exp", n)
+        tally.passes("simple", n)
+        tally.views(3)
+    tally.product(heads, p.T, p.P, p.S)
+    tally.views(2)
+    if p.gradients:
+        tally.recorded(tally.calls)
+        live += _dense_backward(p, tally)
+    small = heads * (p.T * (p.P + p.D) + p.S * (p.D + p.P))
+    return tally.estimate("dense", live * n + small, 2 * masks)
+
+
+def _dense_backward(p: Problem, tally: Tally) -> float:
+    heads, n = p.B * p.H, p.B * p.H * p.T * p.S
+    before = tally.calls
+    tally.product(heads, p.T, p.S, p.P)
+    tally.product(heads, p.S, p.P, p.T)
+    kept = 2.0
+    if p.tags.solves:
+        kept += _dense_solve_backward(p, tally)
+    elif p.tags.normalises:
+        tally.passes("select", n, 0.5)
+        tally.passes("simple", n, 4)
+        tally.passes("reduce", n)
+        tally.passes("simple", n, 1 + p.tags.log_space)
+        kept += 2
+    else:
+        tally.passes("simple", n, 1 + p.tags.log_space)
+    if p.biased:
+        tally.passes("select", n)
+        tally.passes("simple", n, 2)
+        tally.passes("reduce", n, p.bias_gradients)
+        kept += 2
+    tally.passes("select", n)
+    _kernel_backward(p, tally, p.T, p.S)
+    tally.views(tally.calls - before)
+    return kept + (0 if p.tags.log_space else p.operations)
+
+
+def _dense_solve(p: Problem, tally: Tally) -> float:
+    """The anchor's solve with the kernel among keys; returns how many more score blocks are alive."""
+    heads, n, square = p.B * p.H, p.B * p.H * p.T * p.S, p.B * p.H * p.S * p.S
+    ratio = square / n if n else 0.0
+    _kernel(p, tally, p.S, p.S)
+    if not p.follows_peak and p.span.left is None:
+        tally.passes("simple", square, 2)
+        tally.cholesky(heads, p.S)
+        tally.views(10)
+        for _ in range(1 + p.shifts):
+            tally.solve(heads, p.S, p.T, 2)
+            tally.passes("simple", n, 2)
+            tally.passes("select", n)
+        for _ in range(p.shifts):
+            tally.passes("simple", n)
+            tally.passes("select", n)
+            tally.product(heads, p.T, p.S, p.S)
+        tally.passes("select", n)
+        return 3 * ratio + 2
+    # any other visible set: one factorisation a query
+    tally.passes("simple", square, 3 * p.T)
+    tally.cholesky(heads, p.S, p.T)
+    tally.solve(heads, p.S, 1, 2 * p.T * (1 + p.shifts))
+    tally.product(heads, p.S, 1, p.S, p.T * p.shifts)
+    tally.views(12 * p.T)
+    return 4 * ratio + 1
+
+
+def _dense_solve_backward(p: Problem, tally: Tally) -> float:
+    heads, n, square = p.B * p.H, p.B * p.H * p.T * p.S, p.B * p.H * p.S * p.S
+    ratio = square / n if n else 0.0
+    _kernel_backward(p, tally, p.S, p.S)
+    if not p.follows_peak and p.span.left is None:
+        for _ in range(1 + p.shifts):
+            tally.solve(heads, p.S, p.T, 2)
+            tally.product(heads, p.S, p.S, p.T, 2)
+            tally.passes("simple", n, 2)
+            tally.passes("select", n, 2)
+            tally.passes("simple", square, 2)
+        tally.product(heads, p.T, p.S, p.S, p.shifts)
+        tally.product(heads, p.S, p.S, p.T, p.shifts)
+        # the factor's own backward: two solves and two products of the whole matrix
+        tally.solve(heads, p.S, p.S, 2)
+        tally.product(heads, p.S, p.S, p.S, 2)
+        tally.passes("simple", square, 3)
+        return 4 * ratio + 3 * (1 + p.shifts)
+    tally.solve(heads, p.S, p.S, 4 * p.T)
+    tally.product(heads, p.S, p.S, p.S, 2 * p.T)
+    tally.passes("simple", square, 4 * p.T)
+    return (3.0 * p.T + 2) * ratio + 1
+
+
+# -- tiled -------------------------------------------------------------------------------------------------------------------
+
+
+def _tiles(p: Problem, query_block: int, key_block: int) -> dict[tuple[int, int, bool], int]:
+    """How many tiles there are of each (queries, keys, masked)."""
+    found: dict[tuple[int, int, bool], int] = {}
+    for block in p.span.blocks(p.T, p.S, query_block):
+        rows = block.stop - block.start
+        # without documents and windows only the block's own diagonal is masked
+        open_until = block.hi if block.whole else max(block.lo, block.hi - rows) if p.span.left is None and p.span.edges is None else block.lo
+        for start in range(block.lo, block.hi, key_block):
+            stop = min(start + key_block, block.hi)
+            shape = (rows, stop - start, p.padded or stop > open_until)
+            found[shape] = found.get(shape, 0) + 1
+    return found
+
+
+def tiled(p: Problem, constants: Constants) -> Estimate:
+    """Tiles made, used and forgotten; backward makes each again."""
+    tally = Tally(constants, p.itemsize)
+    p = with_past(p, tally)
+    sequences, query_block, key_block = tiled_path.blocks(p.H, p.T, p.S)
+    groups = -(-p.B // sequences) if p.B else 0
+    batch = min(sequences, p.B)
+    loops = p.B / batch if batch else 0
+    tiles = _tiles(p, query_block, key_block)
+    query_blocks = -(-p.T // query_block)
+    for rows, keys, masked in tiles:
+        count = tiles[rows, keys, masked] * loops
+        _tile_forward(p, tally, batch, rows, keys, masked, count)
+        if p.gradients:
+            _tile_forward_again(p, tally, batch, rows, keys, masked, count)
+            _tile_backward(p, tally, batch, rows, keys, masked, count)
+    rows = min(query_block, p.T)
+    online = p.tags.log_space and p.tags.normalises
+    out = batch * p.H * rows * p.P
+    tally.passes("simple", out, query_blocks * groups * (5 if online else 4))
+    tally.views(query_blocks * groups * 36 + 28)
+    heads = p.B * p.H
+    peak = heads * p.T * 1.0 + 3.0 * batch * p.H * query_block * key_block + 3.0 * out
+    if p.gradients:
+        tally.views(query_blocks * groups * 24 + 40)
+        tally.recorded(2)
+        tally.passes("simple", heads * p.T * p.P, 2)
+        peak += heads * p.T * (p.P + p.D) + p.B * p.Hkv * p.S * (p.D + p.P) + 3.0 * batch * p.H * query_block * key_block
+    return tally.estimate("tiled", peak + heads * p.T * p.P)
+
+
+def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
+    """The tile itself, in both directions."""
+    n = batch * p.H * rows * keys
+    if p.groups > 1:
+        tally.passes("simple", batch * p.H * keys * p.D, count)
+        tally.passes("simple", batch * p.H * keys * p.P, count)
+    tally.views((24 + 2 * p.operations * (not p.tags.log_space)) * count)
+    tally.product(batch * p.H, rows, keys, p.D, count)
+    if not p.tags.bilinear:
+        tally.passes("simple", n, 5 * count)
+    if p.clamped:
+        tally.passes("simple", n, count, fresh=False)
+    if masked:
+        tally.views(6 * count)
+        tally.passes("simple", rows * keys, 3 * count)
+        tally.passes("select", n, count)
+    if p.biased:
+        tally.passes("simple", n, (2 + p.slopes) * count)
+        tally.views(6 * count)
+        if masked:
+            tally.passes("select", n, count)
+        if not p.tags.log_space:
+            tally.passes("exp", n, count)
+    if not p.tags.log_space:
+        tally.passes("simple", n, p.operations * count)
+
+
+def _tile_forward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
+    n, out = batch * p.H * rows * keys, batch * p.H * rows * p.P
+    _tile_forward_again(p, tally, batch, rows, keys, masked, count)
+    if p.tags.log_space:
+        tally.passes("exp", n, count)
+    if p.tags.log_space and p.tags.normalises:
+        tally.passes("reduce", n, 2 * count)
+        tally.passes("simple", n, count)
+        tally.passes("simple", out, 2 * count)
+        tally.views(7 * count)
+    else:
+        tally.passes("reduce", n, count)
+        tally.passes("simple", out, count)
+        tally.views(count)
+    tally.product(batch * p.H, rows, p.P, keys, count)
+
+
+def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
+    heads, n = batch * p.H, batch * p.H * rows * keys
+    if p.tags.log_space:
+        tally.passes("exp", n, count)
+    tally.passes("simple", n, count)
+    tally.product(heads, keys, p.P, rows, count)
+    tally.product(heads, rows, keys, p.P, count)
+    tally.views(24 * count)
+    tally.passes("simple", n, count * p.tags.normalises, fresh=False)
+    tally.passes("simple", n, count, fresh=False)
+    if not p.tags.log_space:
+        tally.passes("simple", n, count * p.biased, fresh=False)
+        if masked:
+            tally.passes("select", n, count, fresh=False)
+        if p.coefficient_gradients:
+            tally.passes("reduce", n, p.coefficients * count)
+            tally.passes("simple", n, (p.coefficients - 1 + max(p.operations - p.coefficients + 1, 0)) * count)
+        tally.passes("simple", n, (p.operations + 1) * count)
+    if p.bias_gradients:
+        tally.passes("reduce", n, (p.row_bias + p.col_bias) * count)
+        tally.passes("simple", n, count)
+    tally.product(heads, rows, p.D, keys, count)
+    tally.product(heads, keys, p.D, rows, count)
+    if not p.tags.bilinear:
+        tally.passes("reduce", n, 2 * count)
+        tally.passes("simple", n, count)
+    tally.passes("simple", heads * (rows * p.D + keys * (p.D + p.P)), count)
+    tally.views(2 * count)
+
+
+def with_past(p: Problem, tally: Tally) -> Problem:
+    """The problem with the keys of a memory before its own, and the copies that joining them takes."""
+    tokens = p.past + p.S
+    numbers = p.B * p.Hkv * (p.D + p.P)
+    if p.past:
+        tally.passes("simple", numbers * tokens, 1)
+        tally.views(12)
+    if p.keeps:
+        # the memory grows in place mostly, and doubles its room now and then; where gradients flow it is copied
+        tally.passes("simple", numbers * (tokens if p.gradients else p.S))
+        tally.views(25)
+    return replace(p, S=tokens, past=0)
+
+
+MODELS: dict[str, Callable[[Problem, Constants], Estimate]] = {"dense": dense, "tiled": tiled, "chunked": chunked, "streaming": streaming}

@@ -1,0 +1,125 @@
+"""What the streaming path costs: the verbs of a memory, token by token."""
+
+from dataclasses import replace
+
+from zonal.execution.constants import Constants
+from zonal.execution.cost_features import document_groups, write, write_backward
+from zonal.execution.cost_ridge import inverse
+from zonal.execution.problem import Problem
+from zonal.execution.tally import Estimate, Tally
+from zonal.features.moments import rows_at_once
+
+
+def streaming(p: Problem, constants: Constants) -> Estimate:
+    """Token by token through a memory."""
+    tally = Tally(constants, p.itemsize)
+    if p.span.edges is not None:
+        peak = 0.0
+        for count, length, even in document_groups(p.span.edges):
+            inner = replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None), padded=p.padded or not even)
+            tally.views(60)
+            peak = max(peak, _stream(inner, tally))
+        return tally.estimate("streaming", peak)
+    return tally.estimate("streaming", _stream(p, tally))
+
+
+def _stream(p: Problem, tally: Tally) -> float:
+    heads, kv, r = p.B * p.H, p.B * p.Hkv, p.D
+    tokens = min(p.T, p.S)
+    prefix = p.S - tokens
+    tally.views(6 + 6 * tokens)
+    out = heads * p.T * p.P * 2.0
+    if p.kind == "keys":
+        # on average half of the sequence is there
+        held = p.past + prefix + (tokens + 1) / 2
+        if prefix:
+            # a buffer with twice the room; where gradients flow the copies are recorded
+            tally.passes("simple", 2 * kv * prefix * (r + p.P), 2 + 2 * p.gradients)
+        window = held if p.span.left is None else min(held, p.span.left + 1)
+        _stream_keys(p, tally, tokens, window)
+        keys = kv * (p.past + p.S) * (r + p.P) * 2.0
+        return out + keys + (tokens * (keys / 2 + 6 * heads * window) if p.gradients else 4 * heads * window)
+    if p.kind == "ridge":
+        return out + _stream_ridge(p, tally, tokens, prefix)
+    assert p.features is not None
+    width = p.P + p.tags.normalises
+    state = kv * p.features.dimension(r) * width
+    directions = 1 + 2 * p.gradients
+    trivial = p.features.trivial
+    if prefix:
+        size = p.features.dimension(r)
+        pieces = max(1, prefix / rows_at_once(kv, size))
+        write(p, tally, kv * prefix / pieces, pieces * (1 + p.gradients))
+        tally.product(kv, size, width, prefix / pieces, pieces)
+        if p.gradients:
+            write_backward(p, tally, kv * prefix / pieces, pieces)
+            tally.product(kv, prefix / pieces, width, size, 2 * pieces)
+    write(p, tally, kv + heads, tokens * directions)
+    tally.passes("simple", state, tokens * (2 + p.decays) * directions)
+    tally.product(kv, p.features.dimension(r), width, 1, tokens * directions)
+    tally.product(kv, p.groups, width, p.features.dimension(r), tokens * directions)
+    tally.views(tokens * (28 if trivial else 50))
+    if p.gradients:
+        write_backward(p, tally, kv + heads, tokens)
+        tally.recorded(tokens * (30 if trivial else 60))
+        tally.views(tokens * (20 if trivial else 60))
+    return out + state * (3.0 + 2 * tokens * p.gradients) + heads * p.features.dimension(r) * 3 + kv * p.features.dimension(r) * min(prefix, 4096)
+
+
+def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
+    """The whole kernel row of one query for every token."""
+    heads, kv, row = p.B * p.H, p.B * p.Hkv, p.B * p.H * held
+    directions = 1 + 2 * p.gradients
+    tally.product(heads, 1, held, p.D, tokens * directions)
+    tally.product(heads, 1, p.P, held, tokens * directions)
+    copies = 1 + (p.groups > 1) + p.padded
+    tally.passes("simple", kv * held * (p.D + p.P) * (p.groups if p.groups > 1 else 1), tokens * (copies - 1) * directions)
+    tally.passes("simple", kv * (p.D + p.P) * (held if p.gradients else 2), tokens)
+    passes = 2 if p.tags.log_space else p.operations
+    tally.passes("simple", row, tokens * directions * (passes + 2 + 2 * p.biased))
+    tally.passes("exp", row, tokens * (p.tags.log_space + p.biased))
+    tally.passes("select", row, tokens * directions)
+    tally.passes("reduce", row, tokens * directions * 2 * p.tags.normalises)
+    if p.tags.solves:
+        square = heads * held * held
+        tally.product(heads, held, held, p.D, tokens * directions)
+        tally.passes("simple", square, tokens * (p.operations + 4) * directions)
+        tally.cholesky(heads, max(round(held), 1), tokens)
+        tally.solve(heads, max(round(held), 1), 1, 2 * tokens * (1 + p.shifts))
+        if p.gradients:
+            tally.product(heads, held, held, held, 4 * tokens)
+    tally.views(tokens * (75 + 40 * p.gradients))
+    if p.gradients:
+        tally.recorded(45 * tokens)
+
+
+def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
+    kv, r = p.B * p.Hkv, p.D
+    square = kv * r * r
+    if prefix:
+        directions = 1 + 2 * p.gradients
+        tally.product(kv, r, r, prefix, (1 + (p.shifts > 0)) * directions)
+        tally.product(kv, p.P, r, prefix, directions)
+        tally.passes("simple", kv * prefix * (r + p.P), 2 * p.gradients)
+    sums = 2 + (p.shifts > 0)
+    directions = 1 + 2 * p.gradients
+    tally.product(kv, r, r, 1, tokens * sums * directions)
+    tally.passes("simple", square, tokens * sums * directions)
+    if p.gradients or p.follows_peak:
+        inverse(tally, kv, r, tokens)
+        tally.product(kv, r, r, r, 2 * tokens * p.gradients)
+    else:
+        inverse(tally, kv, r)
+        tally.product(kv, 1, r, r, tokens)
+        tally.product(kv, r, r, 1, tokens)
+        tally.passes("simple", square, tokens)
+    tally.product(kv, p.groups, r, r, tokens * (1 + 2 * p.shifts) * directions)
+    tally.product(kv, p.groups, p.P, r, tokens * directions)
+    tally.views(tokens * (45 + 12 * p.shifts))
+    if p.gradients:
+        tally.recorded(tokens * (40 + 10 * p.shifts))
+        tally.views(tokens * 30)
+    return square * (8.0 + 6 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
+
+
+__all__ = ["streaming"]

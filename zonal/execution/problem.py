@@ -1,0 +1,207 @@
+"""What a plan is made from: the shapes and structure of a call, without its numbers."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from zonal.algebra import Tags
+from zonal.algebra.anchor import Ridge
+from zonal.algebra.prior import Window
+from zonal.execution import tiled
+from zonal.execution.call import Call
+from zonal.execution.chunked import chunked_refusal
+from zonal.execution.streaming import streaming_refusal
+from zonal.features import SymmetricPowers, feature_map
+from zonal.memory import KeyValues, Memory
+
+
+class Block(NamedTuple):
+    """The queries [start, stop) and the keys [lo, hi) that any of them may see; ``whole``: every one of them sees all of these."""
+
+    start: int
+    stop: int
+    lo: int
+    hi: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys each query may see, as rules: what ``Visibility`` holds query by query.
+
+    causal: queries see nothing later. chunk: only whole chunks of this size before their own. left, right: a window.
+    edges: borders of packed documents, 0 … keys, or None.
+    """
+
+    causal: bool = False
+    include_self: bool = True
+    chunk: int | None = None
+    left: int | None = None
+    right: int | None = None
+    edges: tuple[int, ...] | None = None
+
+    def interval(self, t: int, queries: int, keys: int, start: int, end: int) -> tuple[int, int]:
+        """[lo, hi) of query t in the document [start, end)."""
+        tied = self.causal or self.chunk is not None or self.left is not None
+        position = t + (keys - queries if tied else 0)
+        lo, hi = start, end
+        if self.chunk is not None:
+            hi = min(hi, start + (position - start) // self.chunk * self.chunk)
+        elif self.causal:
+            hi = min(hi, position + self.include_self)
+        if self.left is not None:
+            lo = max(lo, position - self.left)
+            if self.right is not None:
+                hi = min(hi, position + self.right + 1)
+        return lo, max(hi, 0)
+
+    def blocks(self, queries: int, keys: int, size: int) -> tuple[Block, ...]:
+        """The queries in blocks of ``size`` with their ranges of keys."""
+        return _blocks(self, queries, keys, size)
+
+    @property
+    def free(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.chunk is None and self.left is None and self.edges is None
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(span: Span, queries: int, keys: int, size: int) -> tuple[Block, ...]:
+    edges = span.edges or (0, keys)
+    found, document = [], 0
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        while span.edges is not None and edges[document + 1] <= start:
+            document += 1
+        last = document
+        while span.edges is not None and edges[last + 1] < stop:
+            last += 1
+        first_lo, first_hi = span.interval(start, queries, keys, edges[document], edges[document + 1])
+        last_lo, last_hi = span.interval(stop - 1, queries, keys, edges[last], edges[last + 1])
+        # both ends of the interval only ever move forward within a document, so that the block's ends tell all
+        found.append(Block(start, stop, first_lo, max(last_hi, first_lo), last == document and first_hi == last_hi and first_lo == last_lo))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call as the planner sees it. Hashable, so that a plan is made once for each.
+
+    B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
+    the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
+    features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
+    kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
+    refused: paths that cannot run this at any price, with the reason.
+    """
+
+    B: int
+    H: int
+    Hkv: int
+    T: int
+    S: int
+    D: int
+    P: int
+    itemsize: int
+    device: torch.device
+    tags: Tags
+    span: Span
+    padded: bool = False
+    row_bias: bool = False
+    col_bias: bool = False
+    slopes: bool = False
+    decays: bool = False
+    operations: int = 0
+    coefficients: int = 0
+    clamped: bool = False
+    features: SymmetricPowers | None = None
+    shifts: int = 0
+    follows_peak: bool = False
+    gradients: bool = False
+    coefficient_gradients: bool = False
+    bias_gradients: bool = False
+    kind: str = "keys"
+    past: int = 0
+    keeps: bool = False
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def groups(self) -> int:
+        return self.H // self.Hkv
+
+    @property
+    def biased(self) -> bool:
+        return self.row_bias or self.col_bias or self.slopes
+
+    def __str__(self) -> str:
+        kv = f" (kv {self.Hkv})" if self.Hkv != self.H else ""
+        past = f" after {self.past} tokens" if self.past else ""
+        return f"B={self.B} H={self.H}{kv} T={self.T} S={self.S} D={self.D} P={self.P}{past}"
+
+
+def problem_of(call: Call, memory: Memory | None = None, *, device: torch.device | None = None, gradients: bool | None = None) -> Problem:
+    """The problem of a prepared call that goes on from ``memory`` and leaves one.
+
+    ``device`` and ``gradients`` stand in for the call's own, for calls of meta tensors.
+    """
+    bound, anchor, bias = call.bound, call.bound.anchor, call.bias
+    batch, heads, queries, keys, key_dim, value_dim = call.shape
+    learned = call.coefficients.requires_grad
+    tilted = (bias.row is not None and bias.row.requires_grad) or (bias.col is not None and bias.col.requires_grad)
+    if gradients is None:
+        gradients = torch.is_grad_enabled() and (
+            call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or learned or tilted
+            or any(p.requires_grad for p in bound.anchor_params.values())
+        )  # fmt: skip
+    refused = _refused(call, memory)
+    features = None if call.tags.solves or any(path == "chunked" for path, _ in refused) else feature_map(bound.link)
+    return Problem(
+        B=batch, H=heads, Hkv=call.k.shape[1], T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.q.dtype.itemsize,
+        device=call.q.device if device is None else device, tags=call.tags, span=_span(call), padded=call.visibility.key_mask is not None,
+        row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None, decays=call.log_decay is not None,
+        operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
+        features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
+        gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
+        kind=Memory.kind_for(call.operator, key_dim) if memory is None else memory.kind, past=0 if memory is None else _held(memory), keeps=memory is not None, refused=refused,
+    )  # fmt: skip
+
+
+def _held(memory: Memory) -> int:
+    return memory.tokens.length if isinstance(memory, KeyValues) else memory.count
+
+
+def _refused(call: Call, memory: Memory | None) -> tuple[tuple[str, str], ...]:
+    """Paths that cannot run the call, whatever there is of time and memory, and what would make them."""
+    found = []
+    sums = None if memory is None or memory.count == 0 or isinstance(memory, KeyValues) else memory.kind
+    gone = f"a memory of kind {sums!r} has only sums, and this path needs the keys themselves; a memory made with kind='keys' keeps them"
+    if sums is not None:
+        found.append(("dense", gone))
+    reason = tiled.refusal(call.bound.anchor)
+    if reason is not None or sums is not None:
+        found.append(("tiled", reason or gone))
+    reason = chunked_refusal(call)
+    if reason is None and isinstance(memory, KeyValues):
+        reason = "a memory of keys and values is not carried as sums; a memory made without kind='keys' holds sums where the operator allows it"
+    if reason is not None:
+        found.append(("chunked", reason))
+    reason = streaming_refusal(call)
+    if reason is not None:
+        found.append(("streaming", reason))
+    return tuple(found)
+
+
+def _span(call: Call) -> Span:
+    seen, window = call.visibility, next((p for p in call.bound.priors if isinstance(p, Window)), None)
+    edges = None
+    # documents in a row: the first ends early or the last begins late
+    if seen.segment_end.shape[0] and (int(seen.segment_end[0]) < seen.keys or int(seen.segment_start[-1]) > 0):
+        edges = (*torch.unique_consecutive(seen.segment_start).tolist(), seen.keys)
+    return Span(
+        causal=call.causal and call.chunk is None, include_self=call.include_self, chunk=call.chunk,
+        left=None if window is None else window.left, right=None if window is None else window.right, edges=edges,
+    )  # fmt: skip
+
+
+__all__ = ["Block", "Problem", "Span", "problem_of"]
