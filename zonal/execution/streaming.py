@@ -28,7 +28,7 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     reason = streaming_refusal(call)
     if reason is not None:
         raise PathError(f"attention: path 'streaming' cannot run this call: {reason}. Use path='dense' or causal=True.")
-    if call.visibility.packed:
+    if call.q.shape[2] > 1 and call.visibility.packed:
         if memory is not None or return_memory:
             raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
         return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None

@@ -83,9 +83,8 @@ class SymmetricPowers(Declaration):
 
     def scale(self, c: Tensor, dim: int) -> Tensor:
         """Coefficients of x^0, x^1, … repeated over the features of each power: (degree + 1, H, 1, 1) -> (H, m)."""
-        rows = c[self.lowest : self.degree + 1, :, 0, 0]
-        sizes = torch.tensor(self.sizes(dim), device=c.device)
-        return rows.repeat_interleave(sizes, dim=0, output_size=self.dimension(dim)).T
+        rows = c[self.lowest : self.degree + 1, :, 0, 0].T
+        return rows.index_select(1, _power_of(dim, self.lowest, self.degree, c.device))
 
     def scale_vjp(self, grad: Tensor, dim: int, count: int) -> Tensor:
         """Gradient with respect to c, (count, H, 1, 1), from the gradient (H, m) of ``scale(c)``."""
@@ -148,6 +147,13 @@ def _square_vjp(x: Tensor, grad: Tensor) -> Tensor:
         dx[..., :half] += tail * root[..., half:]
         dx[..., half:] += tail * root[..., :half]
     return dx
+
+
+@functools.lru_cache(maxsize=64)
+def _power_of(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
+    """Which power each feature belongs to, counted from ``lowest``."""
+    sizes = torch.tensor(SymmetricPowers(degree, lowest).sizes(dim))
+    return torch.arange(degree + 1 - lowest).repeat_interleave(sizes).to(device)
 
 
 def _size(dim: int, degree: int) -> int:

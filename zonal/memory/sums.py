@@ -39,11 +39,19 @@ def with_mass(normalises: bool, tokens: Tokens, dtype: torch.dtype) -> tuple[Ten
 def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
     """sum_s l(q . k_s) [v_s, 1]: q (B, H, T, D) and state (B, Hkv, m, P1) -> (B, H, T, P1)."""
     batch, heads, queries, dim = q.shape
-    phi = features(q).unflatten(1, (bound.kv_heads, bound.groups))
+    recorded = torch.is_grad_enabled() and q.requires_grad
+    phi = features(q) if recorded else features.write(q)
     if not features.trivial:
-        scale = features.scale(bound.link.monomials(bound.coefficients.to(q)).to(q), dim)
-        phi = phi * scale.expand(heads, -1).reshape(bound.kv_heads, bound.groups, 1, -1)
-    return (phi.flatten(2, 3) @ state).view(batch, heads, queries, state.shape[-1])
+        phi = phi * features.scale(bound.link.monomials(bound.coefficients.to(q)), dim).unsqueeze(1)
+    return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state).view(batch, heads, queries, state.shape[-1])
+
+
+def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
+    """state + sum_s phi(k_s) v_s^T."""
+    if k.shape[2] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (state, k, v))):
+        # one pass over the state: what a decoder does at each token
+        return torch.baddbmm(state.flatten(0, 1), features.write(k).mT.flatten(0, 1), v.flatten(0, 1)).view(state.shape)
+    return state + moments(k, v, features)
 
 
 def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ class FeatureSums(Memory):
 
     def _sum(self, tokens: Tokens) -> Tensor:
         k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
-        return self.state + moments(k, v, features_of(self.operator, self.form.key_dim))
+        return _plus(self.state, k, v, features_of(self.operator, self.form.key_dim))
 
     def committed(self) -> "FeatureSums":
         """The memory up to the last whole chunk: what the next query sees."""
@@ -223,7 +231,7 @@ class DecayedSums(Memory):
         if tokens.log_decay is not None:
             v = v * (tokens.log_decay.flip(-1).cumsum(-1).flip(-1) - tokens.log_decay).exp().to(v).unsqueeze(-1)
             earlier = self.faded(tokens.log_decay)
-        state = earlier.state + moments(k, v, features_of(self.operator, self.form.key_dim))
+        state = _plus(earlier.state, k, v, features_of(self.operator, self.form.key_dim))
         return replace(earlier, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state)
 
     def faded(self, log_decay: Tensor) -> "DecayedSums":
