@@ -244,10 +244,11 @@ def free_memory(device: torch.device) -> int | None:
 # -- keeping -----------------------------------------------------------------------------------------------------------------
 
 
-def file_for(device: torch.device) -> Path:
-    """Where the constants of this machine, number of threads and torch version are kept."""
-    key = f"{machine(device)}|{threads(device)}|{torch.__version__}"
-    readable = re.sub(r"[^a-z0-9]+", "-", f"{machine(device)}-{threads(device)}".lower()).strip("-")
+def file_for(device: torch.device, count: int | None = None) -> Path:
+    """Where the constants of this machine, number of threads (None = as torch has it now) and torch version are kept."""
+    count = threads(device) if count is None else count
+    key = f"{machine(device)}|{count}|{torch.__version__}"
+    readable = re.sub(r"[^a-z0-9]+", "-", f"{machine(device)}-{count}".lower()).strip("-")
     return cache_folder() / "calibration" / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
@@ -311,6 +312,8 @@ def constants_for(device: torch.device) -> Constants:
     """
     if device.type == "meta":
         return default(device, "typical values: a meta tensor runs nowhere")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return default(device, "typical values: torch sees no such device here")
     if is_in_torch_dispatch_mode():
         try:
             return read(file_for(device), device)

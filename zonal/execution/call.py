@@ -124,7 +124,8 @@ def prepare(
         raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; log_decay and key_bias must be None.")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    # meta tensors, which only have shapes, know no autocast
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         score_q = bound.score.prepare_query(q.to(compute), bound.score_params, scale)
         score_k = bound.score.prepare_key(k.to(compute), bound.score_params)
         seen = visibility(

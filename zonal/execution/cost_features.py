@@ -33,6 +33,7 @@ def write(p: Problem, tally: Tally, vectors: float, count: float = 1) -> None:
 
 
 def write_backward(p: Problem, tally: Tally, vectors: float, count: float = 1) -> None:
+    """The gradient of phi at ``vectors`` vectors."""
     features = p.features
     assert features is not None
     if features.trivial or vectors <= 0:

@@ -9,7 +9,7 @@ from zonal.errors import PathError, unknown_name
 from zonal.execution import calibration, cost
 from zonal.execution.call import Call
 from zonal.execution.constants import Constants
-from zonal.execution.problem import Problem, problem_of
+from zonal.execution.problem import Held, Problem, problem_of
 from zonal.execution.tally import Estimate
 from zonal.memory import Memory
 
@@ -37,7 +37,7 @@ def choose(call: Call, *, memory: Memory | None = None, constants: Constants | N
         constants: of the machine; None = measured once and kept (``calibration``).
         available: bytes that a path may use; None = what is free, asked only when a path needs a good part of what there is.
     """
-    return decide(problem_of(call, memory), constants, available)
+    return decide(problem_of(call, None if memory is None else Held.of(memory)), constants, available)
 
 
 def decide(problem: Problem, constants: Constants | None = None, available: int | None = None) -> Plan:
@@ -60,7 +60,7 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
     """
     if path not in PATHS:
         raise unknown_name("attention", "path", path, ("auto", *PATHS))
-    refused = dict(problem_of(call, memory).refused)
+    refused = dict(problem_of(call, None if memory is None else Held.of(memory)).refused)
     if path in refused:
         others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
         raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {refused[path]}. Use {others}, or path='auto'.")
@@ -113,6 +113,8 @@ def _times(ratio: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds for people."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("µs", 1e-6)
     return f"{seconds / size:.3g} {unit}"
 

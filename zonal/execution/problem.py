@@ -140,21 +140,31 @@ class Problem:
         return f"B={self.B} H={self.H}{kv} T={self.T} S={self.S} D={self.D} P={self.P}{past}"
 
 
-def problem_of(call: Call, memory: Memory | None = None, *, device: torch.device | None = None, gradients: bool | None = None) -> Problem:
-    """The problem of a prepared call that goes on from ``memory`` and leaves one.
+class Held(NamedTuple):
+    """What a call goes on from: the kind of memory and how many tokens it holds (for a window of keys: still holds)."""
 
-    ``device`` and ``gradients`` stand in for the call's own, for calls of meta tensors.
+    kind: str
+    tokens: int
+
+    @staticmethod
+    def of(memory: Memory) -> "Held":
+        return Held(memory.kind, memory.tokens.length if isinstance(memory, KeyValues) else memory.count)
+
+
+def problem_of(call: Call, held: Held | None = None, device: torch.device | None = None) -> Problem:
+    """The problem of a prepared call that goes on from what is held, and leaves a memory, too.
+
+    ``device`` stands in for the call's own, for calls of meta tensors.
     """
     bound, anchor, bias = call.bound, call.bound.anchor, call.bias
     batch, heads, queries, keys, key_dim, value_dim = call.shape
     learned = call.coefficients.requires_grad
     tilted = (bias.row is not None and bias.row.requires_grad) or (bias.col is not None and bias.col.requires_grad)
-    if gradients is None:
-        gradients = torch.is_grad_enabled() and (
-            call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or learned or tilted
-            or any(p.requires_grad for p in bound.anchor_params.values())
-        )  # fmt: skip
-    refused = _refused(call, memory)
+    gradients = torch.is_grad_enabled() and (
+        call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or learned or tilted
+        or any(p.requires_grad for p in bound.anchor_params.values())
+    )  # fmt: skip
+    refused = _refused(call, held)
     features = None if call.tags.solves or any(path == "chunked" for path, _ in refused) else feature_map(bound.link)
     return Problem(
         B=batch, H=heads, Hkv=call.k.shape[1], T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.q.dtype.itemsize,
@@ -163,27 +173,24 @@ def problem_of(call: Call, memory: Memory | None = None, *, device: torch.device
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
-        kind=Memory.kind_for(call.operator, key_dim) if memory is None else memory.kind, past=0 if memory is None else _held(memory), keeps=memory is not None, refused=refused,
+        kind=Memory.kind_for(call.operator, key_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
+        keeps=held is not None, refused=refused,
     )  # fmt: skip
 
 
-def _held(memory: Memory) -> int:
-    return memory.tokens.length if isinstance(memory, KeyValues) else memory.count
-
-
-def _refused(call: Call, memory: Memory | None) -> tuple[tuple[str, str], ...]:
-    """Paths that cannot run the call, whatever there is of time and memory, and what would make them."""
+def _refused(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
+    """Paths that cannot run the call, whatever there is of time and memory, with what stands in the way."""
     found = []
-    sums = None if memory is None or memory.count == 0 or isinstance(memory, KeyValues) else memory.kind
-    gone = f"a memory of kind {sums!r} has only sums, and this path needs the keys themselves; a memory made with kind='keys' keeps them"
-    if sums is not None:
+    gone = None
+    if held is not None and held.tokens and held.kind != "keys":
+        gone = f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
         found.append(("dense", gone))
-    reason = tiled.refusal(call.bound.anchor)
-    if reason is not None or sums is not None:
-        found.append(("tiled", reason or gone))
+    reason = tiled.refusal(call.bound.anchor) or gone
+    if reason is not None:
+        found.append(("tiled", reason))
     reason = chunked_refusal(call)
-    if reason is None and isinstance(memory, KeyValues):
-        reason = "a memory of keys and values is not carried as sums; a memory made without kind='keys' holds sums where the operator allows it"
+    if reason is None and held is not None and held.kind == "keys":
+        reason = "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
     if reason is not None:
         found.append(("chunked", reason))
     reason = streaming_refusal(call)
@@ -204,4 +211,4 @@ def _span(call: Call) -> Span:
     )  # fmt: skip
 
 
-__all__ = ["Block", "Problem", "Span", "problem_of"]
+__all__ = ["Block", "Held", "Problem", "Span", "problem_of"]

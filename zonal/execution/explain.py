@@ -1,0 +1,177 @@
+"""``zonal.explain``: how a call would be run, what that costs, what was refused and why, and what the operator assumes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Move, Operator, ledger
+from zonal.errors import ArgumentError
+from zonal.execution import calibration
+from zonal.execution.call import Call, prepare
+from zonal.execution.constants import Constants
+from zonal.execution.plan import Plan, decide, duration
+from zonal.execution.problem import Held, Problem, problem_of
+from zonal.memory import Memory
+
+LENGTHS = (1024, 16384, 131072)
+_HELD = 1024
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan and its grounds. Printing it gives a page for people, ``to_dict`` plain values for programs.
+
+    plan: path, reason, estimates (fastest first), refused. memory_bytes: what one sequence leaves after 1k, 16k and 128k tokens.
+    moves: the ledger. machine: whose constants the estimates stand on.
+    """
+
+    operator: str
+    declaration: str
+    problem: Problem
+    dtype: str
+    plan: Plan
+    memory_kind: str
+    memory_bytes: Mapping[int, int]
+    moves: tuple[Move, ...]
+    machine: str
+
+    @property
+    def path(self) -> str:
+        return self.plan.path
+
+    @property
+    def why(self) -> str:
+        return self.plan.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        p = self.problem
+        return {
+            "operator": self.operator, "declaration": self.declaration,
+            "call": {
+                "batch": p.B, "heads": p.H, "kv_heads": p.Hkv, "queries": p.T, "keys": p.S, "key_dim": p.D, "value_dim": p.P, "dtype": self.dtype,
+                "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
+                "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
+            },
+            "path": self.path, "why": self.why, "estimates": [asdict(estimate) for estimate in self.plan.estimates],
+            "refused": dict(self.plan.refused),
+            "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},
+            "ledger": [asdict(move) for move in self.moves], "machine": self.machine,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        p = self.problem
+        tied = p.span.causal or p.span.chunk is not None
+        about = [
+            str(p), self.dtype, str(p.device), "causal" if tied else "bidirectional", "with gradients" if p.gradients else "no gradients",
+            *(["key padding"] if p.padded else []), *([f"{len(p.span.edges) - 1} packed documents"] if p.span.edges is not None else []),
+        ]  # fmt: skip
+        rows = [("path", "time", "FLOPs", "moved", "peak memory", "torch calls")]
+        for e in self.plan.estimates:
+            mark = "*" if e.path == self.path else " "
+            rows.append((f"{mark} {e.path}", duration(e.seconds), f"{e.flops:.3g}", size(e.bytes_moved), size(e.peak_bytes), f"{e.calls:,}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  " + "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+        refused = [f"  {path:<9} {why}" for path, why in self.plan.refused.items()] or ["  nothing"]
+        kept = ", ".join(f"{size(n)} after {length // 1024}k" for length, n in self.memory_bytes.items())
+        return "\n".join(
+            [
+                f"operator  {self.operator}: {self.declaration}", f"call      {', '.join(about)}", f"path      {self.path}", f"why       {self.why}",
+                "estimates", *table, "refused", *refused, f"memory    {self.memory_kind}; one sequence keeps {kept} tokens", f"machine   {self.machine}",
+                "ledger", *("  " + line for line in ledger.text(self.moves).splitlines()),
+            ]
+        )  # fmt: skip
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def explain(
+    operator: Operator,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int] | None = None,
+    v_shape: Sequence[int] | None = None,
+    *,
+    causal: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradients: bool = False,
+    key_padding: bool = False,
+    packed: Sequence[int] | Tensor | None = None,
+    memory: bool | int = False,
+) -> Explanation:
+    """How ``zonal.attention`` would run a call of these shapes, and why. Nothing of their size is allocated.
+
+    Args:
+        q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). Without k_shape that of q, without v_shape that of k.
+        gradients: whether backward follows; what the operator learns then counts, too.
+        key_padding: whether there is a key_padding_mask. packed: borders of documents, as cu_seqlens.
+        memory: how many tokens the call goes on from (True: 1024); a memory of the operator's own kind is then returned as well.
+
+    Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words.
+    """
+    if not isinstance(operator, Operator):
+        raise ArgumentError(f"explain: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+    place = torch.device(device)
+    shapes = [_checked("q_shape", q_shape)]
+    shapes.append(shapes[0] if k_shape is None else _checked("k_shape", k_shape))
+    shapes.append(shapes[1] if v_shape is None else _checked("v_shape", v_shape))
+    if memory is not False and (not isinstance(memory, int) or memory < 0):
+        raise ArgumentError(f"explain: memory must be True, False or a number of tokens, received {memory!r}.")
+    call = _call(operator, shapes, causal, dtype, gradients, key_padding, packed)
+    with torch.set_grad_enabled(gradients):
+        heads, key_dim, value_dim = call.k.shape[1], call.k.shape[3], call.v.shape[3]
+        kind = Memory.kind_for(operator, key_dim)
+        held = None if memory is False else Held(kind, _HELD if memory is True else memory)
+        problem = problem_of(call, held, place)
+    constants = calibration.constants_for(place)
+    one = Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
+    return Explanation(
+        operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
+        plan=decide(problem, constants), memory_kind=kind, memory_bytes={length: one.bytes_at(length) for length in LENGTHS},
+        moves=operator.moves(), machine=_machine(constants, place),
+    )  # fmt: skip
+
+
+def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    numbers = tuple(shape)
+    if len(numbers) != 4 or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise ArgumentError(f"explain: {name} must be 4 whole numbers (batch, heads, tokens, dim), received {numbers}.")
+    return numbers
+
+
+def _call(
+    operator: Operator, shapes: list[tuple[int, ...]], causal: bool, dtype: torch.dtype, gradients: bool, key_padding: bool,
+    packed: Sequence[int] | Tensor | None,
+) -> Call:  # fmt: skip
+    """The call on meta tensors: shapes without numbers."""
+    shadow = Operator.from_config(operator.config()).to("meta")
+    for name, value in shadow.named_parameters():
+        value.requires_grad_(dict(operator.named_parameters())[name].requires_grad)
+    with torch.set_grad_enabled(gradients):
+        q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=gradients and dtype.is_floating_point) for shape in shapes)
+        mask = torch.empty(k.shape[0], k.shape[2], dtype=torch.bool, device="meta") if key_padding else None
+        edges = None if packed is None else torch.as_tensor(packed, dtype=torch.int64)
+        return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges)
+
+
+def _declaration(operator: Operator) -> str:
+    parts = [operator.score, operator.link, operator.anchor, *operator.prior]
+    return " x ".join(type(part).__name__ for part in parts)
+
+
+def _machine(constants: Constants, place: torch.device) -> str:
+    threads = f", {constants.threads} thread{'s' if constants.threads != 1 else ''}" if place.type == "cpu" else ""
+    busy = "; measured while the processor was busy: remove the file to measure again" if constants.contended else ""
+    return f"{constants.machine}{threads}; {constants.note}{busy}"
+
+
+__all__ = ["LENGTHS", "Explanation", "explain"]
