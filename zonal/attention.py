@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.errors import ArgumentError, PathError, unknown_name
+from zonal.errors import ArgumentError, unknown_name
 from zonal.execution import plan
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
@@ -68,7 +68,7 @@ def attention(
 
     Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
     """
-    if path not in ("auto", *plan.PATHS):
+    if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
     with torch.autocast(q.device.type, enabled=False):
         call = prepare(
@@ -76,8 +76,15 @@ def attention(
             key_bias=key_bias,
         )  # fmt: skip
         if memory is None and not return_memory:
-            return _run(call, plan.choose(call).path if path == "auto" else path)
+            return _run(call, _chosen(call, None, path))
         return _with_memory(call, memory, path)
+
+
+def _chosen(call: Call, memory: Memory | None, path: str) -> str:
+    if path == "auto":
+        return plan.choose(call, memory=memory).path
+    plan.validate(path, call, memory)
+    return path
 
 
 def _run(call: Call, path: str) -> Tensor:
@@ -103,8 +110,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
             "Make a memory for this one with Memory.empty(operator, …)."
         )
     check_memory(call, memory)
-    if path == "auto":
-        path = plan.choose(call, memory=memory).path
+    path = _chosen(call, memory, path)
     if path == "streaming":
         y, after = streaming(call, memory, return_memory=True)
     elif path == "chunked":
@@ -113,10 +119,8 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         whole = following(call, memory.keys_and_values())
         y = dense(whole) if path == "dense" else tiled(whole)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
-    elif memory.count == 0:
+    else:  # an empty memory of sums: validate has refused one that holds something
         y = dense(call) if path == "dense" else tiled(call)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
-    else:
-        raise PathError(f"attention: path {path!r} needs the keys themselves, and a memory of kind {memory.kind!r} has only sums. Use path='chunked'.")
     assert after is not None
     return y, after

@@ -39,6 +39,11 @@ class Score(Declaration):
         """Whether S >= 0 always."""
         return False
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether a prepared key is the key as it came: it then loses nothing when it is kept in the type it came in."""
+        return False
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_query")
 
@@ -82,6 +87,10 @@ class Dot(Score):
     @property
     def positive(self) -> bool:
         return self.map in ("elu1", "relu") and (self.scale is None or self.scale > 0)
+
+    @property
+    def keeps_keys(self) -> bool:
+        return self.map == "none" and self.key_limit is None
 
     def _mapped(self, x: Tensor) -> Tensor:
         if self.map == "elu1":
@@ -159,6 +168,10 @@ class NegativeDistance(Score):
 
     metric: Metric = Euclidean()
     temperature: float = 1.0
+
+    @property
+    def keeps_keys(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
