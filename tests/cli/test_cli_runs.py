@@ -18,13 +18,13 @@ from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 
 SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
-def zonal(words, folder, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "zonal", *shlex.split(words)], cwd=folder, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
+def zonal(words, folder):
+    """A process of its own, with what the tests have set in the environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "zonal", *shlex.split(words)]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.fixture
