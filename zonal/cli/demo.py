@@ -16,6 +16,9 @@ from zonal.training import Comparison
 
 OPERATORS = "softmax,sko,squared_affine,linear,ska(power=0)"
 
+# small models gain little from a second thread: two runs at a time, of one thread each, use two cores better
+JOBS = 2
+
 # name, share of the whole time, settings
 PARTS = (
     (
@@ -24,6 +27,8 @@ PARTS = (
         Compare(
             operators=OPERATORS,
             learning_rates="3e-3",
+            jobs=JOBS,
+            threads=1,
             task=TaskOptions(task="mqar-demo", test_examples=500),
             model=ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4),
             training=TrainingOptions(batch_size=64, eval_batch_size=250, tensorboard=False),
@@ -35,6 +40,8 @@ PARTS = (
         Compare(
             operators=OPERATORS,
             learning_rates="3e-3",
+            jobs=JOBS,
+            threads=1,
             task=TaskOptions(task="text", data="novel", length=128, evaluation_bytes=16_384),
             model=ModelOptions(layers=2, dim=64, heads=2, conv=4),
             training=TrainingOptions(batch_size=16, eval_batch_size=64, tensorboard=False),
@@ -75,10 +82,12 @@ def parts(options: Demo) -> list[tuple[Path, Compare]]:
 def run(options: Demo, command: str) -> int:
     """Run the command; returns the exit code."""
     # both are checked before either is run
-    comparisons = [Comparison(folder, compare.specification(settings, command_line("compare", settings))) for folder, settings in parts(options)]
+    comparisons = [
+        (Comparison(folder, compare.specification(settings, command_line("compare", settings))), settings) for folder, settings in parts(options)
+    ]
     codes: list[int] = []
-    for comparison in comparisons:
-        result = compare.execute(comparison)
+    for comparison, settings in comparisons:
+        result = compare.execute(comparison, jobs=settings.jobs, threads=settings.threads)
         if comparison.plan is None or result.status == "stopped":
             print(f"Stopped. Run the same command to go on: {command}")
             return compare.STOPPED
@@ -87,6 +96,6 @@ def run(options: Demo, command: str) -> int:
         summary = report.summarise(report.load(comparison.directory))
         compare.print_summary(summary)
         codes.append(compare.exit_code(result, comparison.directory))
-    paths = report.write_many([comparison.directory for comparison in comparisons], options.out)
+    paths = report.write_many([comparison.directory for comparison, _ in comparisons], options.out)
     print(f"Report: {paths.html.resolve()}  (open it in a browser; no network is needed)")
     return max(codes)

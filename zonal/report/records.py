@@ -96,6 +96,7 @@ class ComparisonData:
     device: Mapping[str, Any]
     metric: str
     runs: tuple[Run, ...]
+    note: str = ""
 
     @property
     def higher_is_better(self) -> bool:
@@ -250,4 +251,5 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         device=record.get("device") or {},
         metric=_metric(record, path),
         runs=runs,
+        note=str(record.get("note") or ""),  # what whoever ran it wants readers to know, put into comparison.json by hand
     )

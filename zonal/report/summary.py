@@ -239,7 +239,7 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
         notes = [f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."]
-    return headline, (*notes, *_costs(rows, labels), *state)
+    return headline, (*((data.note,) if data.note else ()), *notes, *_costs(rows, labels), *state)
 
 
 def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:
@@ -259,8 +259,12 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
     fastest = [row for row in rows if "tokens_per_second" in row.best]
     if fastest and fastest[0].tokens_per_second:
         ratio = fastest[0].speed_ratio
-        against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and style.parse(fastest[0].operator)[0] != "softmax" else ""
-        notes.append(f"{fastest[0].label} trains fastest: {formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}.")
+        against = f", {formats.ratio(ratio)} the speed of softmax" if ratio is not None and ratio >= 1.05 else ""
+        figures = f"{formats.compact(fastest[0].tokens_per_second.mean)} tokens a second{against}"
+        if _told_apart_in_speed(rows, fastest[0]):
+            notes.append(f"{fastest[0].label} trains fastest: {figures}.")
+        else:
+            notes.append(f"{fastest[0].label} has the highest mean speed of training, {figures}, within the spread of these runs.")
     lengths = sorted({length for row in rows for length in row.memory_bytes})
     if len(lengths) > 1:
         last = lengths[-1]
@@ -274,6 +278,17 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
                 f"{formats.enumerate_names([labels[row.operator] for row in growing])} up to {formats.bytes_(large)} at {formats.tokens(last)} tokens."
             )
     return notes
+
+
+def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
+    """Whether the fastest is faster than each other operator beyond the spread over seeds; one run a side has no spread to exceed."""
+
+    def speeds(row: Row) -> dict[int, float]:
+        return {run.seed: run.tokens_per_second for run in row.runs if run.tokens_per_second}
+
+    mine = speeds(fastest)
+    others = [found for row in rows if row is not fastest and (found := speeds(row))]
+    return all(len(set(mine) & set(other)) < 2 or difference_within_spread(mine, other).verdict == "beyond the spread" for other in others)
 
 
 def _state(data: ComparisonData) -> list[str]:
