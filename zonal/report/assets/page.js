@@ -163,13 +163,27 @@
     }];
   }
 
+  // labels point away from the edges, and of two close points one goes below
+  function labelPlaces(points) {
+    const range = (values) => [Math.min(...values), Math.max(...values) - Math.min(...values) || 1];
+    const [x0, dx] = range(points.map((p) => p.x)), [y0, dy] = range(points.map((p) => p.y));
+    const placed = [];
+    return points.map((point) => {
+      const x = (point.x - x0) / dx, y = (point.y - y0) / dy;
+      const crowded = placed.some((other) => Math.abs(other.x - x) < 0.3 && Math.abs(other.y - y) < 0.12 && other.side === "top");
+      const side = crowded ? "bottom" : "top";
+      placed.push({ x, y, side });
+      return `${side} ${x < 0.2 ? "right" : x > 0.8 ? "left" : "center"}`;
+    });
+  }
+
   function tradeoff(comparison) {
-    const traces = [];
-    for (const operator of visible(comparison)) {
-      if (!operator.metric || !operator.speed) continue;
+    const traces = [], shown = visible(comparison).filter((operator) => operator.metric && operator.speed);
+    const places = labelPlaces(shown.map((operator) => ({ x: operator.speed, y: (comparison.higher ? 1 : -1) * operator.metric.mean })));
+    for (const [index, operator] of shown.entries()) {
       const { mean, sd } = operator.metric;
       traces.push({
-        x: [operator.speed], y: [mean], mode: "markers+text", marker: { ...marker(operator, 12) }, text: [operator.label], textposition: "top center", textfont: { color: colour(operator), size: 12 }, cliponaxis: false,
+        x: [operator.speed], y: [mean], mode: "markers+text", marker: { ...marker(operator, 12) }, text: [operator.label], textposition: places[index], textfont: { color: colour(operator), size: 12 }, cliponaxis: false,
         error_y: { type: "data", array: [sd || 0], visible: Boolean(sd), color: colour(operator), thickness: 1.3, width: 4 },
         hoverinfo: "text", hovertext: [`<b>${operator.label}</b><br>${spread(mean, sd)}<br>${Math.round(operator.speed).toLocaleString("en")} tokens a second`],
       });
