@@ -214,6 +214,27 @@ def test_one_seed_decides_nothing(tmp_path):
     assert "With one seed nobody can say" in summary.headline
 
 
+@pytest.mark.parametrize(("jitter", "words"), [(0.0, "trains fastest"), (1e6, "within the spread of these runs")])
+def test_speeds_are_told_apart_by_their_spread(tmp_path, jitter, words):
+    write_comparison(tmp_path, seeds=(0, 1, 2))
+    for path in tmp_path.glob("runs/*/*/run.json"):
+        record = json.loads(path.read_text())
+        # the machine was busy in another way each time
+        record["tokens_per_second"] += jitter * ((3 * ord(path.parent.name[5]) + 5 * ord(path.parent.parent.name[1])) ** 2 % 7)
+        path.write_text(json.dumps(record))
+    sentences = " ".join(json.loads(report.write(tmp_path).summary.read_text())["comparisons"][0]["sentences"])
+    assert words in sentences
+
+
+def test_a_note_is_shown(tmp_path):
+    write_comparison(tmp_path)
+    path = tmp_path / "comparison.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "note": "The machine was shared."}))
+    paths = report.write(tmp_path)
+    assert "The machine was shared." in paths.html.read_text()
+    assert "The machine was shared." in paths.markdown.read_text()
+
+
 def test_loss_is_better_when_lower(tmp_path):
     write_comparison(tmp_path, name="text", rates=(0.001,), steps=30)
     summary = report.summarise(report.load(tmp_path))
