@@ -24,11 +24,11 @@ test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 lint: $(STAMP)  ## ruff and pyright
-	@$(BIN)/ruff check zonal tests benchmarks
+	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright
 
 format: $(STAMP)
-	@$(BIN)/ruff check --fix zonal tests benchmarks
+	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 
 bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 15 minutes, run alone)
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json

@@ -1,5 +1,6 @@
 """``zonal.explain``: how a call would be run, what that costs, what was refused and why, and what the operator assumes."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -153,7 +154,7 @@ def _call(
     packed: Sequence[int] | Tensor | None,
 ) -> Call:  # fmt: skip
     """The call on meta tensors: shapes without numbers."""
-    shadow = Operator.from_config(operator.config()).to("meta")
+    shadow = copy.deepcopy(operator).to("meta")
     for name, value in shadow.named_parameters():
         value.requires_grad_(dict(operator.named_parameters())[name].requires_grad)
     with torch.set_grad_enabled(gradients):

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -235,17 +235,16 @@ class Memory(abc.ABC):
         """
         header, tensors, learned = files.load(path)
         with files.blamed(path):
-            declared = Operator.from_config(header["operator"])
             dtype = getattr(torch, header["dtype"])
             numbers = [header[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
             if dtype not in _FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
                 raise ValueError("shapes or dtype make no sense")
             if operator is None:
-                for name in list(declared.learned_parts):
-                    declared.learned_parts[name] = torch.nn.Parameter(learned[name])
-                operator = declared
-            elif not same_declaration(operator, declared):
-                raise ValueError(f"it belongs to operator {declared.spec!r}, and {operator.spec!r} was given")
+                operator = Operator.from_config(header["operator"])
+                for name in list(operator.learned_parts):
+                    operator.learned_parts[name] = torch.nn.Parameter(learned[name])
+            elif not _declared_alike(operator, header["operator"]):  # parts of the user's own are compared, never looked up
+                raise ValueError(f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given")
             form = Form(numbers[0], numbers[1], numbers[2], numbers[3], dtype, torch.device("cpu"))
             return Memory._kinds()[header["memory"]].restored(operator, form, numbers[4], tensors, header["plain"])
 
@@ -363,6 +362,11 @@ def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | Non
     else:
         return None
     return decay if mask is None else decay * mask[:, None]
+
+
+def _declared_alike(operator: Operator, config: dict[str, Any]) -> bool:
+    mine = operator.config()
+    return all(mine[slot] == config[slot] for slot in ("score", "link", "anchor", "prior"))
 
 
 def same_declaration(a: Operator, b: Operator) -> bool:
