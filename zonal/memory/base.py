@@ -371,7 +371,7 @@ def _declared_alike(operator: Operator, config: dict[str, Any]) -> bool:
 
 def same_declaration(a: Operator, b: Operator) -> bool:
     """Whether two operators are declared alike (names and learned values apart)."""
-    return all(a.config()[slot] == b.config()[slot] for slot in ("score", "link", "anchor", "prior"))
+    return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
 def _shown(form: Form) -> str:

@@ -43,7 +43,7 @@ def blamed(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, ArgumentError) as error:
-        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise FileFormatError(f"load {KIND}: {path} does not fit: {detail}. Pass the operator it was made with, or make the memory anew.") from error
 
 
