@@ -78,10 +78,10 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     return run(call, tokens, before, memory, return_memory, block)
 
 
-def empty_memory(call: Call, kind: str | None = None) -> Memory:
-    """The memory of a call's operator before its first token."""
+def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
+    """The memory of a call's operator before its first token, for keys and values in ``dtype`` (that of the call's result)."""
     batch, heads, _, dim = call.k.shape
-    return Memory.empty(call.operator, batch, heads, dim, call.v.shape[3], call.dtype, call.k.device, kind)
+    return Memory.empty(call.operator, batch, heads, dim, call.v.shape[3], dtype or call.dtype, call.k.device)
 
 
 def tail(call: Call, first: int) -> Call:

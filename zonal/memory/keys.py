@@ -120,7 +120,8 @@ class KeyValues(Memory):
         if held.key_bias is not None:
             extra = held.key_bias.double().repeat_interleave(bound.groups, 1)
             col = extra if col is None else col + extra
-        k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
+        if bound.groups > 1:
+            k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
         return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes)) @ v
 
     def followed_by(self, other: Memory) -> Memory:

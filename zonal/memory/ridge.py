@@ -36,6 +36,7 @@ class Inverse(NamedTuple):
 
 
 def anchor_of(operator: Operator) -> Ridge:
+    """The operator's anchor, which solves."""
     assert isinstance(operator.anchor, Ridge)
     return operator.anchor
 

@@ -1,0 +1,94 @@
+"""KeyValues: what is shared and what is not, windows, and what the attention entry takes from it."""
+
+import torch
+
+from zonal import mechanisms as m
+from zonal import prior
+from zonal.memory import KeyValues, Memory
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(memory: Memory, seed: int, tokens: int = 1) -> KeyValues:
+    after = memory.absorb(draw(1, 2, tokens, 4, seed=seed), draw(1, 2, tokens, 3, seed=seed + 1000))
+    assert isinstance(after, KeyValues)
+    return after
+
+
+def test_appending_copies_seldom() -> None:
+    """The newest memory of a line appends where there is room; each value still sees only its own tokens."""
+    line: list[KeyValues] = [step(Memory.empty(m.softmax(), 1, 2, 4, 3), 0)]
+    for seed in range(1, 300):
+        line.append(step(line[-1], seed))
+    assert len({memory.buffer.room.k.data_ptr() for memory in line}) <= 5
+    assert [memory.count for memory in line] == list(range(1, 301))
+    keys = line[-1].keys_and_values()[0]
+    for memory in line[::37]:
+        assert torch.equal(memory.keys_and_values()[0], keys[:, :, : memory.count])
+
+
+def test_a_second_continuation_gets_its_own_room() -> None:
+    memory = step(Memory.empty(m.softmax(), 1, 2, 4, 3), 0, 5)
+    left, right = step(memory, 1), step(memory, 2)
+    again = step(left, 3)
+    assert not torch.equal(left.keys_and_values()[0], right.keys_and_values()[0])
+    assert torch.equal(again.keys_and_values()[0][:, :, :6], left.keys_and_values()[0])
+    assert torch.equal(right.keys_and_values()[0][:, :, 5:], draw(1, 2, 1, 4, seed=2))
+
+
+def test_appending_leaves_graphs_valid() -> None:
+    memory, q = step(Memory.empty(m.softmax(), 1, 2, 4, 3), 0, 5), draw(1, 2, 1, 4, seed=9).requires_grad_()
+    y = memory.read(q)
+    expected = torch.autograd.grad(y.sum(), q, retain_graph=True)[0]
+    with torch.no_grad():
+        step(memory, 1)
+    assert torch.equal(torch.autograd.grad(y.sum(), q)[0], expected)
+
+
+def test_keys_are_prepared_and_typed() -> None:
+    memory = Memory.empty(m.cosine(), 1, 2, 4, 3, torch.bfloat16).absorb(draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16())
+    assert isinstance(memory, KeyValues)
+    k, v, mask, decay, bias = memory.keys_and_values()
+    # unit vectors would lose more by rounding than their keys had; keys that the score leaves alone are kept as they came
+    assert (k.dtype, v.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.allclose(k.norm(dim=-1), torch.ones(1, 2, 5))
+    plain = Memory.empty(m.softmax(), 1, 2, 4, 3, torch.bfloat16).absorb(draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16())
+    assert isinstance(plain, KeyValues)
+    assert plain.keys_and_values()[0].dtype == torch.bfloat16
+    assert mask is None
+    assert decay is None
+    assert bias is None
+
+
+def test_mask_decay_and_bias_appear_when_they_come() -> None:
+    memory = step(Memory.empty(m.linear(), 1, 2, 4, 3, kind="keys"), 0, 2)
+    mask = torch.tensor([[True, False]])
+    decay, bias = -torch.rand(1, 2, 2), torch.rand(1, 2, 2)
+    later = memory.absorb(draw(1, 2, 2, 4), draw(1, 2, 2, 3), mask, decay, bias)
+    last = later.absorb(draw(1, 2, 1, 4), draw(1, 2, 1, 3))
+    assert isinstance(last, KeyValues)
+    _, _, held, decays, biases = last.keys_and_values()
+    assert held is not None
+    assert decays is not None
+    assert biases is not None
+    assert held.tolist() == [[True, True, True, False, True]]
+    assert torch.allclose(decays, torch.cat([torch.zeros(1, 2, 2), decay * mask[:, None], torch.zeros(1, 2, 1)], -1).double())
+    assert torch.allclose(biases, torch.cat([torch.zeros(1, 2, 2), bias, torch.zeros(1, 2, 1)], -1))
+
+
+def test_a_window_keeps_what_can_be_seen() -> None:
+    """One more than the window's left: reading stands at the last token, the next token one later."""
+    memory = Memory.empty(m.softmax(prior=prior.Window(5)), 1, 2, 4, 3)
+    whole = Memory.empty(m.softmax(), 1, 2, 4, 3)
+    q = draw(1, 2, 1, 4, seed=77)
+    for seed in range(200):
+        memory, whole = step(memory, seed), step(whole, seed)
+        k, v = memory.keys_and_values()[:2]
+        assert k.shape[2] == min(6, seed + 1)
+        assert torch.equal(k, whole.keys_and_values()[0][:, :, -6:])
+        weight = torch.softmax(q @ k.mT / 2, -1)
+        assert torch.allclose(memory.read(q), weight @ v, atol=1e-6)
+    assert memory.buffer.room.length < 200
+    assert memory.count == 200

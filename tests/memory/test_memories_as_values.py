@@ -1,0 +1,290 @@
+"""Every memory of every operator: absorb, read, merge, subtract, fork, bytes, gradients, against the definition on all keys."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from matrix import OPERATORS, randomised
+from torch import Tensor
+
+import zonal
+from zonal import mechanisms as m
+from zonal import prior
+from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
+
+BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
+KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics}
+EXPECTED = {
+    "softmax": "keys", "cosine": "keys", "yat": "keys", "softmax-alibi": "keys", "softmax-window": "keys", "sko-chebyshev": "keys", "distance": "keys",
+    "yat-decay": "keys", "ridge-yat": "keys", "koopman-exp": "keys", "ridge-window": "keys", "softmax-strict": "keys", "softmax-count": "keys",
+    "yat-raw": "keys", "linear": "features", "sko": "features", "sko-fractional": "features", "sko-reproducing": "features",
+    "squared_affine": "features", "polynomial_square": "features", "sko-chunk": "features", "retention": "decayed", "ridge": "ridge", "ska-0": "ridge",
+    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge",
+}
+NAMES = [name for name in OPERATORS if name in EXPECTED]
+
+
+@dataclass
+class Span:
+    """Tokens to absorb."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+    def part(self, start: int, stop: int) -> "Span":
+        piece = slice(start, stop)
+        return Span(self.k[:, :, piece], self.v[:, :, piece], None if self.mask is None else self.mask[:, piece])
+
+    def into(self, memory: Memory) -> Memory:
+        return memory.absorb(self.k, self.v, self.mask)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def span(padded: bool = False, seed: int = 0, tokens: int = TOKENS) -> Span:
+    mask = torch.rand(BATCH, tokens, generator=torch.Generator().manual_seed(seed + 3)) > 0.3 if padded else None
+    return Span(draw(BATCH, KV, tokens, DIM, seed=seed), draw(BATCH, KV, tokens, VALUE, seed=seed + 1), mask)
+
+
+def queries(seed: int = 9) -> Tensor:
+    return draw(BATCH, KV * GROUPS, 3, DIM, seed=seed)
+
+
+def operator(name: str) -> zonal.Operator:
+    return randomised(OPERATORS[name]())
+
+
+def empty(op: zonal.Operator, kind: str | None = None) -> Memory:
+    return Memory.empty(op, BATCH, KV, DIM, VALUE, torch.float64, kind=kind)
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
+    assert a.shape == b.shape
+    assert torch.isfinite(b).all()
+    assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kind(name: str) -> None:
+    op = operator(name)
+    assert Memory.kind_for(op, DIM) == EXPECTED[name]
+    memory = empty(op)
+    assert memory.kind == EXPECTED[name]
+    assert type(memory) is KINDS[memory.kind]
+    assert (memory.count, memory.batch) == (0, BATCH)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_read_is_the_definition(name: str, padded: bool) -> None:
+    """A query after the last token, which every mask lets see all of them, gets what the dense form gives it."""
+    op, tokens = operator(name), span(padded)
+    bare = op.replace(prior=tuple(p for p in op.prior if not isinstance(p, prior.Causal | prior.ChunkCausal)))
+    # causal with one more, masked key: the query stands one past the last token
+    q = queries()[:, :, :1]
+    own = torch.zeros(BATCH, KV, 1, DIM, dtype=torch.float64)
+    mask = torch.cat([torch.ones(BATCH, TOKENS, dtype=torch.bool) if tokens.mask is None else tokens.mask, torch.zeros(BATCH, 1, dtype=torch.bool)], 1)
+    k, v = torch.cat([tokens.k, own], 2), torch.cat([tokens.v, own[..., :VALUE]], 2)
+    free = any(isinstance(p, prior.Window | prior.ALiBi) for p in op.prior)
+    if free:  # these count positions: the query stands at the last token itself
+        k, v, mask = tokens.k, tokens.v, mask[:, :-1]
+    expected = zonal.attention(q, k, v, bare, causal=True, key_padding_mask=mask, path="dense") if not (free and op.anchor.solves) else None
+    got = tokens.into(empty(op)).read(q)
+    if expected is None:
+        expected = tokens.into(empty(op, "keys")).read(q)
+    close(got, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_and_kinds_agree(name: str, padded: bool) -> None:
+    """One token or many at a time, constant memory or all keys, in place or not: one function."""
+    op, tokens, q = operator(name), span(padded), queries()
+    expected = tokens.into(empty(op, "keys")).read(q)
+    close(tokens.into(empty(op)).read(q), expected)
+    for cuts in ((0, 1, 2, 3, 9, 23), (0, 4, 8, 23), (0, 0, 22, 22, 23)):
+        memory, other = empty(op), empty(op)
+        for start, stop in itertools.pairwise(cuts):
+            part = tokens.part(start, stop)
+            memory = part.into(memory)
+            memory.read(q)  # reading in between changes nothing
+            assert other.absorb_(part.k, part.v, part.mask) is other
+        assert memory.count == other.count == TOKENS
+        close(memory.read(q), expected)
+        close(other.read(q), expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cut", [0, 8, 16, 23])
+@pytest.mark.parametrize("name", NAMES)
+def test_merge_is_the_memory_of_both(name: str, cut: int, padded: bool) -> None:
+    op, tokens, q = operator(name), span(padded), queries()
+    first, second = tokens.part(0, cut).into(empty(op)), tokens.part(cut, TOKENS).into(empty(op))
+    merged = first.merge(second)
+    close(merged.read(q), tokens.into(empty(op)).read(q))
+    assert merged.count == TOKENS
+    # and goes on as any other
+    more = span(seed=20, tokens=4)
+    close(more.into(merged).read(q), more.into(tokens.into(empty(op))).read(q))
+    assert first.merge_(second) is first
+    close(first.read(q), merged.read(q), 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merge_is_associative(name: str) -> None:
+    op, tokens, q = operator(name), span(), queries()
+    a, b, c = (tokens.part(*cut).into(empty(op)) for cut in ((0, 8), (8, 12), (12, 23)))
+    close(a.merge(b).merge(c).read(q), a.merge(b.merge(c)).read(q))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if "window" not in name])
+def test_subtract_undoes_merge(name: str, padded: bool) -> None:
+    op, tokens, q = operator(name), span(padded), queries()
+    first, second = tokens.part(0, 8).into(empty(op)), tokens.part(8, TOKENS).into(empty(op))
+    rest = first.merge(second).subtract(first)
+    assert rest.count == second.count
+    if name != "ska-paper":  # its ridge follows the largest key ever seen
+        close(rest.read(q), second.read(q), 1e-8)
+    merged = first.merge(second)
+    assert merged.subtract_(first) is merged
+    close(merged.read(q), rest.read(q), 0)
+    nothing = second.subtract(tokens.part(8, TOKENS).into(empty(op))) if second.count % 4 == 0 or op.prior == () else None
+    if nothing is not None:
+        assert nothing.count == 0
+        assert nothing.read(q).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if EXPECTED[name] in ("keys", "ridge", "features") and "window" not in name and "decay" not in name])
+def test_subtract_the_end(name: str) -> None:
+    """Where order allows it, the newest tokens can be taken out as well."""
+    op, tokens, q = operator(name), span(), queries()
+    first, second = tokens.part(0, 8).into(empty(op)), tokens.part(8, 20).into(empty(op))
+    rest = first.merge(second).subtract(second)
+    if name != "ska-paper":
+        close(rest.read(q), first.read(q), 1e-8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_memory_is_a_value(name: str) -> None:
+    """No verb without underscore changes what it is called on; a fork shares nothing."""
+    op, tokens, q = operator(name), span(), queries()
+    memory = tokens.part(0, 8).into(empty(op))
+    before = memory.read(q).clone()
+    fork = memory.fork()
+    left, right = tokens.part(8, 12).into(memory), tokens.part(12, 16).into(memory)
+    expected = tokens.part(12, 16).into(tokens.part(0, 8).into(empty(op))).read(q)
+    close(right.read(q), expected)
+    memory.merge(left)
+    assert torch.equal(memory.read(q), before)
+    tensors = {x.untyped_storage().data_ptr() for x in memory.tensors().values() if x.numel()}
+    assert not tensors & {x.untyped_storage().data_ptr() for x in fork.tensors().values() if x.numel()}
+    memory.absorb_(tokens.part(8, 12).k, tokens.part(8, 12).v)
+    assert torch.equal(fork.read(q), before)
+    close(memory.read(q), left.read(q))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes(name: str) -> None:
+    """Constant memories stay constant while they are absorbed into and read; the others count what they hold."""
+    op, tokens, q = operator(name), span(), queries()
+    memory = empty(op)
+    sizes = []
+    for start in range(TOKENS):
+        sizes.append(memory.nbytes)
+        assert memory.bytes_at(start) == memory.nbytes
+        memory = tokens.part(start, start + 1).into(memory)
+        memory.read(q)
+    token = BATCH * KV * (DIM + VALUE) * 8
+    chunk = next((p.size for p in op.prior if isinstance(p, prior.ChunkCausal)), None)
+    if EXPECTED[name] != "keys" and chunk is None:
+        assert len(set(sizes)) == 1
+    elif chunk is not None:
+        assert [size - sizes[0] for size in sizes] == [token * (n % chunk) for n in range(TOKENS)]
+    elif "window" in name:
+        assert sizes[-1] == sizes[-2]
+    elif "decay" not in name:
+        assert sizes == [token * n for n in range(TOKENS)]
+    held = sum(x.numel() * x.element_size() for x in memory.tensors().values())
+    derived = BATCH * KV * DIM * DIM * 8 if memory.kind == "ridge" else 0
+    assert memory.nbytes == held + derived
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_flow(name: str, padded: bool) -> None:
+    """Through absorb, merge and read to keys, values, queries and what the operator learned: as for all keys kept."""
+    op = operator(name)
+    tokens, q = span(padded), queries().requires_grad_()
+    tokens.k.requires_grad_()
+    tokens.v.requires_grad_()
+    leaves = [q, tokens.k, tokens.v, *op.parameters()]
+
+    def gradients(y: Tensor) -> list[Tensor | None]:
+        return list(torch.autograd.grad((y * draw(*y.shape, seed=4)).sum(), leaves, allow_unused=True))
+
+    expected = gradients(tokens.into(empty(op, "keys")).read(q))
+    merged = tokens.part(0, 12).into(empty(op)).merge(tokens.part(12, TOKENS).into(empty(op)))
+    for memory in (tokens.part(9, TOKENS).into(tokens.part(0, 9).into(empty(op))), merged):
+        for a, b in zip(gradients(memory.read(q)), expected, strict=True):
+            if b is None or a is None:
+                assert a is None or not a.any()
+                assert b is None or not b.any()
+            else:
+                close(a, b, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["squared_affine", "ridge", "ska-1", "retention", "softmax"])
+def test_memory_follows_its_operator_through_training(name: str) -> None:
+    """Statistics do not depend on what is learned: after a step of training, reading uses the new values."""
+    op, tokens, q = operator(name), span(), queries()
+    memory = tokens.into(empty(op))
+    before = memory.read(q)
+    if name == "retention":  # its decay is part of what was absorbed
+        return
+    with torch.no_grad():
+        for parameter in op.parameters():
+            parameter.add_(0.2)
+    close(memory.read(q), tokens.into(empty(op, "keys")).read(q))
+    assert name == "softmax" or not torch.allclose(memory.read(q), before)
+
+
+@pytest.mark.parametrize("name", ["squared_affine", "ska-1", "retention", "softmax"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_are_single_or_better(name: str, dtype: torch.dtype) -> None:
+    op = OPERATORS[name]()
+    memory = Memory.empty(op, BATCH, KV, DIM, VALUE, dtype)
+    tokens = span()
+    memory = memory.absorb(tokens.k.to(dtype), tokens.v.to(dtype))
+    y = memory.read(queries().to(dtype))
+    assert y.dtype == dtype
+    for value in memory.tensors().values():
+        if value.is_floating_point():
+            assert value.dtype == dtype if name == "softmax" else torch.finfo(value.dtype).bits >= 32
+    exact = Memory.empty(op.double(), BATCH, KV, DIM, VALUE, torch.float64).absorb(tokens.k.to(dtype).double(), tokens.v.to(dtype).double())
+    expected = exact.read(queries().to(dtype).double())
+    assert (y.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps * (1 + expected.abs().max())
+
+
+def test_per_token_decay_and_key_bias() -> None:
+    op, tokens, q = m.linear().double(), span(True), queries()
+    decay, bias = -draw(BATCH, KV, TOKENS, seed=5).abs(), draw(BATCH, KV, TOKENS, seed=6)
+    all_keys = empty(op, "keys").absorb(tokens.k, tokens.v, tokens.mask, decay, bias)
+    sums = empty(op).absorb(tokens.k, tokens.v, tokens.mask, decay, bias)
+    assert sums.kind == "decayed"  # the plain sums learned what time is
+    close(sums.read(q), all_keys.read(q))
+    pieces = empty(op, "decayed")
+    for start in range(0, TOKENS, 5):
+        s = slice(start, start + 5)
+        pieces.absorb_(tokens.k[:, :, s], tokens.v[:, :, s], None if tokens.mask is None else tokens.mask[:, s], decay[..., s], bias[..., s])
+    close(pieces.read(q), all_keys.read(q))
+    # a mask, a decay or a bias that only later tokens have
+    mixed = empty(op, "keys").absorb(tokens.k, tokens.v)
+    assert isinstance(mixed, KeyValues)
+    later = mixed.absorb(tokens.k, tokens.v, tokens.mask, decay, bias)
+    sums = empty(op).absorb(tokens.k, tokens.v).absorb(tokens.k, tokens.v, tokens.mask, decay, bias)
+    close(later.read(q), sums.read(q))

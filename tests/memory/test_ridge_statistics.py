@@ -1,0 +1,141 @@
+"""Ridge and Koopman memories against scikit-learn, against what they promise to recall, and over borders."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from zonal import mechanisms as m
+from zonal.errors import ArgumentError
+from zonal.memory import Memory, RidgeStatistics
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_power_zero_is_kernel_ridge_regression() -> None:
+    from sklearn.kernel_ridge import KernelRidge
+
+    operator = m.ridge(eps=0.3, key_limit=None, learn_ridge=False).double()
+    k, v, q = draw(1, 1, 40, 6), draw(1, 1, 40, 4, seed=1), draw(1, 1, 7, 6, seed=2)
+    expected = KernelRidge(alpha=0.3, kernel="linear").fit(k[0, 0].numpy(), v[0, 0].numpy()).predict(q[0, 0].numpy())
+    got = Memory.empty(operator, 1, 1, 6, 4, torch.float64).absorb(k, v).read(q)[0, 0]
+    assert torch.allclose(got, torch.from_numpy(expected), atol=1e-12)
+
+
+@pytest.mark.parametrize("power", [0, 1, 2, 3])
+def test_power_looks_ahead(power: int) -> None:
+    """With at most r distinct keys and a small ridge, the query for key t gets the value stored ``power`` steps later."""
+    r = 16
+    operator = m.ska(power=power, eps=1e-9, key_limit=None).double()
+    operator.learned_parts["anchor_eta"].data.fill_(1.0)
+    if power:
+        operator.learned_parts["anchor_gate"].data.fill_(-60.0)  # gamma = 1
+    k, v = unit(draw(1, 1, r, r)), draw(1, 1, r, 5, seed=1)
+    read = Memory.empty(operator, 1, 1, r, 5, torch.float64).absorb(k, v).read(k)
+    assert torch.allclose(read[:, :, : r - power], v[:, :, power:], atol=1e-4)
+
+
+def test_one_step_is_a_contraction() -> None:
+    """|L^-1 M L^-T| < 1 whatever the keys: spectral normalisation has nothing to do."""
+    for seed in range(20):
+        k = draw(1, 1, 30, 8, seed=seed) * 10.0 ** (seed % 5 - 2)
+        if seed % 3 == 0:
+            k = k[:, :, :1].expand_as(k).contiguous()  # the same key again and again: the extreme case
+        memory = Memory.empty(m.ska(power=1, key_limit=None).double(), 1, 1, 8, 8, torch.float64).absorb(k, k)
+        assert isinstance(memory, RidgeStatistics)
+        assert memory.shift is not None
+        lower = torch.linalg.cholesky(memory.gram[0, 0] + 1e-6 * k.square().sum(-1).max() * torch.eye(8, dtype=torch.float64))
+        step = torch.linalg.solve_triangular(lower, memory.shift[0, 0], upper=False)
+        step = torch.linalg.solve_triangular(lower, step.mT, upper=False).mT
+        assert torch.linalg.matrix_norm(step, 2) < 1
+
+
+def spans(power: int, *lengths: int) -> list[Memory]:
+    operator = m.ska(power=power).double()
+    return [
+        Memory.empty(operator, 2, 2, 6, 4, torch.float64).absorb(draw(2, 2, n, 6, seed=n), draw(2, 2, n, 4, seed=n + 50)) for n in lengths
+    ]
+
+
+def same(a: Memory, b: Memory) -> None:
+    q = draw(2, 2, 3, 6, seed=99)
+    assert a.count == b.count
+    assert torch.allclose(a.read(q), b.read(q), atol=1e-9)
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_taking_out_any_merged_span(power: int) -> None:
+    """Borders that merge made are known, so a span in the middle goes too, and its neighbours then follow each other."""
+    a, b, c, d = spans(power, 5, 7, 3, 9)
+    whole = a.merge(b).merge(c.merge(d))
+    same(whole.subtract(b), a.merge(c).merge(d))
+    same(whole.subtract(c), a.merge(b).merge(d))
+    same(whole.subtract(b).subtract(c), a.merge(d))
+    same(whole.subtract(b.merge(c)), a.merge(d))
+    same(whole.subtract(a).subtract(d), b.merge(c))
+    same(whole.subtract(d).subtract(a).subtract(c), b)
+    empty = whole.subtract(whole)
+    assert empty.count == 0
+    assert empty.read(draw(2, 2, 1, 6)).abs().max() < 1e-9
+    same(empty.merge(a), a)
+
+
+def test_unknown_borders_are_refused_where_they_matter() -> None:
+    for power in (0, 1):
+        a, b = spans(power, 5, 7)
+        more = (draw(2, 2, 7, 6, seed=7), draw(2, 2, 7, 4, seed=57))
+        absorbed = a.absorb(*more)  # absorb leaves no border
+        if power == 0:
+            same(absorbed.subtract(a), b)
+        else:
+            with pytest.raises(ArgumentError, match="border of these tokens is unknown"):
+                absorbed.subtract(a)
+
+
+def test_the_inverse_is_only_derived() -> None:
+    """Updating it token by token, making it again and never having read give the same."""
+    operator = m.ska(power=1).double()
+    k, v, q = draw(1, 2, 50, 8), draw(1, 2, 50, 4, seed=1), draw(1, 2, 2, 8, seed=2)
+    with torch.no_grad():
+        read, unread = (Memory.empty(operator, 1, 2, 8, 4, torch.float64) for _ in range(2))
+        for start, stop in ((0, 1), (1, 4), (4, 5), (5, 40), (40, 41), (41, 44), (44, 47), (47, 50)):
+            read = read.absorb(k[:, :, start:stop], v[:, :, start:stop])
+            read.read(q)
+            unread = unread.absorb(k[:, :, start:stop], v[:, :, start:stop])
+        assert isinstance(read, RidgeStatistics)
+        assert read.inverse is not None
+        assert read.inverse.age > 0
+        assert isinstance(unread, RidgeStatistics)
+        assert unread.inverse is None
+    assert torch.allclose(read.read(q), unread.read(q), atol=1e-11)
+
+
+@pytest.mark.parametrize("power", [0, 1])
+def test_drift_in_single_precision(power: int) -> None:
+    """6000 single steps over keys of which a tenth of the directions carries nearly everything, in float32."""
+    r, tokens = 16, 6000
+    operator = m.ska(power=power).eval()
+    scale = torch.logspace(0, -3, r, dtype=torch.float64)
+    k, v = draw(1, 1, tokens, r) * scale, draw(1, 1, tokens, 4, seed=1)
+    q = unit(draw(1, 1, 8, r, seed=2) * scale)
+    with torch.no_grad():
+        single = Memory.empty(operator, 1, 1, r, 4)
+        single.read(q.float())
+        for t in range(tokens):
+            single = single.extended(_prepared(operator, k[:, :, t : t + 1].float(), v[:, :, t : t + 1].float()))
+            if t % 97 == 0:
+                single.read(q.float())
+        exact = Memory.empty(operator.double(), 1, 1, r, 4, torch.float64).absorb(k, v)
+        error = (single.read(q.float()).double() - exact.read(q)).abs().max() / exact.read(q).abs().max()
+    assert error < 1e-3
+
+
+def _prepared(operator, k: Tensor, v: Tensor):
+    from zonal.memory import Tokens
+
+    return Tokens(operator.score.prepare_key(k, {}), v)
