@@ -119,7 +119,7 @@ def _together(one: _Rates, many: _Rates, threads: int) -> tuple[_Rates, bool]:
     cut = sum(size < 1 << 15 for size in _ELEMENTS)
     kinds = {kind: (*one.kinds[kind][:cut], *values[cut:]) for kind, values in kinds.items()}
     rates = _Rates(kinds, each(one.products, many.products), each(one.factors, many.factors), each(one.solves, many.solves), pick(one.stream, many.stream))
-    return rates, any(worse)
+    return rates, sum(worse) * 5 > len(worse)
 
 
 def _calls(device: torch.device, budget: float) -> tuple[float, float, float, float, float]:
@@ -227,6 +227,8 @@ def memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can be had now, or None where nobody tells."""
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return None
         free = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = None
@@ -280,20 +282,19 @@ def _keep(path: Path, constants: Constants, over: bool) -> None:
 
 
 def _obtain(device: torch.device) -> Constants:
-    path = file_for(device)
-    why = ""
+    """The constants in the file, or measured now and kept there."""
+    path, why = file_for(device), ""
     try:
-        return read(path, device)
-    except FileFormatError as error:
         if path.exists():
-            why = f" because the file there could not be used ({error})"
-    try:
+            try:
+                return read(path, device)
+            except FileFormatError as error:
+                why = f" because the file there could not be used ({error})"
         # before the work: numbers that cannot be kept would differ from process to process, and so would the paths taken
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} is not writable")
-        fresh = measure(device)
-        _keep(path, fresh, over=bool(why))
+        _keep(path, measure(device), over=bool(why))
         kept = read(path, device)
     except (OSError, FileFormatError) as error:
         return default(device, f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that can be written")

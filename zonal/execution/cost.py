@@ -48,7 +48,8 @@ def dense(p: Problem, constants: Constants) -> Estimate:
     tally = Tally(constants, p.itemsize)
     p = with_past(p, tally)
     heads, n, masks = p.B * p.H, p.B * p.H * p.T * p.S, (p.B if p.padded else 1) * p.T * p.S
-    live = 2.0
+    # scores, evidence and what the step at hand makes of them; steps with coefficients write over their own buffer
+    live = 2.0 + (1 if p.tags.log_space else p.operations > 2 and p.coefficients == 0)
     if p.groups > 1:
         tally.passes("simple", heads * p.S * p.D)
         tally.passes("simple", heads * p.S * p.P)
@@ -61,7 +62,7 @@ def dense(p: Problem, constants: Constants) -> Estimate:
         tally.passes("simple", n)
         if not p.tags.log_space:
             tally.passes("exp", n)
-        live += 1
+        live += 2
     tally.passes("select", n)
     if p.tags.solves:
         live += _dense_solve(p, tally)
@@ -85,7 +86,7 @@ def dense(p: Problem, constants: Constants) -> Estimate:
     if p.gradients:
         tally.recorded(tally.calls)
         live += _dense_backward(p, tally)
-    small = heads * (p.T * (p.P + p.D) + p.S * (p.D + p.P))
+    small = heads * p.T * (p.P + p.D) + (heads * p.S * (p.D + p.P) if p.groups > 1 else 0)
     return tally.estimate("dense", live * n + small, 2 * masks)
 
 
@@ -109,7 +110,6 @@ def _dense_backward(p: Problem, tally: Tally) -> float:
         tally.passes("select", n)
         tally.passes("simple", n, 2)
         tally.passes("reduce", n, p.bias_gradients)
-        kept += 2
     tally.passes("select", n)
     _kernel_backward(p, tally, p.T, p.S)
     tally.views(tally.calls - before)
@@ -134,7 +134,8 @@ def _dense_solve(p: Problem, tally: Tally) -> float:
             tally.passes("select", n)
             tally.product(heads, p.T, p.S, p.S)
         tally.passes("select", n)
-        return 3 * ratio + 2
+        tally.views(20)
+        return 3 * ratio + 2 * (p.shifts > 0)
     # any other visible set: one factorisation a query
     tally.passes("simple", square, 3 * p.T)
     tally.cholesky(heads, p.S, p.T)
@@ -157,11 +158,12 @@ def _dense_solve_backward(p: Problem, tally: Tally) -> float:
             tally.passes("simple", square, 2)
         tally.product(heads, p.T, p.S, p.S, p.shifts)
         tally.product(heads, p.S, p.S, p.T, p.shifts)
-        # the factor's own backward: two solves and two products of the whole matrix
+        # the factor's own backward: two solves and a product of the whole matrix
         tally.solve(heads, p.S, p.S, 2)
-        tally.product(heads, p.S, p.S, p.S, 2)
+        tally.product(heads, p.S, p.S, p.S)
         tally.passes("simple", square, 3)
-        return 4 * ratio + 3 * (1 + p.shifts)
+        tally.views(30)
+        return 2 * p.shifts * ratio
     tally.solve(heads, p.S, p.S, 4 * p.T)
     tally.product(heads, p.S, p.S, p.S, 2 * p.T)
     tally.passes("simple", square, 4 * p.T)
@@ -178,10 +180,12 @@ def _tiles(p: Problem, query_block: int, key_block: int) -> dict[tuple[int, int,
         rows = block.stop - block.start
         # without documents and windows only the block's own diagonal is masked
         open_until = block.hi if block.whole else max(block.lo, block.hi - rows) if p.span.left is None and p.span.edges is None else block.lo
-        for start in range(block.lo, block.hi, key_block):
-            stop = min(start + key_block, block.hi)
-            shape = (rows, stop - start, p.padded or stop > open_until)
-            found[shape] = found.get(shape, 0) + 1
+        whole, rest = divmod(max(block.hi - block.lo, 0), key_block)
+        clear = 0 if p.padded else min(whole, max(0, (open_until - block.lo) // key_block))
+        edge = p.padded or block.hi > open_until
+        for shape, count in (((rows, key_block, False), clear), ((rows, key_block, True), whole - clear), ((rows, rest, edge), int(rest > 0))):
+            if count:
+                found[shape] = found.get(shape, 0) + count
     return found
 
 
@@ -207,12 +211,14 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     tally.passes("simple", out, query_blocks * groups * (5 if online else 4))
     tally.views(query_blocks * groups * 36 + 28)
     heads = p.B * p.H
-    peak = heads * p.T * 1.0 + 3.0 * batch * p.H * query_block * key_block + 3.0 * out
+    tile = batch * p.H * query_block * key_block
+    made = 2 + p.tags.log_space if p.tags.log_space or not p.operations else 4 + (p.operations > 2 and p.coefficients == 0)
+    peak = heads * p.T * 1.0 + (1.0 + made + 3.5 * p.biased) * tile + 3.0 * out
     if p.gradients:
         tally.views(query_blocks * groups * 24 + 40)
         tally.recorded(2)
         tally.passes("simple", heads * p.T * p.P, 2)
-        peak += heads * p.T * (p.P + p.D) + p.B * p.Hkv * p.S * (p.D + p.P) + 3.0 * batch * p.H * query_block * key_block
+        peak += heads * p.T * (p.P + p.D) + p.B * p.Hkv * p.S * (p.D + p.P) + 2.0 * tile
     return tally.estimate("tiled", peak + heads * p.T * p.P)
 
 

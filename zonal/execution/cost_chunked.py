@@ -71,7 +71,9 @@ def _sums(p: Problem, tally: Tally) -> float:
     _anchor(p, tally, heads)
     tall = max((shape[0] for shape in shapes), default=0)
     wide = max((shape[1] for shape in shapes), default=0)
-    written = 0 if features.trivial else size * max(heads * tall, kv * wide)
+    # one block over everything carries no state and makes no features
+    state *= any(shape[3] or shape[4] for shape in shapes)
+    written = 0 if features.trivial or not state else size * max(heads * tall, kv * wide)
     near = heads * tall * wide * (2.0 if tied else 0.0)
     peak = heads * p.T * (width + p.P) + kv * p.S * width * p.tags.normalises + 3 * state + written + near
     if p.gradients:

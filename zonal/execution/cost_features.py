@@ -28,7 +28,7 @@ def write(p: Problem, tally: Tally, vectors: float, count: float = 1) -> None:
     # one product for each coordinate and power, on pieces of rows
     pieces = p.D * (features.degree - 1)
     tally.passes("simple", vectors * size / pieces, 1.5 * pieces * count)
-    tally.views(3 * pieces * count)
+    tally.views(pieces * count)
     tally.passes("simple", vectors * size, count, fresh=False)
 
 
@@ -48,7 +48,7 @@ def write_backward(p: Problem, tally: Tally, vectors: float, count: float = 1) -
     write(p, tally, vectors, count)
     tally.passes("simple", vectors * size, 3 * count)
     tally.passes("simple", vectors * size / pieces, 4 * pieces * count)
-    tally.views(9 * pieces * count)
+    tally.views(4 * pieces * count)
 
 
 __all__ = ["document_groups", "write", "write_backward"]

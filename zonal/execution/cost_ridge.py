@@ -79,10 +79,10 @@ def _ridge_tied(p: Problem, tally: Tally) -> float:
             _solve_backward(p, tally, batch, rows, size, seen, blocks > 1 or begun)
             _linear_backward(p, tally, batch, rows, size, blocks, seen, begun)
     # inverses and running sums at the start of each block, what is kept a row, masked products
-    held = batch * (2.0 * r * r + r * p.P + 2 * size * r + rows * (r + p.P)) + 2.0 * batch * rows * size * seen
+    held = batch * (2.0 * r * r + r * p.P + size * r + rows * r) + 1.0 * batch * rows * size * seen
     if p.gradients:
-        held += (1 + p.shifts) * batch * (2.0 * rows * size * seen + 2 * rows * r + r * p.P) + batch * 2.0 * r * r
-    return held + padded * (2 * r + p.P) + heads * p.T * p.P
+        held += (1 + p.shifts) * batch * (1.5 * rows * size * seen + 2 * rows * r + r * p.P) + batch * r * r
+    return held + padded * r + heads * p.T * p.P + kv * base * r * (p.shifts > 0)
 
 
 def _factor(p: Problem, tally: Tally, blocks: int, size: int, outright: bool, begun: bool) -> None:

@@ -37,7 +37,7 @@ def _stream(p: Problem, tally: Tally) -> float:
             tally.passes("simple", 2 * kv * prefix * (r + p.P), 2 + 2 * p.gradients)
         window = held if p.span.left is None else min(held, p.span.left + 1)
         _stream_keys(p, tally, tokens, window)
-        keys = kv * (p.past + p.S) * (r + p.P) * 2.0
+        keys = kv * (p.past + p.S) * (r + p.P) * (2.0 if p.gradients else 4.0)
         return out + keys + (tokens * (keys / 2 + 6 * heads * window) if p.gradients else 4 * heads * window)
     if p.kind == "ridge":
         return out + _stream_ridge(p, tally, tokens, prefix)
@@ -63,7 +63,7 @@ def _stream(p: Problem, tally: Tally) -> float:
         write_backward(p, tally, kv + heads, tokens)
         tally.recorded(tokens * (30 if trivial else 60))
         tally.views(tokens * (20 if trivial else 60))
-    return out + state * (3.0 + 2 * tokens * p.gradients) + heads * p.features.dimension(r) * 3 + kv * p.features.dimension(r) * min(prefix, 4096)
+    return out + state * (3.0 + (2.0 if trivial else 0.5) * tokens * p.gradients) + heads * p.features.dimension(r) * 3 + kv * p.features.dimension(r) * min(prefix, 4096)
 
 
 def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
@@ -88,7 +88,7 @@ def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
         tally.solve(heads, max(round(held), 1), 1, 2 * tokens * (1 + p.shifts))
         if p.gradients:
             tally.product(heads, held, held, held, 4 * tokens)
-    tally.views(tokens * (75 + 40 * p.gradients))
+    tally.views(tokens * (55 + 40 * p.gradients))
     if p.gradients:
         tally.recorded(45 * tokens)
 
@@ -119,7 +119,8 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
     if p.gradients:
         tally.recorded(tokens * (40 + 10 * p.shifts))
         tally.views(tokens * 30)
-    return square * (8.0 + 6 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
+    shifted = kv * prefix * r * (p.shifts > 0)
+    return shifted + square * (8.0 + 2.5 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
 
 
 __all__ = ["streaming"]

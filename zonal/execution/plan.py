@@ -97,12 +97,11 @@ def _reason(fitting: list[Estimate]) -> str:
         return "the only path that can run this call and fits in memory"
     other = fitting[1]
     why = []
-    if best.flops * 1.2 < other.flops:
-        why.append(f"{_times(other.flops / best.flops)} fewer operations")
-    if best.bytes_moved * 1.2 < other.bytes_moved:
-        why.append(f"{_times(other.bytes_moved / best.bytes_moved)} less memory moved")
-    if best.calls * 1.2 < other.calls:
-        why.append(f"{_times(other.calls / best.calls)} fewer torch calls")
+    for mine, theirs, what in (
+        (best.flops, other.flops, "fewer operations"), (best.bytes_moved, other.bytes_moved, "less memory moved"), (best.calls, other.calls, "fewer torch calls"),
+    ):  # fmt: skip
+        if mine * 1.2 < theirs:
+            why.append(f"{_times(theirs / max(mine, 1))} {what}")
     because = f": {', '.join(why)}" if why else ""
     return f"about {duration(best.seconds)}, against {duration(other.seconds)} for {other.path}{because}"
 

@@ -1,0 +1,36 @@
+"""What all tests share: a cache folder of their own, and the same machine constants on every machine."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zonal import store
+from zonal.data.cache import VARIABLE
+from zonal.execution import calibration
+from zonal.execution.constants import DEFAULT_CPU, Constants
+
+
+def fixed(device: torch.device, threads: int | None = None) -> Constants:
+    """Typical constants under this machine's name."""
+    count = calibration.threads(device) if threads is None else threads
+    return replace(DEFAULT_CPU, machine=calibration.machine(device), threads=count, torch=torch.__version__)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fixed_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No test measures the machine or writes to the user's cache: what is planned is the same everywhere.
+
+    Processes that tests start find the constants in the cache folder they inherit.
+    """
+    folder = tmp_path_factory.mktemp("cache")
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(folder))
+        patch.setattr(calibration, "measure", fixed)
+        for count in {1, 2, torch.get_num_threads(), os.cpu_count() or 1}:
+            store.write_json(calibration.file_for(device, count), fixed(device, count).to_dict())
+        yield folder
