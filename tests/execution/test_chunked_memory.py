@@ -1,0 +1,179 @@
+"""Prefill and decode in any pieces, chunked or streaming, equal one pass; memories in and out, with gradients."""
+
+import pytest
+import torch
+from execution.chunks import BLOCKED, assert_same, call_of, leaves_of, made
+from matrix import OPERATORS, Case, Inputs, inputs
+from torch import Tensor
+
+from zonal import Operator
+from zonal import mechanisms as m
+from zonal.errors import ArgumentError, PathError
+from zonal.execution.chunked import chunked, chunked_refusal
+from zonal.execution.dense import dense
+from zonal.execution.streaming import streaming
+from zonal.memory import Memory, RidgeStatistics
+
+CASES = {
+    "plain": Case(batch=2, heads=2, kv_heads=2, queries=19, keys=19),
+    "gqa-padding": Case(batch=2, heads=4, kv_heads=2, queries=19, keys=19, padding="random"),
+    "key-bias": Case(batch=2, heads=2, kv_heads=1, queries=19, keys=19, key_bias=True),
+}
+PIECES = {"prefill-decode": (0, 15, 16, 17, 18, 19), "empty-first": (0, 0, 1, 9, 9, 19), "multi-token": (0, 6, 13, 19)}
+
+
+def in_pieces(operator: Operator, data: Inputs, cuts: tuple[int, ...], way: str) -> tuple[Tensor, Memory]:
+    memory, rows = None, []
+    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        call = call_of(operator, data, slice(start, stop))
+        if way == "streaming" or (way == "mixed" and index % 2):
+            y, memory = streaming(call, memory, return_memory=True)
+        else:
+            y, memory = chunked(call, memory, return_memory=True, block=4)
+        rows.append(y)
+    assert memory is not None
+    return torch.cat(rows, 2), memory
+
+
+@pytest.mark.parametrize("way", ["chunked", "streaming", "mixed"])
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("name", BLOCKED)
+def test_pieces_equal_one_pass(name: str, case_name: str, pieces: str, way: str) -> None:
+    operator, data = made(name), inputs(CASES[case_name])
+    if CASES[case_name].key_bias and operator.tags.solves:
+        return
+    y, memory = in_pieces(operator, data, PIECES[pieces], way)
+    assert_same(y, dense(call_of(operator, data)), leaves_of(operator, data))
+    # and what is left is the memory of all tokens
+    whole = Memory.empty(operator, 2, data.k.shape[1], 5, 3, torch.float64).absorb(data.k, data.v, data.key_padding_mask, key_bias=data.key_bias)
+    assert (memory.count, memory.kind, memory.nbytes) == (whole.count, whole.kind, whole.nbytes)
+    q = torch.randn(2, data.q.shape[1], 2, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    assert_same(memory.read(q), whole.read(q), [data.k, data.v])
+
+
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in BLOCKED and not name.startswith("sko")])
+def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str) -> None:
+    operator, data = made(name), inputs(CASES[case_name])
+    if CASES[case_name].key_bias and operator.tags.solves:
+        return
+    y, memory = in_pieces(operator, data, (0, 9, 10, 19), "streaming")
+    assert_same(y, dense(call_of(operator, data)), leaves_of(operator, data))
+    assert memory.kind == "keys"
+    assert memory.count == 19
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_given_memory_is_not_changed(name: str) -> None:
+    operator, data = made(name), inputs(CASES["plain"])
+    for run in (chunked, streaming):
+        _, memory = run(call_of(operator, data, slice(0, 7)), None, return_memory=True)
+        assert memory is not None
+        before = {key: x.clone() for key, x in memory.tensors().items()}
+        first, _ = run(call_of(operator, data, slice(7, 19)), memory, return_memory=True)
+        again, after = run(call_of(operator, data, slice(7, 19)), memory, return_memory=False)
+        assert torch.equal(first, again)
+        assert after is None
+        assert memory.count == 7
+        assert all(torch.equal(x, before[key]) for key, x in memory.tensors().items())
+
+
+@pytest.mark.parametrize("name", ["squared_affine", "retention", "linear", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"])
+def test_gradient_of_the_initial_memory(name: str) -> None:
+    """Backward through a memory that came from elsewhere, into its own tensors."""
+    operator, data = made(name), inputs(CASES["plain"])
+    with torch.no_grad():
+        _, start = chunked(call_of(operator, data, slice(0, 8)), None, return_memory=True)
+    assert start is not None
+    state = {key: x.detach().clone().requires_grad_() for key, x in start.tensors().items() if x.is_floating_point() and key not in ("first", "peak")}
+    found = []
+    for run in (chunked, streaming):
+        memory = start.fork()
+        for key, x in state.items():
+            object.__setattr__(memory, key, x)
+        if isinstance(memory, RidgeStatistics):
+            object.__setattr__(memory, "inverse", None)
+        y, after = run(call_of(operator, data, slice(8, 19)), memory, return_memory=True)
+        assert after is not None
+        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum() + after.read(data.q[:, :, :2]).square().sum()
+        found.append(torch.autograd.grad(loss, list(state.values()), allow_unused=True))
+    for key, a, b in zip(state, *found, strict=True):
+        if key == "total":
+            continue  # only carried along
+        assert a is not None, key
+        assert b is not None, key
+        if key == "gram":  # symmetric by construction: only the symmetric part means anything
+            a, b = a + a.mT, b + b.mT
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-9), key
+
+
+def test_memory_that_does_not_fit() -> None:
+    operator, data = made("squared_affine"), inputs(CASES["plain"])
+    call = call_of(operator, data)
+    for run in (chunked, streaming):
+        with pytest.raises(ArgumentError, match=r"the memory holds \(batch, key heads, key dim, value dim\)"):
+            run(call, Memory.empty(operator, 1, 2, 5, 3, torch.float64), return_memory=True)
+    with pytest.raises(PathError, match="cannot go on from a memory of kind 'keys'"):
+        chunked(call, Memory.empty(operator, 2, 2, 5, 3, torch.float64, kind="keys"), return_memory=True)
+    filled = Memory.empty(operator, 2, 2, 5, 3, torch.float64).absorb(data.k, data.v)
+    late = inputs(Case(batch=2, heads=2, kv_heads=2, queries=4, keys=19))
+    for run in (chunked, streaming):
+        with pytest.raises(ArgumentError, match="causal queries are the new tokens themselves"):
+            run(call_of(operator, late), filled, return_memory=True)
+    packed = inputs(Case(batch=1, heads=2, kv_heads=2, queries=19, keys=19, packed=(0, 4, 19)))
+    for run in (chunked, streaming):
+        with pytest.raises(ArgumentError, match="neither take nor leave a memory"):
+            run(call_of(operator, packed), None, return_memory=True)
+
+
+def test_memory_in_double_under_calls_in_single() -> None:
+    """Statistics in float64 beneath a float32 model: results in float32, sums in float64."""
+    for name in ("squared_affine", "ska-1", "retention"):
+        operator, data = made(name).float(), inputs(CASES["plain"]).to(torch.float32)
+        start = Memory.empty(operator, 2, 2, 5, 3, torch.float64)
+        for run in (chunked, streaming):
+            y, after = run(call_of(operator, data), start, return_memory=True)
+            assert y.dtype == torch.float32
+            assert after is not None
+            assert all(x.dtype == torch.float64 for x in after.tensors().values() if x.is_floating_point())
+            assert torch.allclose(y, dense(call_of(operator, data)), atol=1e-4)
+
+
+def test_bidirectional_queries_see_the_memory_and_all_new_keys() -> None:
+    for name in ("squared_affine", "ska-1", "polynomial_square"):
+        operator, data = made(name), inputs(Case(batch=2, heads=4, kv_heads=2, queries=9, keys=19, causal=False))
+        expected = dense(call_of(operator, data))
+        memory = Memory.empty(operator, 2, 2, 5, 3, torch.float64).absorb(data.k[:, :, :8], data.v[:, :, :8])
+        rest = Inputs(data.q, data.k[:, :, 8:], data.v[:, :, 8:], False, None, None, None)
+        y, after = chunked(call_of(operator, rest), memory, return_memory=True, block=4)
+        assert_same(y, expected, leaves_of(operator, data))
+        assert after is not None
+        assert after.count == 19
+
+
+@pytest.mark.parametrize("name", ["linear", "squared_affine", "retention", "ska-1"])
+def test_constant_memory_while_decoding(name: str) -> None:
+    operator = made(name).float()
+    data = inputs(Case(batch=1, heads=2, kv_heads=2, queries=64, keys=64)).to(torch.float32)
+    sizes, memory = set(), None
+    with torch.no_grad():
+        for t in range(64):
+            _, memory = streaming(call_of(operator, data, slice(t, t + 1)), memory, return_memory=True)
+            assert memory is not None
+            sizes.add(memory.nbytes)
+    assert len(sizes) == 1
+
+
+def test_streaming_needs_time() -> None:
+    call = call_of(made("softmax"), inputs(Case(causal=False)))
+    with pytest.raises(PathError, match=r"path 'streaming' cannot run.*path='dense'"):
+        streaming(call, None, return_memory=False)
+
+
+def test_running_largest_key_streams() -> None:
+    """The paper's ridge, token by token: what the chunked path refuses."""
+    operator, data = m.ska(power=1, running_max=True, key_limit=None).double(), inputs(CASES["plain"])
+    call = call_of(operator, data)
+    assert chunked_refusal(call) is not None
+    assert_same(streaming(call, None, return_memory=False)[0], dense(call), leaves_of(operator, data))
