@@ -92,7 +92,9 @@ class Text(Task):
         needed = self.length + 1
         for part, count in (("training", self.split), ("validation", self.corpus.count - self.split)):
             if count < needed:
-                enough = math.ceil(needed / min(self.validation_fraction, 1 - self.validation_fraction)) + 1
+                # by the part's own share of tokens: the split is set in bytes, and tokens differ in length
+                share = count / self.corpus.count if count else min(self.validation_fraction, 1 - self.validation_fraction)
+                enough = math.ceil(needed / share) + 1
                 raise FileFormatError(
                     f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} {self.tokenizer.name} tokens, one sequence of "
                     f"length {self.length} takes {needed}. Give about {enough} tokens of text or more, or a smaller length."
