@@ -1,5 +1,7 @@
 """Prefill and decode in any pieces, chunked or streaming, equal one pass; memories in and out, with gradients."""
 
+import itertools
+
 import pytest
 import torch
 from execution.chunks import BLOCKED, assert_same, call_of, leaves_of, made
@@ -24,7 +26,7 @@ PIECES = {"prefill-decode": (0, 15, 16, 17, 18, 19), "empty-first": (0, 0, 1, 9,
 
 def in_pieces(operator: Operator, data: Inputs, cuts: tuple[int, ...], way: str) -> tuple[Tensor, Memory]:
     memory, rows = None, []
-    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
         call = call_of(operator, data, slice(start, stop))
         if way == "streaming" or (way == "mixed" and index % 2):
             y, memory = streaming(call, memory, return_memory=True)
