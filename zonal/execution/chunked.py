@@ -25,6 +25,8 @@ from zonal.memory.ridge import previous_keys
 from zonal.memory.sums import anchored, with_mass
 from zonal.memory.tokens import joined
 
+_SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
+
 
 def _ridge_block(dim: int) -> int:
     """Tokens a block for keys of ``dim`` numbers: as many as the inverse has rows is about best, measured for 16 to 64."""
@@ -176,10 +178,10 @@ def _ridge(
     assert isinstance(anchor, Ridge)
     if before is not None and before.count == 0:
         before = None
-    dtype = tokens.k.dtype
-    q = call.q.to(dtype)
     silent = tokens.silent()
-    z, v = silent.k, silent.v
+    rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).view(1, -1, 1, 1, 1)
+    dtype = torch.float64 if loses_digits(silent.k, before, rho, anchor.mode == "running_max") else tokens.k.dtype
+    q, z, v = call.q.to(dtype), silent.k.to(dtype), silent.v.to(dtype)
     earlier = None
     if anchor.shifts:
         start = z.new_zeros(*z.shape[:2], z.shape[3]) if before is None or before.last is None else before.last.to(dtype)
@@ -189,13 +191,27 @@ def _ridge(
         gram, cross = before.gram.to(dtype), before.cross.to(dtype)
         shift = None if before.shift is None else before.shift.to(dtype)
         peak = before.peak
-    rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).to(z).view(1, -1, 1, 1, 1)
-    parts = _Parts(q, z, v, earlier, gram, cross, shift, peak, rho)
+    parts = _Parts(q, z, v, earlier, gram, cross, shift, peak, rho.to(dtype))
     y = _tied(call, parts, anchor, block) if call.causal else _free(call, parts, anchor)
     after = None
     if return_memory and memory is not None:
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask))
     return call.scaled(y), after
+
+
+@torch.no_grad()
+def loses_digits(z: Tensor, before: RidgeStatistics | None, rho: Tensor, relative: bool) -> bool:
+    """Whether float32 would lose three digits: past a thousand tokens, where keys that fill few directions make eps |G| |P| large."""
+    if z.dtype == torch.float64 or z.shape[2] + (0 if before is None else before.count) <= _SAFE_TOKENS:
+        return False
+    gram = (z.mT @ z).double()
+    gram = gram if before is None else gram + before.gram
+    ridge = rho.squeeze(2).to(gram)
+    if relative:
+        ridge = ridge * z.square().sum(-1).amax(-1).clamp_min(1e-12)[..., None, None]
+    inverse = positive_inverse(with_ridge(gram, ridge), "attention")
+    condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse)
+    return bool((torch.finfo(z.dtype).eps * condition > 1e-3).any())
 
 
 class _Parts:

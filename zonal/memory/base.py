@@ -25,7 +25,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Form(NamedTuple):
-    """The shape of a memory: plain numbers. dtype is that of the keys and values; statistics are float32 or better."""
+    """The shape of a memory: plain numbers. dtype is that of the keys and values; sums are float32 or better."""
 
     batch: int
     heads: int
@@ -119,7 +119,7 @@ class Memory(abc.ABC):
         """The memory of ``batch`` sequences before their first token.
 
         Args:
-            heads: key heads. dtype: of keys and values; statistics are float32 or better (float64 when asked for).
+            heads: key heads. dtype: of keys and values; sums are float32 or better (float64 when asked for), ridge statistics always float64.
             kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
         """
         if not isinstance(operator, Operator):

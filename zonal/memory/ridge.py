@@ -1,4 +1,9 @@
-"""RidgeStatistics: G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T, all of the past of ridge and Koopman read-outs."""
+"""RidgeStatistics: G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T, all of the past of ridge and Koopman read-outs.
+
+They are float64 whatever comes in. A read-out divides by what keys have left unseen: rounding of G enters relative to rho, and that
+of C times 1 / rho. In float32, 1e4 tokens along few directions are enough to lose every digit, and soon G + rho I is no longer
+positive; in float64 the same error is 1e-16 |G| / rho.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
@@ -80,7 +85,7 @@ def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RidgeStatistics(Memory):
-    """Raw sums in float32 or better, (B, Hkv, …): nothing in them depends on the learned ridge, scale or gain.
+    """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale or gain.
 
     gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv), the largest
     z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no token at all).
@@ -109,7 +114,7 @@ class RidgeStatistics(Memory):
         anchor = anchor_of(operator)
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(form.batch, form.heads, *shape, dtype=form.statistics, device=form.device)
+            return torch.zeros(form.batch, form.heads, *shape, dtype=torch.float64, device=form.device)
 
         r = form.key_dim
         moves = anchor.shifts > 0
@@ -132,9 +137,8 @@ class RidgeStatistics(Memory):
 
     def _summed(self, tokens: Tokens) -> "RidgeStatistics":
         """The tokens added to the sums; count, padding and pending stay."""
-        dtype = self.form.statistics
         silent = tokens.silent()
-        z, v = silent.k.to(dtype), silent.v.to(dtype)
+        z, v = silent.k.double(), silent.v.double()
         changed = {"gram": self.gram + z.mT @ z, "cross": self.cross + v.mT @ z, "inverse": self._updated(z)}
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift + z.mT @ previous_keys(z, tokens.mask, self.last)
@@ -212,7 +216,7 @@ class RidgeStatistics(Memory):
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
         batch, heads, queries, dim = q.shape
-        x = q.to(torch.promote_types(q.dtype, self.form.statistics)).view(batch, self.form.heads, queries * heads // self.form.heads, dim)
+        x = q.double().view(batch, self.form.heads, queries * heads // self.form.heads, dim)
         inverse = self.solved(bound)
         x = x @ inverse
         if self.shift is not None:
@@ -314,8 +318,8 @@ class RidgeStatistics(Memory):
         numbers += 1 if self.peak is not None else 0
         numbers += 2 * r * len(self.seams)
         waiting = 0 if self.chunk is None else length % self.chunk
-        numbers += waiting * (r + form.value_dim)
-        return form.batch * (form.heads * numbers * form.statistics.itemsize + 8)
+        tokens = waiting * (r + form.value_dim) * form.statistics.itemsize
+        return form.batch * (form.heads * (8 * numbers + tokens) + 8)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
