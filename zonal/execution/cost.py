@@ -45,7 +45,7 @@ def _kernel_backward(p: Problem, tally: Tally, rows: float, keys: float) -> None
 
 def dense(p: Problem, constants: Constants) -> Estimate:
     """Every block in memory, each step a call over all of it."""
-    tally = Tally(constants, p.itemsize)
+    tally = Tally(constants, p.itemsize, 4.0 * p.B * p.H * p.T * (p.S + p.past) * p.itemsize if p.gradients else 0.0)
     p = with_past(p, tally)
     heads, n, masks = p.B * p.H, p.B * p.H * p.T * p.S, (p.B if p.padded else 1) * p.T * p.S
     # scores, evidence and what the step at hand makes of them; steps with coefficients write over their own buffer
@@ -57,11 +57,12 @@ def dense(p: Problem, constants: Constants) -> Estimate:
     tally.views(26)
     tally.passes("simple", masks, 1 if p.span.free and not p.padded else 4)
     if p.biased:
-        tally.passes("simple", n, 1 + 2 * p.slopes)
-        tally.passes("select", n)
+        own = p.bias_batch * p.H * p.T * p.S
+        tally.passes("simple", own, 1 + 2 * p.slopes)
+        tally.passes("select", own)
         tally.passes("simple", n)
-        if not p.tags.log_space:
-            tally.passes("exp", n)
+        tally.passes("exp", own, 0 if p.tags.log_space else 1)
+        tally.views(6)
         live += 2
     tally.passes("select", n)
     if p.tags.solves:
@@ -239,12 +240,12 @@ def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: i
         tally.passes("simple", rows * keys, 3 * count)
         tally.passes("select", n, count)
     if p.biased:
-        tally.passes("simple", n, (2 + p.slopes) * count)
+        own = min(p.bias_batch, batch) * p.H * rows * keys
+        tally.passes("simple", n, count)
+        tally.passes("simple", own, (1 + p.slopes) * count)
         tally.views(6 * count)
-        if masked:
-            tally.passes("select", n, count)
-        if not p.tags.log_space:
-            tally.passes("exp", n, count)
+        tally.passes("select", own, count * masked)
+        tally.passes("exp", own, 0 if p.tags.log_space else count)
     if not p.tags.log_space:
         tally.passes("simple", n, p.operations * count)
 

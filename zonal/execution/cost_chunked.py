@@ -113,7 +113,7 @@ def _cut(p: Problem, tally: Tally, elements: float, times: float) -> None:
 
 def _decay(p: Problem, tally: Tally, rows: int, keys: int, times: float) -> None:
     pairs = p.B * p.Hkv * rows * keys
-    tally.passes("simple", pairs, 3 * times)
+    tally.passes("simple", pairs, 5 * times)
     tally.passes("exp", pairs, times, fresh=False)
     tally.views(24 * times)
 

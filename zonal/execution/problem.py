@@ -91,7 +91,7 @@ class Problem:
 
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
-    features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
+    bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     refused: paths that cannot run this at any price, with the reason.
     """
@@ -111,6 +111,7 @@ class Problem:
     row_bias: bool = False
     col_bias: bool = False
     slopes: bool = False
+    bias_batch: int = 1
     decays: bool = False
     operations: int = 0
     coefficients: int = 0
@@ -169,7 +170,8 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
     return Problem(
         B=batch, H=heads, Hkv=call.k.shape[1], T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.q.dtype.itemsize,
         device=call.q.device if device is None else device, tags=call.tags, span=_span(call), padded=call.visibility.key_mask is not None,
-        row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None, decays=call.log_decay is not None,
+        row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None,
+        bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,

@@ -8,6 +8,8 @@ from zonal.execution.constants import Constants
 # Even then a long-lived process often has a hole of the size, so that half of the new pages is what to expect
 _REUSED = 8 << 20
 _FRESH_SHARE = 0.5
+# a core's own cache: what is kept for backward is not in it any more when its turn comes
+_NEAR = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,14 @@ class Estimate:
 
 
 class Tally:
-    """The running sum of a path's torch calls. ``itemsize``: bytes of a number; the constants are those of four."""
+    """The running sum of a path's torch calls. ``itemsize``: bytes of a number; the constants are those of four.
 
-    def __init__(self, constants: Constants, itemsize: int = 4) -> None:
+    far: bytes that the path keeps while it works; past a core's own cache each elementwise call has to fetch its operands.
+    """
+
+    def __init__(self, constants: Constants, itemsize: int = 4, far: float = 0.0) -> None:
         self.constants = constants
+        self.far = far > _NEAR
         self.itemsize = itemsize
         self.wide = itemsize / 4
         self.seconds = self.flops = self.products = self.bytes_moved = self.calls = 0.0
@@ -59,6 +65,8 @@ class Tally:
         seconds = curves[kind].at(elements * self.wide)
         if fresh and kind != "reduce":
             seconds += self._fresh(elements * self.itemsize)
+        if self.far:
+            seconds += elements * self.itemsize * operands * self.constants.traffic
         self.seconds += count * seconds
         self.calls += count
         self.flops += count * elements

@@ -1,0 +1,119 @@
+"""The benchmarks' shared parts, and that the planner's benchmark runs. What they measure is no test's business."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import common, planner
+from zonal.errors import ArgumentError
+
+CPU = torch.device("cpu")
+
+
+def test_the_gate() -> None:
+    reference = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert common.gate("x", reference.float(), reference, 1e-6) == 0
+    assert common.gate("x", reference + 0.004, reference, 1e-2) == pytest.approx(1e-3)
+    assert common.gate("x", torch.zeros(0), torch.zeros(0, dtype=torch.float64), 0.0) == 0
+    for wrong in (reference + 0.1, reference * float("nan"), reference[:1]):
+        with pytest.raises(common.GateError, match=r"^some path: "):
+            common.gate("some path", wrong, reference, 1e-3)
+
+
+def test_quantiles() -> None:
+    found = common.Quantiles.of([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert (found.median, found.low, found.high, found.least, found.runs) == (3, 2, 4, 1, 5)
+    assert common.Quantiles.of([1.0, 2.0]).low == 1.25
+    assert common.Quantiles.of([7.0]).high == 7
+
+
+def test_turns() -> None:
+    """One warm-up each, then round after round; what is too slow once is not run again."""
+    order = []
+    times = common.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=3, budget=0.0)
+    assert order[:4] == ["a", "b", "a", "b"]
+    assert len(times["a"]) == len(times["b"]) >= 1
+    order.clear()
+    times = common.interleaved({"slow": lambda: order.append("slow"), "quick": lambda: None}, CPU, rounds=3, budget=0.05, cap=0.0)
+    assert order == ["slow"]
+    assert len(times["slow"]) == 1
+
+
+def test_pairs() -> None:
+    x = torch.randn(64, 64)
+    found = common.compare(lambda: (x @ x, x @ x, x @ x, x @ x), lambda: x @ x, CPU, pairs=5, budget=0.2)
+    assert found.ratio.runs == found.subject.runs == found.peer.runs >= 1
+    assert found.ratio.median > 1
+    assert json.loads(json.dumps(found.to_dict()))["ratio"]["median"] == found.ratio.median
+
+
+def test_report_says_where_and_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "x.json"
+    common.report(str(out), "x", "about x", {"a": 1}, [{"b": 2}], {"c": 3}, common.circumstances(CPU))
+    value = json.loads(out.read_text())
+    assert value["device"]["name"]
+    assert value["device"]["threads"] == torch.get_num_threads()
+    assert value["versions"]["torch"] == torch.__version__
+    assert value["date"].startswith("20")
+    assert (value["benchmark"], value["settings"], value["rows"], value["summary"]) == ("x", {"a": 1}, [{"b": 2}], {"c": 3})
+    common.report("-", "x", "", {}, [], {}, {})
+    assert capsys.readouterr().out == f"wrote {out}\n"
+
+
+def test_table() -> None:
+    assert common.table([("a", "1"), ("bbb", "22")], ("name", "n")) == "name  n\na     1\nbbb   22"
+
+
+@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--device", "cuda"]])
+def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
+    if arguments[1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ArgumentError, match="bench: --"):
+        common.prepare(common.parser("", "x").parse_args(arguments))
+
+
+def test_the_planner_grid() -> None:
+    """Sixty different calls: the operators and ranges that the claim is about."""
+    cases = planner.grid()
+    assert len(cases) == len({str(case) for case in cases}) == 60
+    assert {case.spec for case in cases} == set(planner.SPECS)
+    assert {case.keys for case in cases} >= {16, 8192}
+    assert any(case.queries == 1 and case.keys >= 4096 for case in cases)
+    assert {case.gradients for case in cases} == {True, False}
+    assert {case.dim for case in cases} >= {16, 64}
+
+
+def test_paths_that_cannot_win_are_left_out() -> None:
+    small, big = (next(case for case in planner.grid() if case.spec == "linear" and case.keys == keys) for keys in (64, 2048))
+    hopeless = planner.Hopeless()
+    growth = {"dense": 2, "tiled": 2, "chunked": 1, "streaming": 1}
+    hopeless.add(small, {"dense": 1.0, "tiled": 2.0, "chunked": 30.0, "streaming": 200.0})
+    assert "slower than chunked" in str(hopeless.reason(big, "streaming", growth))
+    # dense is far ahead of both when short, and grows faster: that proves nothing
+    assert hopeless.reason(big, "chunked", growth) is None
+    assert hopeless.reason(big, "tiled", growth) is None
+    assert hopeless.reason(small, "streaming", growth) is not None
+    assert planner.Hopeless().reason(big, "streaming", growth) is None
+
+
+def test_the_planner_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "planner.json"
+    assert planner.main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "checking every path" in printed
+    assert "calls (required 90%)" in printed
+    assert not out.exists(), "a quick run is no result"
+
+
+def test_the_planner_benchmark_refuses_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planner.zonal.attention
+
+    def wrong(q, k, v, operator, *, causal, path):
+        y = whole(q, k, v, operator, causal=causal, path=path)
+        return y * 1.01 if path == "tiled" else y
+
+    monkeypatch.setattr(planner.zonal, "attention", wrong)
+    with pytest.raises(common.GateError, match="path tiled"):
+        planner.main(["--quick", "--out", "-"])
