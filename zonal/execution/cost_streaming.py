@@ -119,8 +119,9 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
     if p.gradients:
         tally.recorded(tokens * (40 + 10 * p.shifts))
         tally.views(tokens * 30)
-    shifted = kv * prefix * r * (p.shifts > 0)
-    return shifted + square * (8.0 + 2.5 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
+    shifted = kv * prefix * (r * (1 + (p.shifts > 0)) + p.P)
+    held = square * (8.0 + 2.5 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
+    return 8 / tally.itemsize * (shifted + held)  # statistics are float64
 
 
 __all__ = ["streaming"]
