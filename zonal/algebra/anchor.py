@@ -67,14 +67,18 @@ class SumAnchor(Anchor):
         return State(like.new_zeros(*shape, value_dim), like.new_zeros(*shape, 1), like.new_full((*shape, 1), float("-inf")))
 
     def absorb(self, state: State, kernel: Tensor, v: Tensor, log: bool) -> State:
-        """Add the keys of one tile. With ``log`` the kernel is log K and the running maximum is taken out (online softmax)."""
+        """Add the keys of one tile, in the state's own buffers; the kernel's is used up.
+
+        With ``log`` the kernel is log K and the running maximum is taken out (online softmax). mass is kept by anchors that normalise.
+        """
         if not log:
-            return State(state.total + kernel @ v, state.mass + kernel.sum(-1, keepdim=True), state.top)
+            mass = state.mass.add_(kernel.sum(-1, keepdim=True)) if self.normalises else state.mass
+            return State(state.total.add_(kernel @ v), mass, state.top)
         top = torch.maximum(state.top, kernel.amax(-1, keepdim=True))
         safe = top.masked_fill(top == float("-inf"), 0)
-        part = (kernel - safe).exp()
-        keep = (state.top - safe).exp()
-        return State(state.total * keep + part @ v, state.mass * keep + part.sum(-1, keepdim=True), top)
+        part = kernel.sub_(safe).exp_()
+        keep = (state.top - safe).exp_()
+        return State(state.total.mul_(keep).add_(part @ v), state.mass.mul_(keep).add_(part.sum(-1, keepdim=True)), top)
 
     def combine(self, a: State, b: State, log: bool) -> State:
         """The sum over both sets of keys. Associative and commutative."""

@@ -23,9 +23,10 @@ def horner(x: Tensor, c: Tensor) -> Tensor:
     """sum_k c[k] x^k for c (n, H, 1, 1)."""
     if c.shape[0] == 1:
         return c[0].expand(x.shape)
-    out = torch.addcmul(c[-2], c[-1], x)
     # one buffer for all steps where no graph is recorded: fresh buffers cost more than the arithmetic
     in_place = not (torch.is_grad_enabled() and (x.requires_grad or c.requires_grad))
+    # two calls that vectorise are faster than one with two scalars, which does not
+    out = (x * c[-1]).add_(c[-2]) if in_place else torch.addcmul(c[-2], c[-1], x)
     for k in range(c.shape[0] - 3, -1, -1):
         out = torch.addcmul(c[k], out, x, out=out) if in_place else torch.addcmul(c[k], out, x)
     return out
@@ -46,7 +47,7 @@ def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
         # float32 inside a tile, float64 across tiles: summing 1e7 small terms in float32 loses three digits
         sums.append(term.sum((-1, -2)).double().sum(0))
         if k + 1 < count:
-            term = term * x
+            term = term * x if k == 0 else term.mul_(x)
     return torch.stack(sums).view(count, -1, 1, 1)
 
 

@@ -146,6 +146,14 @@ class Visibility:
         """Whether the interval rule forbids nothing in this tile (the key mask may still)."""
         return bool((self.lo[t0:t1] <= s0).all() and (self.hi[t0:t1] >= s1).all())
 
+    def diagonal(self, t0: int, t1: int, s0: int, s1: int) -> int | None:
+        """The d for which a tile's mask is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where the mask has another shape."""
+        if self.key_mask is not None or t1 <= t0:
+            return None
+        edge = self.hi[t0:t1] - torch.arange(t0, t1)
+        first = int(edge[0])
+        return first + t0 - s0 - 1 if bool((edge == first).all()) and bool((self.lo[t0:t1] <= s0).all()) else None
+
     def tile(self, t0: int, t1: int, s0: int, s1: int, device: torch.device) -> Tensor | None:
         """The mask of a tile, broadcastable to (B, 1, t, s); None where nothing is forbidden."""
         mask = None

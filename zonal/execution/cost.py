@@ -223,6 +223,11 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     return tally.estimate("tiled", peak + heads * p.T * p.P)
 
 
+def _triangular(p: Problem) -> bool:
+    """Whether masked tiles are cut by ``tril_``, with no mask made."""
+    return not (p.padded or p.biased or p.tags.log_space) and p.span.left is None and p.span.edges is None and p.span.chunk is None
+
+
 def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
     """The tile itself, in both directions."""
     n = batch * p.H * rows * keys
@@ -237,8 +242,11 @@ def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: i
         tally.passes("simple", n, count, fresh=False)
     if masked:
         tally.views(6 * count)
-        tally.passes("simple", rows * keys, 3 * count)
-        tally.passes("select", n, count)
+        if _triangular(p):
+            tally.passes("simple", n, count, fresh=False)
+        else:
+            tally.passes("simple", rows * keys, 3 * count)
+            tally.passes("select", n, count, fresh=False)
     if p.biased:
         own = min(p.bias_batch, batch) * p.H * rows * keys
         tally.passes("simple", n, count)
@@ -261,7 +269,7 @@ def _tile_forward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, ma
         tally.passes("simple", out, 2 * count)
         tally.views(7 * count)
     else:
-        tally.passes("reduce", n, count)
+        tally.passes("reduce", n, count * p.tags.normalises)
         tally.passes("simple", out, count)
         tally.views(count)
     tally.product(batch * p.H, rows, p.P, keys, count)
@@ -270,8 +278,8 @@ def _tile_forward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, ma
 def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
     heads, n = batch * p.H, batch * p.H * rows * keys
     if p.tags.log_space:
-        tally.passes("exp", n, count)
-    tally.passes("simple", n, count)
+        tally.passes("exp", n, count, fresh=False)
+        tally.passes("simple", n, count * p.tags.normalises, fresh=False)
     tally.product(heads, keys, p.P, rows, count)
     tally.product(heads, rows, keys, p.P, count)
     tally.views(24 * count)
@@ -280,7 +288,7 @@ def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, m
     if not p.tags.log_space:
         tally.passes("simple", n, count * p.biased, fresh=False)
         if masked:
-            tally.passes("select", n, count, fresh=False)
+            tally.passes("simple" if _triangular(p) else "select", n, count, fresh=False)
         if p.coefficient_gradients:
             tally.passes("reduce", n, p.coefficients * count)
             tally.passes("simple", n, (p.coefficients - 1 + max(p.operations - p.coefficients + 1, 0)) * count)

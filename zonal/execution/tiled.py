@@ -1,8 +1,8 @@
 """Score tiles that are made, used and forgotten: exact attention in memory linear in the number of tokens.
 
 Forward keeps y and one number a row (the anchor's factor, or the log of the row's sum); backward makes every tile again.
-Per tile, with W = K * factor (or exp(log K - lse)) and D_t = dy_t . y_t for a row anchor (0 otherwise):
-dV = W^T dY, dlogK = W (dY V^T - D), dK = factor (dY V^T - D), dS = dK B l'(S).
+Per tile, with D_t = dy_t . y_t for a row anchor (0 otherwise): in log space W = exp(log K - lse), dV = W^T dY and
+dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK = dY V^T - D and dS = dK B l'(S).
 """
 
 from dataclasses import replace
@@ -18,8 +18,9 @@ from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution.call import Call
 
-# the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 MB of scores, which stays in the cache
-_QUERIES, _KEYS = 128, 256
+# the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in the cache.
+# Long sequences have few tiles on the diagonal to waste and gain from larger ones.
+_QUERIES, _KEYS, _LONG = 128, 256, 2048
 # more heads than that are taken a few sequences at a time
 _TILE_ELEMENTS = 1 << 18
 
@@ -45,7 +46,7 @@ def refusal(anchor: Anchor) -> str | None:
 
 def blocks(heads: int, queries: int, keys: int) -> tuple[int, int, int]:
     """How much is in flight at once: (sequences, queries, keys) of a tile for H heads."""
-    query_block, key_block = min(_QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
+    query_block, key_block = min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
     return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block
 
 
@@ -70,33 +71,46 @@ def _folded(x: Tensor, groups: int) -> Tensor:
 
 
 class _Tile(NamedTuple):
-    """One tile: the score S, the evidence without prior (None in log space), its prior's factor, and log K or K with the prior."""
+    """One tile: the score S, its prior's factor (None in log space), log K or K with the prior, and where it is forbidden."""
 
     score: Tensor
     prior: Tensor | None
     kernel: Tensor
-    mask: Tensor | None
+    forbidden: Tensor | None
+    diagonal: int | None
+
+    def cut_(self, x: Tensor) -> Tensor:
+        """x with zeros where the tile is forbidden."""
+        if self.diagonal is not None:
+            return x.tril_(self.diagonal)  # ten times faster than a mask
+        return x if self.forbidden is None else x.masked_fill_(self.forbidden, 0)
 
 
 def _tile(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int]) -> _Tile:
     score = parts.score.pair(q, k)
     if parts.link.domain is not None:
         score = score.clamp_(*parts.link.domain)
-    prior = bias.tile(*span, parts.visibility.position, score.dtype)
-    mask = parts.visibility.tile(*span, score.device)
-    if prior is not None and mask is not None:
-        prior = torch.where(mask, prior, 0)
+    seen = parts.visibility
+    prior = bias.tile(*span, seen.position, score.dtype)
+    free = seen.key_mask is None and seen.all_visible(*span)
+    diagonal = None if free or parts.log or prior is not None else seen.diagonal(*span)
+    mask = None if free or diagonal is not None else seen.tile(*span, score.device)
+    forbidden = None if mask is None else ~mask
+    if prior is not None and forbidden is not None:
+        prior = prior.masked_fill(forbidden, 0)
     if parts.log:
-        kernel = score if prior is None else score + prior
-        kernel = kernel if mask is None else kernel.masked_fill(~mask, float("-inf"))
-        return _Tile(score, None, kernel, mask)
+        kernel = score if parts.score.bilinear else score.clone()  # a bilinear score's gradient does without the score
+        kernel = kernel if prior is None else kernel.add_(prior)
+        return _Tile(score, None, kernel if forbidden is None else kernel.masked_fill_(forbidden, float("-inf")), forbidden, None)
     kernel = parts.link.value(score, c)
+    if kernel is score and (prior is not None or not free):
+        kernel = kernel.clone()
     if prior is not None:
         prior = prior.exp()
-        kernel = kernel * prior
-    if mask is not None:
-        kernel = kernel.masked_fill(~mask, 0)
-    return _Tile(score, prior, kernel, mask)
+        kernel.mul_(prior)
+    tile = _Tile(score, prior, kernel, forbidden, diagonal)
+    tile.cut_(kernel)
+    return tile
 
 
 def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
@@ -118,7 +132,7 @@ def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tens
         for s0 in range(lo, hi, block[1]):
             s1 = min(s0 + block[1], hi)
             tile = _tile(parts, q[:, :, t0:t1], _expanded(k[:, :, s0:s1], parts.groups), c, bias, (t0, t1, s0, s1))
-            kernel = tile.kernel.exp() if parts.log and not online else tile.kernel
+            kernel = tile.kernel.exp_() if parts.log and not online else tile.kernel
             state = parts.anchor.absorb(state, kernel, _expanded(v[:, :, s0:s1], parts.groups), online)
         y[:, :, t0:t1], factor[:, :, t0:t1] = parts.anchor.finalise(state, count[:, :, t0:t1], online)
 
@@ -140,6 +154,9 @@ def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Grad
     online = parts.log and parts.anchor.normalises
     queries = q.shape[2]
     shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
+    if not online:  # the row's factor goes with dy, which is narrower than a tile
+        dy = dy * factor
+        shared = None if shared is None else shared * factor
     for t0 in range(0, queries, block[0]):
         t1 = min(t0 + block[0], queries)
         lo, hi = parts.visibility.key_range(t0, t1)
@@ -148,26 +165,20 @@ def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Grad
             s1 = min(s0 + block[1], hi)
             k_tile, v_tile = _expanded(k[:, :, s0:s1], parts.groups), _expanded(v[:, :, s0:s1], parts.groups)
             tile = _tile(parts, q_tile, k_tile, c, bias, (t0, t1, s0, s1))
-            if online:
-                w = (tile.kernel - factor_tile).exp_()
-            else:
-                w = (tile.kernel.exp_() if parts.log else tile.kernel) * factor_tile
-            out.v[:, :, s0:s1] += _folded(w.mT @ dy_tile, parts.groups)
-            dw = dy_tile @ v_tile.mT
+            kernel = tile.kernel.sub_(factor_tile).exp_() if online else tile.kernel.exp_() if parts.log else tile.kernel
+            out.v[:, :, s0:s1] += _folded(kernel.mT @ dy_tile, parts.groups)
+            ds = dy_tile @ v_tile.mT
             if shared is not None:
-                dw -= shared[:, :, t0:t1]
-            if parts.log:
-                ds = dlog = dw.mul_(w)
-            else:
-                dlog = dw * w if out.row is not None or out.col is not None else None
-                ds = dw.mul_(factor_tile)
+                ds -= shared[:, :, t0:t1]
+            tilted = out.row is not None or out.col is not None
+            dlog = (ds.mul_(kernel) if parts.log else ds * kernel) if parts.log or tilted else None
+            if not parts.log:
                 if tile.prior is not None:
-                    ds *= tile.prior
-                if tile.mask is not None:
-                    ds.masked_fill_(~tile.mask, 0)
+                    ds.mul_(tile.prior)
+                tile.cut_(ds)
                 if out.c is not None:
                     out.c.add_(parts.link.coefficient_vjp(tile.score, ds, c).sum_to_size(out.c.shape))
-                ds = ds.mul_(parts.link.derivative(tile.score, c))
+                ds.mul_(parts.link.derivative(tile.score, c))
             if dlog is not None and out.row is not None:
                 out.row[..., t0:t1] += dlog.sum(-1).sum_to_size(out.row[..., t0:t1].shape)
             if dlog is not None and out.col is not None:

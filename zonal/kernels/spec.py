@@ -1,0 +1,55 @@
+"""What a tile kernel is told apart from tensors: the link's formulas, the anchor, who sees whom.
+
+One kernel serves every operator whose weights are K_ts = l(S_ts) times a factor of the row, S_ts = scale_h f(q_t) . f(k_s) with
+f the identity or x / max(|x|, eps):
+
+    y_t = factor_t sum_s l(S_ts) v_s,   factor_t = 1 / sum_s l(S_ts) (row), 1 / visible keys (count), 1 (raw).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LinkCode:
+    """A link as source text, elementwise in the score x.
+
+    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the coefficients of the head, float
+    const*), ``n`` (their number) and ``horner(x, c, n)``. triton: "module:prefix"; the module has the jit functions prefix_value,
+    prefix_derivative and prefix_base of (x, c, n), c a pointer to the coefficients of the head.
+    base: the derivative with respect to c_0; that with respect to c_k is base * x^k for k < learned.
+    log: the link is exp, kept in log space; no formula is used. domain: scores are clamped to it first.
+    constants: numbers that follow the coefficients in c.
+    """
+
+    name: str
+    cpp_value: str = ""
+    cpp_derivative: str = ""
+    cpp_base: str = "1"
+    triton: str = ""
+    log: bool = False
+    domain: tuple[float, float] | None = None
+    constants: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """One call's rules. Query t stands at position t + S - T when causal, chunked or windowed, else at t.
+
+    anchor: what the row is multiplied by. normalise: unit queries and keys, norms below ``eps`` counting as eps.
+    causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right: keys from
+    position - left to position + right (None = no window; right None = no limit there). Packed documents come as cu_seqlens.
+    """
+
+    link: LinkCode
+    anchor: Literal["row", "count", "raw"]
+    normalise: bool = False
+    eps: float = 1e-12
+    causal: bool = True
+    include_self: bool = True
+    chunk: int = 0
+    left: int | None = None
+    right: int | None = None
+
+
+__all__ = ["LinkCode", "TileSpec"]
