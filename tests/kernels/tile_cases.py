@@ -1,0 +1,199 @@
+"""Calls of a tile kernel and what must come out of them: link x anchor x mask, in float64 by the definition."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal import Operator, anchor, link, prior, score
+from zonal.execution.call import prepare
+from zonal.execution.dense import dense
+from zonal.kernels.spec import LinkCode, TileSpec
+
+_LINKS = "zonal.kernels.triton.links:"
+# the declaration, the kernel's code for it, how many of its coefficients are learned
+LINKS: dict[str, tuple[link.Link, LinkCode, int]] = {
+    "exp": (link.Exp(), LinkCode("exp", log=True), 0),
+    "identity": (link.Identity(), LinkCode("identity", triton=_LINKS + "identity"), 0),
+    "horner": (link.Gegenbauer((3.0,), 4), LinkCode("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 4),
+    "yat": (link.Yat(0.1), LinkCode("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.1,)), 0),
+    "squared_affine": (link.SquaredAffine(learn_bias=True), LinkCode("squared_affine", triton=_LINKS + "squared_affine"), 1),
+    "polynomial_square": (
+        link.PolynomialSquare((0.04, 1.0, 0.3), floor=0.01, learn=True),
+        LinkCode("polynomial_square", triton=_LINKS + "polynomial_square", constants=(0.01,)),
+        3,
+    ),
+}
+ANCHORS: dict[str, anchor.Anchor] = {"row": anchor.Row(allow_signed=True), "count": anchor.Count(), "raw": anchor.Raw()}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Shapes, and who sees whom."""
+
+    queries: int = 21
+    keys: int = 21
+    key_dim: int = 5
+    value_dim: int = 3
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    causal: bool = True
+    include_self: bool = True
+    chunk: int = 0
+    left: int | None = None
+    right: int | None = None
+    packed: tuple[int, ...] = ()
+    padding: bool = False
+    normalise: bool = True
+    strided: bool = False
+
+
+MASKS: dict[str, Mask] = {
+    "causal": Mask(queries=37, keys=37),
+    "strict": Mask(include_self=False, normalise=False, value_dim=17),
+    "bidirectional": Mask(causal=False, queries=18, keys=37, key_dim=17),
+    "window": Mask(left=6, queries=35, keys=35, kv_heads=1),
+    "window-both-sides": Mask(causal=False, left=4, right=17, queries=19, keys=33, strided=True),
+    "chunk": Mask(causal=False, chunk=5, queries=17, keys=23, normalise=False),
+    "packed": Mask(packed=(0, 1, 7, 19, 36), queries=36, keys=36),
+    "packed-chunk": Mask(causal=False, packed=(0, 3, 18, 21), chunk=4, left=9),
+    "packed-bidirectional": Mask(causal=False, packed=(0, 20, 33), queries=33, keys=33, heads=1, kv_heads=1),
+    "padding": Mask(batch=2, padding=True, heads=1, kv_heads=1),
+    "padding-bidirectional": Mask(batch=2, padding=True, causal=False, heads=1, kv_heads=1, queries=3, normalise=False),
+    "gqa": Mask(heads=4, kv_heads=2, queries=17, keys=17),
+    "fewer-queries": Mask(queries=3, keys=33, normalise=False, strided=True),
+    "more-queries": Mask(queries=33, keys=7),
+    "one-token": Mask(queries=1, keys=1),
+    "no-keys": Mask(queries=3, keys=0, causal=False),
+    "decode": Mask(queries=3, keys=150, kv_heads=1),
+    "decode-window": Mask(queries=2, keys=170, heads=4, left=90, batch=2, padding=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call."""
+
+    link: str
+    anchor: Literal["row", "count", "raw"]
+    mask: str
+    dtype: torch.dtype = torch.float32
+    size: float = 1.0  # of the entries of q and k
+    shift: float = 0.0  # of the first query and the first key: a norm below eps, or a large one
+
+    @property
+    def name(self) -> str:
+        extra = "" if self.size == 1 else f"-{self.size:g}"
+        return f"{self.link}-{self.anchor}-{self.mask}-{str(self.dtype).removeprefix('torch.')}{extra}"
+
+    @property
+    def rules(self) -> Mask:
+        return MASKS[self.mask]
+
+    @property
+    def spec(self) -> TileSpec:
+        rules = self.rules
+        return TileSpec(
+            LINKS[self.link][1], self.anchor, rules.normalise, 1e-3, rules.causal, rules.include_self, rules.chunk, rules.left, rules.right
+        )
+
+
+@dataclass
+class Inputs:
+    """Tensors of a call, as ``forward`` of a kernel takes them, and the gradient of its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor
+    coefficients: Tensor
+    dy: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def inputs(case: Case, seed: int = 0) -> Inputs:
+    """Random inputs; keys of norm below eps among them."""
+    generator, rules = torch.Generator().manual_seed(seed), case.rules
+
+    def draw(heads: int, tokens: int, dim: int) -> Tensor:
+        if rules.strided:  # every axis has a stride of its own
+            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
+        else:
+            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
+        return x.to(case.dtype)
+
+    q, k = draw(rules.heads, rules.queries, rules.key_dim) * case.size, draw(rules.kv_heads, rules.keys, rules.key_dim) * case.size
+    if case.link == "identity" and case.anchor == "row":
+        q, k = q.abs(), k.abs()  # sums of signed scores may vanish
+    if rules.normalise and rules.keys > 2:
+        k[:, :, 1] *= 1e-5
+        q[:, :, -1] *= 1e-5
+    v, dy = draw(rules.kv_heads, rules.keys, rules.value_dim), draw(rules.heads, rules.queries, rules.value_dim)
+    code, learned = LINKS[case.link][1:]
+    coefficients = 0.3 * torch.randn(rules.heads, learned, generator=generator)
+    if case.link == "horner":
+        coefficients[:, 0] = 2.0
+    constants = torch.tensor(code.constants).expand(rules.heads, -1)
+    scale = torch.rand(rules.heads, generator=generator) * 0.5 + 0.5
+    mask = None
+    if rules.padding:
+        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.4
+        mask[0, : rules.keys // 2] = False  # the first queries see nothing
+    return Inputs(
+        q, k, v, scale, torch.cat([coefficients, constants], 1).contiguous(), dy, mask,
+        torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None,
+    )  # fmt: skip
+
+
+NAMES = ("y", "dq", "dk", "dv", "dscale", "dcoefficients")
+
+
+def defined(case: Case, data: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """y and its gradients with respect to q, k, v, scale and the learned coefficients, by the definition in ``dtype``."""
+    rules, learned = case.rules, LINKS[case.link][2]
+    priors: tuple[prior.Prior, ...] = ()
+    if rules.causal:
+        priors += (prior.Causal(rules.include_self),)
+    if rules.chunk:
+        priors += (prior.ChunkCausal(rules.chunk),)
+    if rules.left is not None:
+        priors += (prior.Window(rules.left, rules.right),)
+    # prepared with a scale of 1, and given each head's own afterwards
+    how = score.Cosine(eps=1e-3) if rules.normalise else score.Dot(scale=1.0)
+    operator = Operator(how, _unbounded(LINKS[case.link][0]), ANCHORS[case.anchor], prior=priors)
+    leaves = [x.to(dtype).requires_grad_() for x in (data.q, data.k, data.v, data.scale, data.coefficients[:, :learned])]
+    q, k, v, scale, coefficients = leaves
+    call = prepare(operator, q, k, v, causal=rules.causal, key_padding_mask=data.key_mask, cu_seqlens=data.cu_seqlens)
+    call = replace(call, q=call.q * scale.to(call.q)[:, None, None], bound=replace(call.bound, link=LINKS[case.link][0]))
+    call = replace(call, coefficients=coefficients.T[:, :, None, None].to(call.q))
+    y = dense(call)
+    found = torch.autograd.grad(y, leaves, data.dy.to(y), allow_unused=True)
+    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
+
+
+def _unbounded(declared: link.Link) -> link.Link:
+    """A link that any score may be declared with; the link itself is put in afterwards."""
+    return declared if declared.domain is None else link.Identity()
+
+
+def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
+    """Where ``got`` is further from float64 than twice the definition in the same type and a floor of rounding; None if nowhere."""
+    truth, reference = defined(case, data, torch.float64), defined(case, data, case.dtype)
+    for name, a, b, t in zip(NAMES, got, reference, truth, strict=True):
+        if not t.numel():
+            continue
+        if not bool(torch.isfinite(a).all()):
+            return f"{case.name}: {name} is not finite"
+        size = max(1.0, t.abs().max().item())
+        error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
+        # a gradient of a parameter sums over all rows, whose rounding grows with the root of their number
+        terms = data.q[..., 0].numel() ** 0.5 if t.ndim < 4 else 1.0
+        floor = 16 * terms * torch.finfo(torch.float32).eps * size
+        if case.dtype != torch.float32:
+            floor += 2 * torch.finfo(case.dtype).eps * size
+        if error > 2 * allowed + floor:
+            return f"{case.name}: {name} is off by {error:.3g}, the definition in the same type by {allowed:.3g}, of {size:.3g}"
+    return None

@@ -1,0 +1,329 @@
+"""Gradients by making every tile again: one kernel over blocks of keys (dK, dV), one over blocks of queries (dQ, scale, coefficients).
+
+With D_t = dy_t . y_t for a row anchor (0 otherwise) and g_ts = factor_t (dy_t . v_s - D_t):
+dv_s = sum_t factor_t K_ts dy_t, dS_ts = g_ts l'(S_ts), dc_k = sum_ts g_ts base(S_ts) S_ts^k; in log space dS_ts = W_ts (dy_t . v_s - D_t).
+Each number is written by one program: there are no atomics, and the same call gives the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.spec import TileSpec
+from zonal.kernels.triton import tiles
+from zonal.kernels.triton.tiles import (
+    LOG2E,
+    first_query_past,
+    first_query_seeing,
+    put_rows,
+    row_numbers,
+    scores,
+    tile_rows,
+    visible_keys,
+    weighted,
+)
+
+
+@triton.jit
+def row_terms(factor, delta, line, first, queries, traits: tl.constexpr, ROWS: tl.constexpr):
+    """(factor or the logarithm to take from log2 K, what to take from dy . v) of a block of queries, zero weight past the last."""
+    if traits.online:
+        kept = row_numbers(factor, line, first, queries, ROWS, float("inf")) * LOG2E
+    else:
+        kept = row_numbers(factor, line, first, queries, ROWS, 0.0)
+    taken = kept * 0
+    if traits.anchor == "row":
+        taken = row_numbers(delta, line, first, queries, ROWS, 0.0)
+        if not traits.log:
+            taken = taken * kept
+    return kept, taken
+
+
+@triton.jit
+def differentiate(x, dp, kept, taken, visible, c, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
+    """(W, g, dS) of a tile from its scores and dp = dy . v; kept and taken broadcast over it."""
+    if traits.log:
+        if traits.anchor == "row":
+            weight = tl.exp2(x - kept)
+            g = dp - taken
+        else:
+            weight = tl.exp2(x) * kept
+            g = dp
+        if CUT:
+            weight = tl.where(visible, weight, 0.0)
+        return weight, g, weight * g
+    else:
+        weight = value(x, c, traits.n) * kept
+        g = dp * kept
+        if traits.anchor == "row":
+            g = g - taken
+        if CUT:
+            weight = tl.where(visible, weight, 0.0)
+            g = tl.where(visible, g, 0.0)
+        return weight, g, g * derivative(x, c, traits.n)
+
+
+@triton.jit
+def through_norm(grad, raw, eps):
+    """The gradient of raw from that of raw / max(|raw|, eps)."""
+    norm = tl.sqrt(tl.sum(raw * raw, 1))
+    inverse = 1 / tl.maximum(norm, eps)
+    # below eps the map is linear, above it a step along raw changes nothing
+    along = tl.where(norm >= eps, tl.sum(grad * raw, 1) * inverse * inverse, 0.0)
+    return (grad - along[:, None] * raw) * inverse[:, None]
+
+
+@triton.jit
+def add_queries(
+    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, head, q, dy, q_inverse, factor, delta, gain, c, edges, sizes,
+    value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Add queries [begin, stop) of one head to the gradients of a block of keys. Tiles lie on their side: (keys, queries)."""
+    line = batch * sizes.heads + head
+    s = first_key + tl.arange(0, KEYS)
+    for first in tl.range(begin, stop, QUERIES):
+        q_tile = tile_rows(q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key)
+        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value)
+        kept, taken = row_terms(factor, delta, line, first, sizes.queries, traits, QUERIES)
+        query_gain = gain
+        if traits.normalise:
+            query_gain = (gain * row_numbers(q_inverse, line, first, sizes.queries, QUERIES, 0.0))[None, :]
+        unit = query_gain * LOG2E if traits.log else query_gain
+        x = scores(k_tile, q_tile, unit, key_gain, traits)
+        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
+        visible = None
+        if CUT:
+            t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
+            lo, hi = visible_keys(t, edges, sizes, traits)
+            visible = (s[:, None] >= lo[None, :]) & (s[:, None] < hi[None, :])
+        weight, g, ds = differentiate(x, dp, kept[None, :], taken[None, :], visible, c, value, derivative, traits, CUT)
+        dv = weighted(weight, dy_tile, dv, traits)
+        dk = weighted(ds * query_gain, q_tile, dk, traits)
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, dy, dk, dv, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
+    value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys: a sum over the queries of all heads that share it."""
+    blocks = tl.cdiv(sizes.keys, KEYS)
+    line = tl.program_id(0) // blocks
+    kv_heads = sizes.heads // sizes.groups
+    batch, kv_head = line // kv_heads, line % kv_heads
+    begin = tl.program_id(0) % blocks * KEYS
+    last = tl.minimum(begin + KEYS, sizes.keys) - 1
+    k_tile = tile_rows(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, True, traits.narrow_key)
+    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    key_gain = 1.0
+    if traits.normalise:
+        key_gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)[:, None]
+    # queries in [outer, stop) see some of the keys, in [inner, whole) all of them
+    outer = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
+    stop = first_query_past(last, edges, sizes, traits)
+    inner = tl.maximum(outer, tl.cdiv(first_query_seeing(last, edges, sizes, traits), QUERIES) * QUERIES)
+    whole = tl.maximum(inner, first_query_past(begin, edges, sizes, traits) // QUERIES * QUERIES)
+    dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    for member in tl.range(0, sizes.groups):
+        head = kv_head * sizes.groups + member
+        gain = tl.load(scale + head)
+        c = coefficients + head * STRIDE
+        dk_tile, dv_tile = add_queries(
+            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, head, q, dy, q_inverse, factor, delta,
+            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+        dk_tile, dv_tile = add_queries(
+            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, head, q, dy, q_inverse, factor, delta,
+            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+        )  # fmt: skip
+        dk_tile, dv_tile = add_queries(
+            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, head, q, dy, q_inverse, factor, delta,
+            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    if traits.normalise:
+        dk_tile = through_norm(dk_tile, k_tile.to(tl.float32), traits.eps)
+    if traits.key_mask:
+        # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
+        s = begin + tl.arange(0, KEYS)
+        real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
+        dk_tile = tl.where((real != 0)[:, None], dk_tile, 0.0)
+        dv_tile = tl.where((real != 0)[:, None], dv_tile, 0.0)
+    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
+    put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+
+
+@triton.jit
+def add_powers(sums, x, g, LEARNED: tl.constexpr):
+    """sums[k] + sum over keys of g x^k, for k < LEARNED: one number a query each."""
+    found = ()
+    term = g
+    for k in tl.static_range(LEARNED):
+        found = found + (sums[k] + tl.sum(term, 1),)
+        if k + 1 < LEARNED:
+            term = term * x
+    return found
+
+
+@triton.jit
+def add_keys(
+    dq, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+    value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
+    KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Add keys [begin, stop) to the gradients of a block of queries."""
+    line = batch * (sizes.heads // sizes.groups) + kv_head
+    for first in tl.range(begin, stop, KEYS):
+        k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
+        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        key_gain = 1.0
+        if traits.normalise:
+            key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
+        x = scores(q_tile, k_tile, gain, key_gain, traits)
+        dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
+        s = first + tl.arange(0, KEYS)
+        visible = None
+        if CUT:
+            visible = (s[None, :] >= lo[:, None]) & (s[None, :] < hi[:, None])
+        if traits.key_mask:
+            real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
+            if CUT:
+                visible = visible & (real != 0)[None, :]
+            else:
+                visible = tl.broadcast_to((real != 0)[None, :], x.shape)
+        weight, g, ds = differentiate(x, dp, kept, taken, visible, c, value, derivative, traits, CUT or traits.key_mask)
+        if LEARNED > 0:
+            sums = add_powers(sums, x, g * base(x, c, traits.n), LEARNED)
+        if traits.normalise:
+            ds = ds * key_gain
+        dq = weighted(ds, k_tile, dq, traits)
+    return dq, sums
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, dy, dq, dscale, dcoefficients, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
+    value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, and its part of the sums dscale (B, H, blocks) and dcoefficients (B, H, blocks, LEARNED)."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    line = tl.program_id(0) // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    block = blocks - 1 - tl.program_id(0) % blocks
+    begin = block * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
+    lo_last, hi_last = visible_keys(last, edges, sizes, traits)
+    c = coefficients + head * STRIDE
+    q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
+    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
+    kept, taken = kept[:, None], taken[:, None]
+    scale_of_head = tl.load(scale + head)
+    gain = scale_of_head * LOG2E if traits.log else scale_of_head
+    if traits.normalise:
+        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
+    grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+    sums = ()
+    for _ in tl.static_range(LEARNED):
+        sums = sums + (tl.zeros([QUERIES], tl.float32),)
+    outer = lo_first // KEYS * KEYS
+    inner = outer
+    if traits.edged:
+        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+        grad, sums = add_keys(
+            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
+            key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
+    grad, sums = add_keys(
+        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
+        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    )  # fmt: skip
+    grad, sums = add_keys(
+        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
+        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    )  # fmt: skip
+    # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
+    raw = q_tile.to(tl.float32)
+    along = tl.sum(grad * raw, 1)
+    if traits.normalise:
+        along = along * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+    part = tl.cast(line, tl.int64) * blocks + block
+    tl.store(dscale + part, tl.sum(along, 0))
+    for j in tl.static_range(LEARNED):
+        tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
+    grad = grad * scale_of_head
+    if traits.normalise:
+        grad = through_norm(grad, raw, traits.eps)
+    put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
+
+
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    factor: Tensor,
+    scale: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: TileSpec,
+    learned: int,
+    needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, learned) float64. None where nobody asks.
+
+    dy like y; y and factor as ``forward`` returned them, other arguments as it took them. learned: the coefficients with a gradient.
+    needs: which of q, k, v, scale, coefficients get one.
+    """
+    batch, heads, queries, _ = q.shape
+    need_queries, need_keys = needs[0] or needs[3] or needs[4], needs[1] or needs[2]
+    learned = learned if needs[4] else 0
+    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+    delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
+    key_width, value_width, stride = tiles.padded(q.shape[3]), tiles.padded(v.shape[3]), coefficients.shape[1]
+    inputs = tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), tiles.rows_of(dy)
+    rest = factor, delta, scale, coefficients, call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes
+    dq = dk = dv = dscale = dcoefficients = None
+    if need_keys:
+        dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        tiling = tiles.choose("keys", q, v)
+        programs = batch * k.shape[1] * triton.cdiv(k.shape[2], tiling.keys)
+        if programs:
+            keys_kernel[(programs,)](
+                *inputs, tiles.rows_of(dk), tiles.rows_of(dv), *rest,
+                value=call.functions.value, derivative=call.functions.derivative, traits=call.traits,
+                QUERIES=tiling.queries, KEYS=tiling.keys, KEY_WIDTH=key_width, VALUE_WIDTH=value_width, STRIDE=stride,
+                num_warps=tiling.warps, num_stages=tiling.stages,
+            )  # fmt: skip
+    if need_queries:
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        tiling = tiles.choose("queries", q, v)
+        blocks = triton.cdiv(queries, tiling.queries)
+        scale_parts = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
+        parts = torch.empty(batch, heads, blocks, learned, dtype=torch.float32, device=q.device)
+        if scale_parts.numel():
+            queries_kernel[(batch * heads * blocks,)](
+                *inputs, tiles.rows_of(dq), scale_parts, parts, *rest,
+                value=call.functions.value, derivative=call.functions.derivative, base=call.functions.base, traits=call.traits, LEARNED=learned,
+                QUERIES=tiling.queries, KEYS=tiling.keys, KEY_WIDTH=key_width, VALUE_WIDTH=value_width, STRIDE=stride,
+                num_warps=tiling.warps, num_stages=tiling.stages,
+            )  # fmt: skip
+        # float32 inside a block, float64 across blocks: the sums run over all queries and keys
+        dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None
+        dcoefficients = parts.sum((0, 2), dtype=torch.float64) if needs[4] else None
+    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dscale, dcoefficients
+
+
+__all__ = ["backward"]

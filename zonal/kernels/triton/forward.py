@@ -1,0 +1,297 @@
+"""y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; for few queries, with the keys split over programs."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.spec import TileSpec
+from zonal.kernels.triton import tiles
+from zonal.kernels.triton.tiles import LN2, LOG2E, put_rows, row_numbers, scores, tile_rows, visible_keys, weighted
+
+# a block of this many queries at most is read by split keys: above, the blocks of queries fill the device
+DECODE_QUERIES = 16
+# keys a split has at least, and programs after which more splits do not help
+_SPLIT_KEYS, _PROGRAMS, _MOST_SPLITS = 256, 512, 32
+
+
+@triton.jit
+def absorb(
+    total, mass, top, q, gain, lo, hi, begin, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+    value: tl.constexpr, traits: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Add keys [begin, stop) to the sums of a block of queries.
+
+    total (rows, P) = sum K v; mass (rows,) = sum K, or the number of visible keys for a count with a key mask; top (rows,) = the maximum
+    of log2 K that was taken out. CUT: the tiles hold keys that some query does not see.
+    """
+    line = batch * (sizes.heads // sizes.groups) + kv_head
+    for first in tl.range(begin, stop, KEYS):
+        s = first + tl.arange(0, KEYS)
+        k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
+        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        key_gain = 1.0
+        if traits.normalise:
+            key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
+        x = scores(q, k_tile, gain, key_gain, traits)
+        if CUT:
+            visible = (s[None, :] >= lo[:, None]) & (s[None, :] < hi[:, None])
+        if traits.key_mask:
+            real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
+            if CUT:
+                visible = visible & (real != 0)[None, :]
+            else:
+                visible = tl.broadcast_to((real != 0)[None, :], x.shape)
+        if traits.log:
+            if CUT or traits.key_mask:
+                x = tl.where(visible, x, float("-inf"))
+            if traits.online:
+                highest = tl.maximum(top, tl.max(x, 1))
+                safe = tl.where(highest == float("-inf"), 0.0, highest)
+                weight = tl.exp2(x - safe[:, None])
+                keep = tl.exp2(top - safe)
+                mass = mass * keep + tl.sum(weight, 1)
+                total = total * keep[:, None]
+                top = highest
+            else:
+                weight = tl.exp2(x)
+        else:
+            weight = value(x, c, traits.n)
+            if CUT or traits.key_mask:
+                weight = tl.where(visible, weight, 0.0)
+            if traits.anchor == "row":
+                mass += tl.sum(weight, 1)
+        if traits.anchor == "count" and traits.key_mask:
+            mass += tl.sum(visible.to(tl.float32), 1)
+        total = weighted(weight, v_tile, total, traits)
+    return total, mass, top
+
+
+@triton.jit
+def row_factor(mass, top, lo, hi, traits: tl.constexpr):
+    """(what total is multiplied by, what backward needs): the same number, but for a log link with the row anchor its log-sum-exp."""
+    if traits.anchor == "row":
+        scale = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
+        kept = scale
+        if traits.log:
+            kept = tl.where(mass > 0, (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, float("inf"))
+    elif traits.anchor == "count":
+        count = mass if traits.key_mask else (hi - lo).to(tl.float32)
+        scale = tl.where(count > 0, 1 / tl.maximum(count, 1.0), 0.0)
+        kept = scale
+    else:
+        scale = mass * 0 + 1
+        kept = scale
+    return scale, kept
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, y, factor, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
+    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. STRIDE: numbers a head in ``coefficients``."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    line = tl.program_id(0) // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    # causal blocks with many keys first: they end last
+    begin = (blocks - 1 - tl.program_id(0) % blocks) * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
+    lo_last, hi_last = visible_keys(last, edges, sizes, traits)
+    c = coefficients + head * STRIDE
+    q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
+    gain = tl.load(scale + head)
+    if traits.log:
+        gain = gain * LOG2E
+    if traits.normalise:
+        gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
+    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    outer = lo_first // KEYS * KEYS
+    inner = outer
+    if traits.edged:
+        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+        total, mass, top = absorb(
+            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    )  # fmt: skip
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    )  # fmt: skip
+    row, kept = row_factor(mass, top, lo, hi, traits)
+    put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
+    place = begin + tl.arange(0, QUERIES)
+    tl.store(factor + tl.cast(line, tl.int64) * sizes.queries + place, kept, mask=place < sizes.queries)
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, totals, masses, tops, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes, splits, length,
+    value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Keys [i length, (i + 1) length) of one key head, for up to QUERIES rows of all query heads that share it: row r is head r // T, query r % T.
+
+    totals (B, H, T, splits, P), masses and tops (B, H, T, splits): the partial sums.
+    """
+    rows = sizes.groups * sizes.queries
+    blocks = tl.cdiv(rows, QUERIES)
+    split = tl.program_id(0) % splits
+    block = tl.program_id(0) // splits % blocks
+    line = tl.program_id(0) // splits // blocks
+    kv_heads = sizes.heads // sizes.groups
+    batch, kv_head = line // kv_heads, line % kv_heads
+    row = block * QUERIES + tl.arange(0, QUERIES)
+    inside = row < rows
+    row = tl.minimum(row, rows - 1)
+    head, t = kv_head * sizes.groups + row // sizes.queries, row % sizes.queries
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo_first, hi_first = visible_keys(tl.min(t, 0), edges, sizes, traits)
+    lo_last, hi_last = visible_keys(tl.max(t, 0), edges, sizes, traits)
+    column = tl.arange(0, KEY_WIDTH)
+    start = q.start + tl.cast(batch, tl.int64) * q.batch + head.to(tl.int64) * q.head + t.to(tl.int64) * q.row
+    q_tile = tl.load(start[:, None] + column.to(tl.int64)[None, :] * q.column, mask=inside[:, None] & (column < sizes.key_dim)[None, :], other=0.0)
+    gain = tl.load(scale + head)
+    if traits.log:
+        gain = gain * LOG2E
+    slot = (tl.cast(batch, tl.int64) * sizes.heads + head) * sizes.queries + t
+    if traits.normalise:
+        gain = gain * tl.load(q_inverse + slot)
+    # the rows have different heads: a column of pointers stands for one
+    c = (coefficients + head * STRIDE)[:, None]
+    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    begin = tl.maximum(split * length, lo_first // KEYS * KEYS)
+    stop = tl.minimum(split * length + length, hi_last)
+    inner = tl.minimum(tl.maximum(begin, tl.cdiv(lo_last, KEYS) * KEYS), tl.maximum(begin, stop))
+    whole = tl.maximum(inner, tl.minimum(stop, hi_first) // KEYS * KEYS)
+    if traits.edged:
+        total, mass, top = absorb(
+            total, mass, top, q_tile, gain[:, None], lo, hi, begin, inner, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain[:, None], lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    )  # fmt: skip
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain[:, None], lo, hi, whole, stop, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    )  # fmt: skip
+    part = slot * splits + split
+    tl.store(masses + part, mass, mask=inside)
+    tl.store(tops + part, top, mask=inside)
+    column = tl.arange(0, VALUE_WIDTH)
+    tl.store(totals + part[:, None] * sizes.value_dim + column[None, :], total, mask=inside[:, None] & (column < sizes.value_dim)[None, :])
+
+
+@triton.jit
+def combine_kernel(totals, masses, tops, y, factor, edges, sizes, splits, traits: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """One row: the sum of its splits' sums, y and the factor."""
+    row = tl.program_id(0)
+    line, t = row // sizes.queries, row % sizes.queries
+    part = tl.arange(0, SPLITS)
+    place = tl.cast(row, tl.int64) * splits + part
+    mass = tl.load(masses + place, mask=part < splits, other=0.0)
+    top = tl.load(tops + place, mask=part < splits, other=float("-inf"))
+    column = tl.arange(0, VALUE_WIDTH)
+    inside = (part < splits)[:, None] & (column < sizes.value_dim)[None, :]
+    total = tl.load(totals + place[:, None] * sizes.value_dim + column[None, :], mask=inside, other=0.0)
+    highest = tl.max(top, 0)
+    if traits.online:
+        keep = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+        mass = mass * keep
+        total = total * keep[:, None]
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, traits)
+    start = y.start + tl.cast(line // sizes.heads, tl.int64) * y.batch + tl.cast(line % sizes.heads, tl.int64) * y.head + tl.cast(t, tl.int64) * y.row
+    tl.store(start + column * y.column, (tl.sum(total, 0) * scale).to(y.start.dtype.element_ty), mask=column < sizes.value_dim)
+    tl.store(factor + row, kept)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: TileSpec,
+) -> tuple[Tensor, Tensor]:
+    """y (B, H, T, P) in q's type, and the rows' factors (B, H, T) float32.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P): one of float32, bfloat16, float16, any strides, D and P up to 256. scale (H,),
+    coefficients (H, n + constants): float32, contiguous. key_mask: bool (B, S). cu_seqlens: int (N + 1,), with B = 1 and T = S.
+    factor: what a row's sum was multiplied by; for log links with the row anchor the natural log-sum-exp, +inf for empty rows.
+    """
+    batch, heads, queries, _ = q.shape
+    y = torch.empty(batch, heads, queries, v.shape[3], dtype=q.dtype, device=q.device)
+    factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    if not factor.numel():
+        return y, factor
+    if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
+        decode(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, y, factor)
+        return y, factor
+    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+    tiling = tiles.choose("forward", q, v)
+    forward_kernel[(batch * heads * triton.cdiv(queries, tiling.queries),)](
+        tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), tiles.rows_of(y), factor, scale, coefficients, call.q_inverse, call.k_inverse,
+        call.key_mask, call.edges, call.sizes, value=call.functions.value, traits=call.traits, QUERIES=tiling.queries, KEYS=tiling.keys,
+        KEY_WIDTH=tiles.padded(q.shape[3]), VALUE_WIDTH=tiles.padded(v.shape[3]), STRIDE=coefficients.shape[1],
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return y, factor
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: TileSpec,
+    y: Tensor,
+    factor: Tensor,
+) -> None:
+    """Fill y and factor as ``forward`` does, for few queries: each program takes some of the keys for all query heads that share them."""
+    batch, heads, queries, _ = q.shape
+    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+    tiling = tiles.choose("decode", q, v)
+    rows = call.sizes.groups * queries
+    block = min(tiling.queries, max(16, triton.next_power_of_2(rows)))
+    programs = batch * k.shape[1] * triton.cdiv(rows, block)
+    keys = max(k.shape[2], 1)
+    splits = max(1, min(triton.cdiv(keys, _SPLIT_KEYS), triton.cdiv(_PROGRAMS, programs), _MOST_SPLITS))
+    length = triton.cdiv(triton.cdiv(keys, splits), tiling.keys) * tiling.keys
+    splits = triton.cdiv(keys, length)
+    totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
+    masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
+    value_width = tiles.padded(v.shape[3])
+    decode_kernel[(programs * splits,)](
+        tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), totals, masses, tops, scale, coefficients, call.q_inverse, call.k_inverse,
+        call.key_mask, call.edges, call.sizes, splits, length, value=call.functions.value, traits=call.traits, QUERIES=block, KEYS=tiling.keys,
+        KEY_WIDTH=tiles.padded(q.shape[3]), VALUE_WIDTH=value_width, STRIDE=coefficients.shape[1], num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    combine_kernel[(batch * heads * queries,)](
+        totals, masses, tops, tiles.rows_of(y), factor, call.edges, call.sizes, splits, traits=call.traits,
+        SPLITS=triton.next_power_of_2(splits), VALUE_WIDTH=value_width,
+    )  # fmt: skip
+
+
+__all__ = ["decode", "forward"]

@@ -1,0 +1,366 @@
+"""What the tile kernels share: how tensors are passed, who sees whom, how a tile becomes scores, and how large tiles are.
+
+Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves back as t grows. So the tiles of a block of queries
+(or keys) are one range, of which the inner part is visible throughout and needs no mask.
+"""
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.spec import LinkCode, TileSpec
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class Rows(NamedTuple):
+    """A tensor of 3 or 4 axes (batch, head, row, column): where it starts, and its strides in elements."""
+
+    start: Any
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+
+
+class Sizes(NamedTuple):
+    """H, H / Hkv, T, S, D, P, and the numbers of the visibility rules."""
+
+    heads: Any
+    groups: Any
+    queries: Any
+    keys: Any
+    key_dim: Any
+    value_dim: Any
+    left: Any
+    right: Any
+    chunk: Any
+
+
+class Functions(NamedTuple):
+    """A link's jit functions; None for links kept in log space."""
+
+    value: Any
+    derivative: Any
+    base: Any
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known when a kernel is compiled.
+
+    n: the link's coefficients without its constants. low, high: the domain scores are clamped to, in the kernel's own unit.
+    key_mask, packed: whether these tensors were given. narrow_key, narrow_value: D, P below the padded width.
+    wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
+    """
+
+    log: bool
+    anchor: Literal["row", "count", "raw"]
+    n: int
+    clamped: bool
+    low: float
+    high: float
+    normalise: bool
+    eps: float
+    causal: bool
+    strict: int
+    chunked: bool
+    window: bool
+    right: bool
+    packed: bool
+    key_mask: bool
+    narrow_key: bool
+    narrow_value: bool
+    wide: bool
+
+    @property
+    def online(self) -> bool:
+        """Whether the running maximum is taken out of the exponent."""
+        return self.log and self.anchor == "row"
+
+    @property
+    def edged(self) -> bool:
+        """Whether a query's first visible key is not always key 0."""
+        return self.window or self.packed
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One choice of tile sizes: rows of queries, rows of keys, warps, and stages of loads in flight."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# ---- on the device ----
+
+
+@triton.jit
+def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr):
+    """(ROWS, WIDTH) from row ``first`` on; zeros from row ``limit`` on (EDGE) and from column ``width`` on (NARROW)."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    # rows and heads may lie 2^31 elements apart
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    place = start + row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column
+    if EDGE and NARROW:
+        return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0)
+    elif EDGE:
+        return tl.load(place, mask=(first + row < limit)[:, None], other=0.0)
+    elif NARROW:
+        return tl.load(place, mask=(column < width)[None, :], other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a tile, cut to ``limit`` rows and ``width`` columns."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    place = start + row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column
+    tl.store(place, tile.to(x.start.dtype.element_ty), mask=(first + row < limit)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
+    """(ROWS,) numbers of line ``line`` of a contiguous (lines, limit) array, ``other`` past its end."""
+    row = first + tl.arange(0, ROWS)
+    return tl.load(x + tl.cast(line, tl.int64) * limit + row, mask=row < limit, other=other)
+
+
+@triton.jit
+def visible_keys(t, edges, sizes, traits: tl.constexpr):
+    """[lo, hi): the keys that query t < T may see. edges (2, T): first key of each query's document, and its end."""
+    position = t + (sizes.keys - sizes.queries)
+    if traits.packed:
+        lo = tl.load(edges + t)
+        hi = tl.load(edges + sizes.queries + t)
+    else:
+        lo = t * 0
+        hi = lo + sizes.keys
+    if traits.causal:
+        hi = tl.minimum(hi, position + 1 - traits.strict)
+    elif traits.chunked:
+        # division rounds towards zero, which differs from floor for positions before key 0 only; they see nothing either way
+        hi = tl.minimum(hi, lo + (position - lo) // sizes.chunk * sizes.chunk)
+    if traits.window:
+        lo = tl.maximum(lo, position - sizes.left)
+        if traits.right:
+            hi = tl.minimum(hi, position + sizes.right + 1)
+    return lo, tl.maximum(hi, 0)
+
+
+@triton.jit
+def first_query_seeing(s, edges, sizes, traits: tl.constexpr):
+    """The first t with hi_t > s, T if there is none."""
+    offset = sizes.keys - sizes.queries
+    t = s * 0
+    if traits.causal:
+        t = tl.maximum(t, s + traits.strict - offset)
+    elif traits.chunked:
+        start = tl.load(edges + s) if traits.packed else 0
+        t = tl.maximum(t, start + ((s - start) // sizes.chunk + 1) * sizes.chunk - offset)
+    if traits.window and traits.right:
+        t = tl.maximum(t, s - sizes.right - offset)
+    if traits.packed:
+        # later documents see (and pass over) all of this one; earlier ones see nothing of it
+        t = tl.minimum(tl.maximum(t, tl.load(edges + s)), tl.load(edges + sizes.queries + s))
+    return tl.minimum(t, sizes.queries)
+
+
+@triton.jit
+def first_query_past(s, edges, sizes, traits: tl.constexpr):
+    """The first t with lo_t > s, T if there is none."""
+    t = s * 0 + sizes.queries
+    if traits.packed:
+        t = tl.load(edges + sizes.queries + s)
+    if traits.window:
+        t = tl.minimum(t, s + 1 + sizes.left - (sizes.keys - sizes.queries))
+    return tl.maximum(t, 0)
+
+
+@triton.jit
+def scores(a, b, gain_a, gain_b, traits: tl.constexpr):
+    """(rows of a, rows of b): a b^T times gains that broadcast over it, clamped to the link's domain."""
+    # float32 inputs are multiplied as float32: a score's error is magnified by the link
+    x = tl.dot(a, tl.trans(b), input_precision="ieee") * gain_a
+    if traits.normalise:
+        x = x * gain_b
+    if traits.clamped:
+        x = tl.minimum(tl.maximum(x, traits.low), traits.high)
+    return x
+
+
+@triton.jit
+def weighted(weight, rows, total, traits: tl.constexpr):
+    """total + weight rows, in the type of the rows; float32 sums."""
+    if traits.wide:
+        return tl.dot(weight, rows.to(tl.float32), total, input_precision="tf32")
+    else:
+        return tl.dot(weight.to(rows.dtype), rows, total, input_precision="ieee")
+
+
+@triton.jit
+def row_products_kernel(a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """out (B, H, rows) = sum over columns of a b, or 1 / max(|a|, eps)."""
+    blocks = tl.cdiv(rows, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    line = tl.program_id(0) // blocks
+    left = tile_rows(a, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32)
+    if INVERSE_NORM:
+        number = 1 / tl.maximum(tl.sqrt(tl.sum(left * left, 1)), eps)
+    else:
+        number = tl.sum(left * tile_rows(b, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32), 1)
+    row = first + tl.arange(0, ROWS)
+    tl.store(out + tl.cast(line, tl.int64) * rows + row, number, mask=row < rows)
+
+
+# ---- on the host ----
+
+
+def rows_of(x: Tensor) -> Rows:
+    """A tensor (B, H, rows, columns) as kernels take it."""
+    return Rows(x, *x.stride())
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds ``width`` columns: a power of two that the matrix units take."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def functions(link: LinkCode) -> Functions:
+    """The jit functions that a link names."""
+    if link.log:
+        return Functions(None, None, None)
+    module, _, prefix = link.triton.partition(":")
+    found = import_module(module)
+    return Functions(getattr(found, prefix + "_value"), getattr(found, prefix + "_derivative"), getattr(found, prefix + "_base"))
+
+
+def traits(spec: TileSpec, q: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Traits:
+    """What a call's kernels are compiled for."""
+    low, high = spec.link.domain or (0.0, 0.0)
+    unit = LOG2E.value if spec.link.log else 1.0
+    online = spec.link.log and spec.anchor == "row"
+    return Traits(
+        log=spec.link.log,
+        anchor=spec.anchor,
+        n=coefficients.shape[1] - len(spec.link.constants),
+        clamped=spec.link.domain is not None,
+        low=low * unit,
+        high=high * unit,
+        normalise=spec.normalise,
+        eps=spec.eps,
+        causal=spec.causal and not spec.chunk,
+        strict=0 if spec.include_self else 1,
+        chunked=spec.chunk > 0,
+        window=spec.left is not None,
+        right=spec.left is not None and spec.right is not None,
+        packed=cu_seqlens is not None,
+        key_mask=key_mask is not None,
+        narrow_key=q.shape[3] != padded(q.shape[3]),
+        narrow_value=v.shape[3] != padded(v.shape[3]),
+        wide=q.dtype == torch.float16 and not online,
+    )
+
+
+def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    """The numbers of a call."""
+    (_, heads, queries, key_dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
+    return Sizes(heads, heads // kv_heads, queries, keys, key_dim, value_dim, spec.left or 0, spec.right or 0, max(spec.chunk, 1))
+
+
+class Call(NamedTuple):
+    """A call's part that forward and backward share. q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise."""
+
+    functions: Functions
+    traits: Traits
+    sizes: Sizes
+    q_inverse: Tensor | None
+    k_inverse: Tensor | None
+    key_mask: Rows | None
+    edges: Tensor | None
+
+
+def call(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: TileSpec
+) -> Call:
+    """Prepare a call's kernels."""
+    return Call(
+        functions(spec.link),
+        traits(spec, q, v, coefficients, key_mask, cu_seqlens),
+        sizes(spec, q, k, v),
+        row_products(q, None, spec.eps) if spec.normalise else None,
+        row_products(k, None, spec.eps) if spec.normalise else None,
+        None if key_mask is None else Rows(key_mask.view(torch.uint8), key_mask.stride(0), 0, key_mask.stride(1), 0),
+        document_edges(cu_seqlens, q.shape[2]),
+    )
+
+
+def document_edges(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+    """(2, T) int32: the first token of each token's document, and its end. Nothing waits for the device."""
+    if cu_seqlens is None:
+        return None
+    document = torch.bucketize(torch.arange(tokens, device=cu_seqlens.device), cu_seqlens[1:].contiguous(), right=True)
+    return torch.stack([cu_seqlens[:-1][document], cu_seqlens[1:][document]]).int()
+
+
+# by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length
+_TILINGS: dict[tuple[str, int, int], Tiling] = {
+    ("forward", 2, 64): Tiling(128, 64, 4, 3),
+    ("forward", 2, 128): Tiling(128, 64, 8, 3),
+    ("forward", 2, 256): Tiling(64, 32, 4, 2),
+    ("forward", 4, 64): Tiling(64, 32, 4, 2),
+    ("forward", 4, 128): Tiling(32, 32, 4, 2),
+    ("forward", 4, 256): Tiling(16, 32, 4, 1),
+    ("decode", 2, 64): Tiling(64, 64, 4, 3),
+    ("decode", 2, 128): Tiling(64, 64, 4, 3),
+    ("decode", 2, 256): Tiling(16, 32, 4, 2),
+    ("decode", 4, 64): Tiling(16, 64, 4, 2),
+    ("decode", 4, 128): Tiling(16, 32, 4, 2),
+    ("decode", 4, 256): Tiling(16, 32, 4, 1),
+    ("keys", 2, 64): Tiling(64, 64, 4, 2),
+    ("keys", 2, 128): Tiling(32, 64, 4, 2),
+    ("keys", 2, 256): Tiling(32, 32, 4, 1),
+    ("keys", 4, 64): Tiling(32, 32, 4, 2),
+    ("keys", 4, 128): Tiling(16, 32, 4, 1),
+    ("keys", 4, 256): Tiling(16, 16, 4, 1),
+    ("queries", 2, 64): Tiling(64, 64, 4, 2),
+    ("queries", 2, 128): Tiling(64, 32, 4, 2),
+    ("queries", 2, 256): Tiling(32, 32, 4, 1),
+    ("queries", 4, 64): Tiling(32, 32, 4, 2),
+    ("queries", 4, 128): Tiling(32, 16, 4, 1),
+    ("queries", 4, 256): Tiling(16, 16, 4, 1),
+}
+# shared memory of a block on devices before and beside the large ones is too small for several stages of loads
+_ROOMY = ((8, 0), (9, 0), (10, 0))
+
+
+def choose(kernel: str, q: Tensor, v: Tensor) -> Tiling:
+    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type and device."""
+    width = max(64, padded(q.shape[3]), padded(v.shape[3]))
+    tiling = _TILINGS[kernel, q.element_size(), width]
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) not in _ROOMY:
+        return replace(tiling, stages=1)
+    return tiling
+
+
+def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:
+    """(B, H, rows) float32: sum over the last axis of a b; without b, 1 / max(|a|, eps)."""
+    batch, heads, rows, width = a.shape
+    out = torch.empty(batch, heads, rows, dtype=torch.float32, device=a.device)
+    block = 4096 // padded(width)
+    programs = batch * heads * triton.cdiv(rows, block)
+    if programs:
+        row_products_kernel[(programs,)](
+            rows_of(a), rows_of(a if b is None else b), out, heads, rows, width, eps, INVERSE_NORM=b is None, ROWS=block, WIDTH=padded(width),
+        )
+    return out
