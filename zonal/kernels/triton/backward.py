@@ -288,41 +288,34 @@ def backward(
     needs: which of q, k, v, scale, coefficients get one.
     """
     batch, heads, queries, _ = q.shape
-    need_queries, need_keys = needs[0] or needs[3] or needs[4], needs[1] or needs[2]
     learned = learned if needs[4] else 0
-    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
-    delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
-    key_width, value_width, stride = tiles.padded(q.shape[3]), tiles.padded(v.shape[3]), coefficients.shape[1]
-    inputs = tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), tiles.rows_of(dy)
-    rest = factor, delta, scale, coefficients, call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes
     dq = dk = dv = dscale = dcoefficients = None
-    if need_keys:
-        dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        tiling = tiles.choose("keys", q, v)
-        programs = batch * k.shape[1] * triton.cdiv(k.shape[2], tiling.keys)
-        if programs:
-            keys_kernel[(programs,)](
-                *inputs, tiles.rows_of(dk), tiles.rows_of(dv), *rest,
-                value=call.functions.value, derivative=call.functions.derivative, traits=call.traits,
-                QUERIES=tiling.queries, KEYS=tiling.keys, KEY_WIDTH=key_width, VALUE_WIDTH=value_width, STRIDE=stride,
-                num_warps=tiling.warps, num_stages=tiling.stages,
-            )  # fmt: skip
-    if need_queries:
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tiling = tiles.choose("queries", q, v)
-        blocks = triton.cdiv(queries, tiling.queries)
-        scale_parts = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
-        parts = torch.empty(batch, heads, blocks, learned, dtype=torch.float32, device=q.device)
-        if scale_parts.numel():
-            queries_kernel[(batch * heads * blocks,)](
-                *inputs, tiles.rows_of(dq), scale_parts, parts, *rest,
-                value=call.functions.value, derivative=call.functions.derivative, base=call.functions.base, traits=call.traits, LEARNED=learned,
-                QUERIES=tiling.queries, KEYS=tiling.keys, KEY_WIDTH=key_width, VALUE_WIDTH=value_width, STRIDE=stride,
-                num_warps=tiling.warps, num_stages=tiling.stages,
-            )  # fmt: skip
-        # float32 inside a block, float64 across blocks: the sums run over all queries and keys
-        dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None
-        dcoefficients = parts.sum((0, 2), dtype=torch.float64) if needs[4] else None
+    with tiles.on(q.device):
+        call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+        delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
+        inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
+        rest = factor, delta, scale, coefficients, call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes
+        code = {"value": call.functions.value, "derivative": call.functions.derivative, "traits": call.traits, "STRIDE": coefficients.shape[1]}
+        if needs[1] or needs[2]:
+            dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            tiling = tiles.choose("keys", q, v)
+            programs = batch * k.shape[1] * triton.cdiv(k.shape[2], tiling.keys)
+            outputs = tiles.rows_of(dk), tiles.rows_of(dv)
+            tiles.launch(keys_kernel, programs, (*inputs, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling)
+        if needs[0] or needs[3] or needs[4]:
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            tiling = tiles.choose("queries", q, v)
+            blocks = triton.cdiv(queries, tiling.queries)
+            scale_parts = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
+            parts = torch.empty(batch, heads, blocks, learned, dtype=torch.float32, device=q.device)
+            more = {"base": call.functions.base, "LEARNED": learned}
+            outputs = tiles.rows_of(dq), scale_parts, parts
+            tiles.launch(
+                queries_kernel, batch * heads * blocks, (*inputs, *outputs, *rest), {**code, **more, **tiles.widths(tiling, q, v)}, tiling
+            )
+            # float32 inside a block, float64 across blocks: the sums run over all queries and keys
+            dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None
+            dcoefficients = parts.sum((0, 2), dtype=torch.float64) if needs[4] else None
     return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dscale, dcoefficients
 
 

@@ -1,5 +1,7 @@
 """y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; for few queries, with the keys split over programs."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.tiles import LN2, LOG2E, put_rows, row_numbers, scores, tile_rows, visible_keys, weighted
+from zonal.kernels.triton.tiles import LN2, LOG2E, Tiling, put_rows, row_numbers, scores, tile_rows, visible_keys, weighted
 
 # a block of this many queries at most is read by split keys: above, the blocks of queries fill the device
 DECODE_QUERIES = 16
@@ -241,57 +243,50 @@ def forward(
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=q.dtype, device=q.device)
     factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    if not factor.numel():
-        return y, factor
-    if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
-        decode(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, y, factor)
-        return y, factor
-    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
-    tiling = tiles.choose("forward", q, v)
-    forward_kernel[(batch * heads * triton.cdiv(queries, tiling.queries),)](
-        tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), tiles.rows_of(y), factor, scale, coefficients, call.q_inverse, call.k_inverse,
-        call.key_mask, call.edges, call.sizes, value=call.functions.value, traits=call.traits, QUERIES=tiling.queries, KEYS=tiling.keys,
-        KEY_WIDTH=tiles.padded(q.shape[3]), VALUE_WIDTH=tiles.padded(v.shape[3]), STRIDE=coefficients.shape[1],
-        num_warps=tiling.warps, num_stages=tiling.stages,
-    )  # fmt: skip
+    with tiles.on(q.device):
+        call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+        if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
+            decode(q, k, v, scale, coefficients, call, y, factor)
+        else:
+            tiling = tiles.choose("forward", q, v)
+            tiles.launch(
+                forward_kernel,
+                batch * heads * triton.cdiv(queries, tiling.queries),
+                (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, scale, coefficients,
+                 call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes),
+                {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v), "STRIDE": coefficients.shape[1]},
+                tiling,
+            )  # fmt: skip
     return y, factor
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: TileSpec,
-    y: Tensor,
-    factor: Tensor,
-) -> None:
-    """Fill y and factor as ``forward`` does, for few queries: each program takes some of the keys for all query heads that share them."""
+def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, call: tiles.Call, y: Tensor, factor: Tensor) -> None:
+    """Fill y and factor for few queries: each program takes some of the keys for all query heads that share them."""
     batch, heads, queries, _ = q.shape
-    call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
     tiling = tiles.choose("decode", q, v)
-    rows = call.sizes.groups * queries
-    block = min(tiling.queries, max(16, triton.next_power_of_2(rows)))
-    programs = batch * k.shape[1] * triton.cdiv(rows, block)
-    keys = max(k.shape[2], 1)
-    splits = max(1, min(triton.cdiv(keys, _SPLIT_KEYS), triton.cdiv(_PROGRAMS, programs), _MOST_SPLITS))
-    length = triton.cdiv(triton.cdiv(keys, splits), tiling.keys) * tiling.keys
-    splits = triton.cdiv(keys, length)
+    tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.sizes.groups * queries)))
+    programs = batch * k.shape[1] * triton.cdiv(call.sizes.groups * queries, tiling.queries)
+    splits = max(1, min(triton.cdiv(k.shape[2], _SPLIT_KEYS), triton.cdiv(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
+    length = triton.cdiv(triton.cdiv(k.shape[2], splits), tiling.keys) * tiling.keys
+    splits = triton.cdiv(k.shape[2], length)
     totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
     masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
-    value_width = tiles.padded(v.shape[3])
-    decode_kernel[(programs * splits,)](
-        tiles.rows_of(q), tiles.rows_of(k), tiles.rows_of(v), totals, masses, tops, scale, coefficients, call.q_inverse, call.k_inverse,
-        call.key_mask, call.edges, call.sizes, splits, length, value=call.functions.value, traits=call.traits, QUERIES=block, KEYS=tiling.keys,
-        KEY_WIDTH=tiles.padded(q.shape[3]), VALUE_WIDTH=value_width, STRIDE=coefficients.shape[1], num_warps=tiling.warps, num_stages=tiling.stages,
+    widths = tiles.widths(tiling, q, v)
+    tiles.launch(
+        decode_kernel,
+        programs * splits,
+        (*(tiles.rows_of(x) for x in (q, k, v)), totals, masses, tops, scale, coefficients,
+         call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes, splits, length),
+        {"value": call.functions.value, "traits": call.traits, **widths, "STRIDE": coefficients.shape[1]},
+        tiling,
     )  # fmt: skip
-    combine_kernel[(batch * heads * queries,)](
-        totals, masses, tops, tiles.rows_of(y), factor, call.edges, call.sizes, splits, traits=call.traits,
-        SPLITS=triton.next_power_of_2(splits), VALUE_WIDTH=value_width,
-    )  # fmt: skip
+    tiles.launch(
+        combine_kernel,
+        batch * heads * queries,
+        (totals, masses, tops, tiles.rows_of(y), factor, call.edges, call.sizes, splits),
+        {"traits": call.traits, "SPLITS": triton.next_power_of_2(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
+        Tiling(1, splits, 4, 1),
+    )
 
 
 __all__ = ["decode", "forward"]

@@ -4,6 +4,9 @@ Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves b
 (or keys) are one range, of which the inner part is visible throughout and needs no mask.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -226,6 +229,47 @@ def row_products_kernel(a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.con
 # ---- on the host ----
 
 
+class Launch(NamedTuple):
+    """One start of a kernel: how many programs, its arguments in order, its compile-time arguments by name."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    tiling: Tiling
+
+
+_record: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, kernels are noted down instead of started."""
+    launches: list[Launch] = []
+    token = _record.set(launches)
+    try:
+        yield launches
+    finally:
+        _record.reset(token)
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tiling: Tiling) -> None:
+    """Start a kernel unless it has nothing to do."""
+    if not programs:
+        return
+    record = _record.get()
+    if record is not None:
+        record.append(Launch(kernel, programs, arguments, constants, tiling))
+        return
+    # the default of fusing a multiplication and an addition differs between versions
+    kernel[(programs,)](*arguments, **constants, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, kernels start on this device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def rows_of(x: Tensor) -> Rows:
     """A tensor (B, H, rows, columns) as kernels take it."""
     return Rows(x, *x.stride())
@@ -234,6 +278,11 @@ def rows_of(x: Tensor) -> Rows:
 def padded(width: int) -> int:
     """The width of a tile that holds ``width`` columns: a power of two that the matrix units take."""
     return max(16, triton.next_power_of_2(width))
+
+
+def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
+    """The shapes of a kernel's tiles."""
+    return {"QUERIES": tiling.queries, "KEYS": tiling.keys, "KEY_WIDTH": padded(q.shape[3]), "VALUE_WIDTH": padded(v.shape[3])}
 
 
 def functions(link: LinkCode) -> Functions:
@@ -358,9 +407,11 @@ def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:
     batch, heads, rows, width = a.shape
     out = torch.empty(batch, heads, rows, dtype=torch.float32, device=a.device)
     block = 4096 // padded(width)
-    programs = batch * heads * triton.cdiv(rows, block)
-    if programs:
-        row_products_kernel[(programs,)](
-            rows_of(a), rows_of(a if b is None else b), out, heads, rows, width, eps, INVERSE_NORM=b is None, ROWS=block, WIDTH=padded(width),
-        )
+    launch(
+        row_products_kernel,
+        batch * heads * triton.cdiv(rows, block),
+        (rows_of(a), rows_of(a if b is None else b), out, heads, rows, width, eps),
+        {"INVERSE_NORM": b is None, "ROWS": block, "WIDTH": padded(width)},
+        Tiling(block, 0, 4, 1),
+    )
     return out
