@@ -14,12 +14,14 @@ from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.tiles import (
     LOG2E,
+    between,
     first_query_past,
     first_query_seeing,
     put_rows,
     row_numbers,
     scores,
     tile_rows,
+    tile_rows_again,
     visible_keys,
     weighted,
 )
@@ -41,27 +43,34 @@ def row_terms(factor, delta, line, first, queries, traits: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def differentiate(x, dp, kept, taken, visible, c, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
-    """(W, g, dS) of a tile from its scores and dp = dy . v; kept and taken broadcast over it."""
-    if traits.log:
-        if traits.anchor == "row":
-            weight = tl.exp2(x - kept)
-            g = dp - taken
-        else:
-            weight = tl.exp2(x) * kept
-            g = dp
-        if CUT:
-            weight = tl.where(visible, weight, 0.0)
-        return weight, g, weight * g
+def weights(x, kept, visible, c, value: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
+    """W of a tile from its scores; kept broadcasts over it."""
+    if traits.online:
+        weight = tl.exp2(x - kept)
+    elif traits.log:
+        weight = tl.exp2(x) * kept
     else:
         weight = value(x, c, traits.n) * kept
+    if CUT:
+        weight = tl.where(visible, weight, 0.0)
+    return weight
+
+
+@triton.jit
+def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
+    """(g, dS) of a tile from its scores, W and dp = dy . v; kept and taken broadcast over it."""
+    if traits.log:
+        g = dp
+        if traits.anchor == "row":
+            g = dp - taken
+        return g, weight * g
+    else:
         g = dp * kept
         if traits.anchor == "row":
             g = g - taken
         if CUT:
-            weight = tl.where(visible, weight, 0.0)
             g = tl.where(visible, g, 0.0)
-        return weight, g, g * derivative(x, c, traits.n)
+        return g, g * derivative(x, c, traits.n)
 
 
 @triton.jit
@@ -92,14 +101,15 @@ def add_queries(
             query_gain = (gain * row_numbers(q_inverse, line, first, sizes.queries, QUERIES, 0.0))[None, :]
         unit = query_gain * LOG2E if traits.log else query_gain
         x = scores(k_tile, q_tile, unit, key_gain, traits)
-        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
         visible = None
         if CUT:
             t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
             lo, hi = visible_keys(t, edges, sizes, traits)
-            visible = (s[:, None] >= lo[None, :]) & (s[:, None] < hi[None, :])
-        weight, g, ds = differentiate(x, dp, kept[None, :], taken[None, :], visible, c, value, derivative, traits, CUT)
+            visible = between(s[:, None], lo[None, :], hi[None, :], traits)
+        weight = weights(x, kept[None, :], visible, c, value, traits, CUT)
         dv = weighted(weight, dy_tile, dv, traits)
+        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
+        _, ds = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, c, derivative, traits, CUT)
         dk = weighted(ds * query_gain, q_tile, dk, traits)
     return dk, dv
 
@@ -145,16 +155,16 @@ def keys_kernel(
             dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, head, q, dy, q_inverse, factor, delta,
             gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
-    if traits.normalise:
-        dk_tile = through_norm(dk_tile, k_tile.to(tl.float32), traits.eps)
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
         s = begin + tl.arange(0, KEYS)
         real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
         dk_tile = tl.where((real != 0)[:, None], dk_tile, 0.0)
         dv_tile = tl.where((real != 0)[:, None], dv_tile, 0.0)
-    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+    if traits.normalise:
+        dk_tile = through_norm(dk_tile, tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH), traits.eps)
+    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
 @triton.jit
@@ -163,7 +173,7 @@ def add_powers(sums, x, g, LEARNED: tl.constexpr):
     found = ()
     term = g
     for k in tl.static_range(LEARNED):
-        found = found + (sums[k] + tl.sum(term, 1),)
+        found = found + (sums[k] + tl.sum(term, 1),)  # noqa: RUF005 (kernels know no starred tuples)
         if k + 1 < LEARNED:
             term = term * x
     return found
@@ -188,14 +198,16 @@ def add_keys(
         s = first + tl.arange(0, KEYS)
         visible = None
         if CUT:
-            visible = (s[None, :] >= lo[:, None]) & (s[None, :] < hi[:, None])
+            visible = between(s[None, :], lo[:, None], hi[:, None], traits)
         if traits.key_mask:
             real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
             if CUT:
                 visible = visible & (real != 0)[None, :]
             else:
                 visible = tl.broadcast_to((real != 0)[None, :], x.shape)
-        weight, g, ds = differentiate(x, dp, kept, taken, visible, c, value, derivative, traits, CUT or traits.key_mask)
+        masked: tl.constexpr = CUT or traits.key_mask
+        weight = weights(x, kept, visible, c, value, traits, masked)
+        g, ds = slopes(x, weight, dp, kept, taken, visible, c, derivative, traits, masked)
         if LEARNED > 0:
             sums = add_powers(sums, x, g * base(x, c, traits.n), LEARNED)
         if traits.normalise:
@@ -234,7 +246,7 @@ def queries_kernel(
     grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
     sums = ()
     for _ in tl.static_range(LEARNED):
-        sums = sums + (tl.zeros([QUERIES], tl.float32),)
+        sums = sums + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
     outer = lo_first // KEYS * KEYS
     inner = outer
     if traits.edged:
@@ -253,7 +265,7 @@ def queries_kernel(
         key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
-    raw = q_tile.to(tl.float32)
+    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
     along = tl.sum(grad * raw, 1)
     if traits.normalise:
         along = along * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)

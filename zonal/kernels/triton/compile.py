@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,10 +45,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one kernel. registers: a thread; spills: bytes of stack a thread; shared: bytes a block.
-
-    wgmma: Hopper's matrix instruction is used.
-    """
+    """What became of one kernel. shared: bytes a block; wgmma: Hopper's matrix instruction is used; the rest as ``Usage`` has it."""
 
     kernel: str
     link: str
@@ -57,12 +54,13 @@ class Compiled:
     device: int
     tiling: tiles.Tiling
     registers: int
+    stack: int
     spills: int
     shared: int
     wgmma: bool
 
 
-def launches(link: str, dtype: torch.dtype, dim: int, queries: int = 4096) -> list[tiles.Launch]:
+def launches(link: str, dtype: torch.dtype, dim: int, device: int, queries: int = 4096) -> list[tiles.Launch]:
     """The kernels of a causal forward, backward and decoding step with all gradients."""
     code, learned = LINKS[link]
     spec = TileSpec(code, "row" if code.log else "count", normalise=not code.log)
@@ -72,7 +70,7 @@ def launches(link: str, dtype: torch.dtype, dim: int, queries: int = 4096) -> li
 
     scale, coefficients = meta(8, kind=torch.float32), meta(8, learned + len(code.constants), kind=torch.float32)
     q, k = meta(2, 8, queries, dim), meta(2, 8, queries, dim)
-    with tiles.recorded() as found:
+    with tiles.recorded((device // 10, device % 10)) as found:
         y, factor = forward(q, k, k, scale, coefficients, None, None, spec)
         backward(y, q, k, k, y, factor, scale, coefficients, None, None, spec, learned, (True,) * 5)
         forward(meta(2, 8, 1, dim), k, k, scale, coefficients, None, None, spec)
@@ -107,30 +105,45 @@ def source(launch: tiles.Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def usage(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of stack a thread) of a compiled kernel."""
+class Usage(NamedTuple):
+    """What a compiled kernel takes: registers a thread, bytes of stack a thread, and its reads and writes of the stack inside loops."""
+
+    registers: int
+    stack: int
+    spills: int
+
+
+def usage(cubin: bytes) -> Usage:
+    """Registers and stack of a kernel. A stack that no loop touches costs nothing: it holds what only the end of the kernel needs."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([str(tool), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        listing, code = (
+            subprocess.run([str(tool), flag, file.name], check=True, capture_output=True, text=True).stdout for flag in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     if found is None:
-        raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {text[:200]!r}.")
-    return int(found[1]), int(found[2])
+        raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {listing[:200]!r}.")
+    lines = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", code)]
+    jumps = [(place, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for place, text in lines]
+    # a jump backwards closes a loop; the jump to itself at the end of every kernel is none
+    loops = [(int(jump[1], 16), place) for place, jump in jumps if jump is not None and int(jump[1], 16) < place]
+    stack = [place for place, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return Usage(int(found[1]), int(found[2]), sum(any(start <= place <= end for start, end in loops) for place in stack))
 
 
 def compiled(launch: tiles.Launch, link: str, dtype: str, dim: int, device: int) -> Compiled:
     """Compile one kernel for compute capability ``device`` / 10."""
     options = {"num_warps": launch.tiling.warps, "num_stages": launch.tiling.stages, "enable_fp_fusion": True}
     result = triton.compile(source(launch), target=GPUTarget("cuda", device, 32), options=options)
-    registers, spills = usage(result.asm["cubin"])
+    used = usage(result.asm["cubin"])
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
-    return Compiled(name, link, dtype, dim, device, launch.tiling, registers, spills, result.metadata.shared, "wgmma" in result.asm["ptx"])
+    return Compiled(name, link, dtype, dim, device, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
 
 
 def main(arguments: list[str]) -> int:
-    """Compile, write the report, and return 1 when a kernel for 16-bit types spills."""
+    """Compile, write the report, and return 1 when a loop of a kernel for 16-bit types spills."""
     parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile", description="Compile the tile kernels ahead of time.")
     parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
     parser.add_argument("--device", type=int, action="append", help="compute capability times 10; repeat for several")
@@ -145,12 +158,12 @@ def main(arguments: list[str]) -> int:
     for dtype in chosen.dtype or DTYPES:
         for dim in chosen.dim or DIMS:
             for link in chosen.link or LINKS:
-                for launch in launches(link, getattr(torch, dtype), dim):
-                    if chosen.kernel and launch.kernel.fn.__name__.removesuffix("_kernel") not in chosen.kernel:
-                        continue
-                    for device in chosen.device or DEVICES:
+                for device in chosen.device or DEVICES:
+                    for launch in launches(link, getattr(torch, dtype), dim, device):
+                        if chosen.kernel and launch.kernel.fn.__name__.removesuffix("_kernel") not in chosen.kernel:
+                            continue
                         rows.append(compiled(launch, link, dtype, dim, device))
-                        print(json.dumps(asdict(rows[-1])), flush=True)
+                        sys.stdout.write(json.dumps(asdict(rows[-1])) + "\n")
     if chosen.out is not None:
         report = {"triton": triton.__version__, "kernels": [asdict(row) for row in rows]}
         chosen.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.tiles import LN2, LOG2E, Tiling, put_rows, row_numbers, scores, tile_rows, visible_keys, weighted
+from zonal.kernels.triton.tiles import (
+    LN2,
+    LOG2E,
+    Tiling,
+    between,
+    put_rows,
+    row_numbers,
+    scores,
+    tile_rows,
+    visible_keys,
+    weighted,
+)
 
 # a block of this many queries at most is read by split keys: above, the blocks of queries fill the device
 DECODE_QUERIES = 16
@@ -37,7 +48,7 @@ def absorb(
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
         x = scores(q, k_tile, gain, key_gain, traits)
         if CUT:
-            visible = (s[None, :] >= lo[:, None]) & (s[None, :] < hi[:, None])
+            visible = between(s[None, :], lo[:, None], hi[:, None], traits)
         if traits.key_mask:
             real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
             if CUT:
@@ -78,7 +89,7 @@ def row_factor(mass, top, lo, hi, traits: tl.constexpr):
         if traits.log:
             kept = tl.where(mass > 0, (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, float("inf"))
     elif traits.anchor == "count":
-        count = mass if traits.key_mask else (hi - lo).to(tl.float32)
+        count = mass if traits.key_mask else tl.maximum(hi - lo, 0).to(tl.float32)
         scale = tl.where(count > 0, 1 / tl.maximum(count, 1.0), 0.0)
         kept = scale
     else:

@@ -52,16 +52,15 @@ def identity_base(x, c, n: tl.constexpr):
 
 @triton.jit
 def yat_value(x, c, n: tl.constexpr):
-    """x^2 / (2 + eps - 2x), eps the link's one constant."""
-    return x * x / (2 + tl.load(c + n) - 2 * x)
+    """x^2 / (2 + eps - 2x) = x r with r = x / (2 + eps - 2x), eps the link's one constant."""
+    return x * (x / (2 + tl.load(c + n) - 2 * x))
 
 
 @triton.jit
 def yat_derivative(x, c, n: tl.constexpr):
-    """2x (2 + eps - x) / (2 + eps - 2x)^2."""
-    wide = 2 + tl.load(c + n)
-    ratio = 1 / (wide - 2 * x)
-    return 2 * x * (wide - x) * ratio * ratio
+    """2x (2 + eps - x) / (2 + eps - 2x)^2 = 2r (1 + r)."""
+    r = x / (2 + tl.load(c + n) - 2 * x)
+    return 2 * r * (1 + r)
 
 
 @triton.jit

@@ -110,9 +110,9 @@ class Tiling:
 def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr):
     """(ROWS, WIDTH) from row ``first`` on; zeros from row ``limit`` on (EDGE) and from column ``width`` on (NARROW)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    # rows and heads may lie 2^31 elements apart
+    # heads and far rows may lie 2^31 elements apart; inside a tile 32 bits do (see rows_of), and take half the registers
     start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
-    place = start + row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column
+    place = start + (row[:, None] * x.row + column[None, :] * x.column)
     if EDGE and NARROW:
         return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0)
     elif EDGE:
@@ -124,11 +124,21 @@ def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
+def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The same rows in float32, read once more: keeping them in registers while a loop runs would cost it their room."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    place = start + (row[:, None] * x.row + column[None, :] * x.column)
+    # another cache policy, or the compiler would see that it is the same load
+    return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
 def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write a tile, cut to ``limit`` rows and ``width`` columns."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
-    place = start + row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column
+    place = start + (row[:, None] * x.row + column[None, :] * x.column)
     tl.store(place, tile.to(x.start.dtype.element_ty), mask=(first + row < limit)[:, None] & (column < width)[None, :])
 
 
@@ -141,24 +151,34 @@ def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def visible_keys(t, edges, sizes, traits: tl.constexpr):
-    """[lo, hi): the keys that query t < T may see. edges (2, T): first key of each query's document, and its end."""
+    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end."""
     position = t + (sizes.keys - sizes.queries)
+    lo = t * 0
     if traits.packed:
         lo = tl.load(edges + t)
-        hi = tl.load(edges + sizes.queries + t)
-    else:
-        lo = t * 0
-        hi = lo + sizes.keys
     if traits.causal:
-        hi = tl.minimum(hi, position + 1 - traits.strict)
+        hi = position + 1 - traits.strict
     elif traits.chunked:
         # division rounds towards zero, which differs from floor for positions before key 0 only; they see nothing either way
-        hi = tl.minimum(hi, lo + (position - lo) // sizes.chunk * sizes.chunk)
+        hi = lo + (position - lo) // sizes.chunk * sizes.chunk
+    elif traits.packed:
+        hi = tl.load(edges + sizes.queries + t)
+    else:
+        hi = t * 0 + sizes.keys
     if traits.window:
         lo = tl.maximum(lo, position - sizes.left)
         if traits.right:
             hi = tl.minimum(hi, position + sizes.right + 1)
-    return lo, tl.maximum(hi, 0)
+    return lo, hi
+
+
+@triton.jit
+def between(s, lo, hi, traits: tl.constexpr):
+    """Whether lo <= s < hi."""
+    if traits.edged:
+        return (s >= lo) & (s < hi)
+    else:
+        return s < hi
 
 
 @triton.jit
@@ -239,16 +259,23 @@ class Launch(NamedTuple):
     tiling: Tiling
 
 
-_record: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+class Record(NamedTuple):
+    """The launches of calls for a device of this compute capability."""
+
+    capability: tuple[int, int]
+    launches: list[Launch]
+
+
+_record: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     """Inside, kernels are noted down instead of started."""
-    launches: list[Launch] = []
-    token = _record.set(launches)
+    record = Record(capability, [])
+    token = _record.set(record)
     try:
-        yield launches
+        yield record.launches
     finally:
         _record.reset(token)
 
@@ -259,7 +286,7 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: di
         return
     record = _record.get()
     if record is not None:
-        record.append(Launch(kernel, programs, arguments, constants, tiling))
+        record.launches.append(Launch(kernel, programs, arguments, constants, tiling))
         return
     # the default of fusing a multiplication and an addition differs between versions
     kernel[(programs,)](*arguments, **constants, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True)
@@ -271,7 +298,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def rows_of(x: Tensor) -> Rows:
-    """A tensor (B, H, rows, columns) as kernels take it."""
+    """A tensor (B, H, rows, columns) as kernels take it; copied if a tile of it would span 2^31 elements."""
+    if max(x.stride()[2:]) >= _WIDEST_STRIDE:
+        x = x.contiguous()
     return Rows(x, *x.stride())
 
 
@@ -362,44 +391,53 @@ def document_edges(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     return torch.stack([cu_seqlens[:-1][document], cu_seqlens[1:][document]]).int()
 
 
-# by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length
+# tiles have up to 256 rows and columns
+_WIDEST_STRIDE = 2**31 // 512
+
+# by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length.
+# The largest tiles whose loops stay in registers (see compile.py). Eight warps share 128 rows on Hopper: with 64 they would repeat work.
 _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 4, 3),
     ("forward", 2, 128): Tiling(128, 64, 8, 3),
-    ("forward", 2, 256): Tiling(64, 32, 4, 2),
-    ("forward", 4, 64): Tiling(64, 32, 4, 2),
-    ("forward", 4, 128): Tiling(32, 32, 4, 2),
-    ("forward", 4, 256): Tiling(16, 32, 4, 1),
+    ("forward", 2, 256): Tiling(64, 32, 8, 2),
+    ("forward", 4, 64): Tiling(64, 32, 8, 2),
+    ("forward", 4, 128): Tiling(32, 32, 8, 1),
+    ("forward", 4, 256): Tiling(16, 32, 8, 1),
     ("decode", 2, 64): Tiling(64, 64, 4, 3),
     ("decode", 2, 128): Tiling(64, 64, 4, 3),
     ("decode", 2, 256): Tiling(16, 32, 4, 2),
     ("decode", 4, 64): Tiling(16, 64, 4, 2),
-    ("decode", 4, 128): Tiling(16, 32, 4, 2),
+    ("decode", 4, 128): Tiling(16, 32, 8, 1),
     ("decode", 4, 256): Tiling(16, 32, 4, 1),
-    ("keys", 2, 64): Tiling(64, 64, 4, 2),
-    ("keys", 2, 128): Tiling(32, 64, 4, 2),
-    ("keys", 2, 256): Tiling(32, 32, 4, 1),
-    ("keys", 4, 64): Tiling(32, 32, 4, 2),
-    ("keys", 4, 128): Tiling(16, 32, 4, 1),
-    ("keys", 4, 256): Tiling(16, 16, 4, 1),
-    ("queries", 2, 64): Tiling(64, 64, 4, 2),
-    ("queries", 2, 128): Tiling(64, 32, 4, 2),
-    ("queries", 2, 256): Tiling(32, 32, 4, 1),
-    ("queries", 4, 64): Tiling(32, 32, 4, 2),
-    ("queries", 4, 128): Tiling(32, 16, 4, 1),
-    ("queries", 4, 256): Tiling(16, 16, 4, 1),
+    ("keys", 2, 64): Tiling(32, 128, 8, 2),
+    ("keys", 2, 128): Tiling(32, 128, 8, 3),
+    ("keys", 2, 256): Tiling(32, 32, 8, 1),
+    ("keys", 4, 64): Tiling(32, 32, 8, 1),
+    ("keys", 4, 128): Tiling(16, 32, 8, 1),
+    ("keys", 4, 256): Tiling(16, 16, 8, 1),
+    ("queries", 2, 64): Tiling(128, 64, 8, 2),
+    ("queries", 2, 128): Tiling(128, 64, 8, 2),
+    ("queries", 2, 256): Tiling(32, 32, 8, 1),
+    ("queries", 4, 64): Tiling(32, 32, 8, 1),
+    ("queries", 4, 128): Tiling(32, 16, 8, 1),
+    ("queries", 4, 256): Tiling(16, 16, 8, 1),
 }
-# shared memory of a block on devices before and beside the large ones is too small for several stages of loads
+# before Hopper the matrix units take one side from registers
+_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
+    ("keys", 2, 128): Tiling(64, 64, 8, 2),
+    ("queries", 2, 128): Tiling(128, 32, 8, 2),
+}
+# shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
 
 def choose(kernel: str, q: Tensor, v: Tensor) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type and device."""
-    width = max(64, padded(q.shape[3]), padded(v.shape[3]))
-    tiling = _TILINGS[kernel, q.element_size(), width]
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) not in _ROOMY:
-        return replace(tiling, stages=1)
-    return tiling
+    key = kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3]))
+    record = _record.get()
+    capability = record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    tiling = _BEFORE_HOPPER.get(key, _TILINGS[key]) if capability < (9, 0) else _TILINGS[key]
+    return tiling if capability in _ROOMY else replace(tiling, stages=1)
 
 
 def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:
