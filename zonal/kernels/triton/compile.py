@@ -72,7 +72,7 @@ def launches(link: str, dtype: torch.dtype, dim: int, device: int, queries: int 
     q, k = meta(2, 8, queries, dim), meta(2, 8, queries, dim)
     with tiles.recorded((device // 10, device % 10)) as found:
         y, factor = forward(q, k, k, scale, coefficients, None, None, spec)
-        backward(y, q, k, k, y, factor, scale, coefficients, None, None, spec, learned, (True,) * 5)
+        backward(y, q, k, k, y, factor, scale, coefficients, None, None, spec, learned, (True, True, True, True, True))
         forward(meta(2, 8, 1, dim), k, k, scale, coefficients, None, None, spec)
     return list({launch.kernel: launch for launch in found}.values())
 

@@ -1,5 +1,8 @@
 """y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; for few queries, with the keys split over programs."""
 
+# what a compile-time argument holds is seen by the compiler of kernels only
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from dataclasses import replace
 
 import torch
@@ -262,7 +265,7 @@ def forward(
             tiling = tiles.choose("forward", q, v)
             tiles.launch(
                 forward_kernel,
-                batch * heads * triton.cdiv(queries, tiling.queries),
+                batch * heads * tiles.ceil_div(queries, tiling.queries),
                 (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, scale, coefficients,
                  call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes),
                 {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v), "STRIDE": coefficients.shape[1]},
@@ -276,10 +279,10 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
     batch, heads, queries, _ = q.shape
     tiling = tiles.choose("decode", q, v)
     tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.sizes.groups * queries)))
-    programs = batch * k.shape[1] * triton.cdiv(call.sizes.groups * queries, tiling.queries)
-    splits = max(1, min(triton.cdiv(k.shape[2], _SPLIT_KEYS), triton.cdiv(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
-    length = triton.cdiv(triton.cdiv(k.shape[2], splits), tiling.keys) * tiling.keys
-    splits = triton.cdiv(k.shape[2], length)
+    programs = batch * k.shape[1] * tiles.ceil_div(call.sizes.groups * queries, tiling.queries)
+    splits = max(1, min(tiles.ceil_div(k.shape[2], _SPLIT_KEYS), tiles.ceil_div(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
+    length = tiles.ceil_div(tiles.ceil_div(k.shape[2], splits), tiling.keys) * tiling.keys
+    splits = tiles.ceil_div(k.shape[2], length)
     totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
     masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
     widths = tiles.widths(tiling, q, v)
@@ -295,7 +298,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
         combine_kernel,
         batch * heads * queries,
         (totals, masses, tops, tiles.rows_of(y), factor, call.edges, call.sizes, splits),
-        {"traits": call.traits, "SPLITS": triton.next_power_of_2(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
+        {"traits": call.traits, "SPLITS": tiles.power_of_two(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
         Tiling(1, splits, 4, 1),
     )
 

@@ -4,6 +4,9 @@ Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves b
 (or keys) are one range, of which the inner part is visible throughout and needs no mask.
 """
 
+# what a compile-time argument holds is seen by the compiler of kernels only
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -306,7 +309,17 @@ def rows_of(x: Tensor) -> Rows:
 
 def padded(width: int) -> int:
     """The width of a tile that holds ``width`` columns: a power of two that the matrix units take."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(count: int, size: int) -> int:
+    """How many blocks of ``size`` hold ``count``."""
+    return -(-count // size)
 
 
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
@@ -447,7 +460,7 @@ def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:
     block = 4096 // padded(width)
     launch(
         row_products_kernel,
-        batch * heads * triton.cdiv(rows, block),
+        batch * heads * ceil_div(rows, block),
         (rows_of(a), rows_of(a if b is None else b), out, heads, rows, width, eps),
         {"INVERSE_NORM": b is None, "ROWS": block, "WIDTH": padded(width)},
         Tiling(block, 0, 4, 1),
