@@ -13,7 +13,7 @@ import zonal
 from zonal import Operator, anchor, prior
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import cost, plan
+from zonal.execution import cost, native, plan
 from zonal.execution.call import Call, prepare
 from zonal.execution.chunked import chunked
 from zonal.execution.constants import DEFAULT_CPU, DEFAULT_GPU, Constants, Curve
@@ -43,6 +43,13 @@ def chosen(operator: Operator, queries: int, keys: int | None = None, *, causal:
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def torch_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The borders below are those of torch's own paths; the compiled kernel, where there is one, moves them."""
+    if "kernel" not in request.node.name:
+        monkeypatch.setenv(native.VARIABLE, "off")
 
 
 def test_short_is_dense_and_long_is_tiled() -> None:
@@ -436,3 +443,18 @@ def test_tiles_are_counted(operator: Operator, queries: int, keys: int, causal: 
     masked = sum(count for (_, _, mask), count in counted.items() if mask)
     # a chunk's border may fall inside a block of queries, which the rule takes for masked as a whole
     assert expected[True] <= masked <= expected[True] + (0 if call.chunk is None else sum(expected.values()) // 4)
+
+
+def test_the_kernel_moves_the_border() -> None:
+    """Compiled tiles beat the dense path from shorter sequences on, and a long row of features too."""
+    if native.refusal(call_of(m.yat(), 16)) is not None:
+        pytest.skip("no compiled kernel on this machine")
+    assert chosen(m.yat(), 64, heads=8) == "tiled"
+    assert chosen(m.linear(), 8192) == "chunked"
+    problem = problem_of(call_of(m.yat(), 512, gradients=True))
+    kernel, torch_ = (cost.tiled(p, DEFAULT_CPU) for p in (problem, replace(problem, without_kernel="asked for")))
+    assert kernel.seconds < torch_.seconds
+    assert kernel.peak_bytes < torch_.peak_bytes
+    # forward two products, backward five
+    forward = cost.tiled(replace(problem, gradients=False), DEFAULT_CPU)
+    assert 3 < kernel.flops / forward.flops < 4

@@ -51,6 +51,25 @@ def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
     return torch.stack(sums).view(count, -1, 1, 1)
 
 
+@dataclass(frozen=True)
+class Formula:
+    """A link as source text for the tile kernels, elementwise in the score x.
+
+    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the head's coefficients, then the
+    constants), ``n`` (how many of both) and ``horner(x, c, n)``. triton: "module:prefix", where the module has the jit functions
+    prefix_value, prefix_derivative and prefix_base of (x, c, n), n not counting the constants.
+    base: the derivative with respect to c_0; that with respect to c_k is base x^k. log: the link is exp, no formula is needed.
+    """
+
+    name: str
+    cpp_value: str = ""
+    cpp_derivative: str = ""
+    cpp_base: str = "1.f"
+    triton: str = ""
+    log: bool = False
+    constants: tuple[float, ...] = ()
+
+
 class Link(Declaration):
     """From a score to evidence. ``domain``: where it is defined, None = everywhere. ``log_space``: kept as its logarithm."""
 
@@ -72,6 +91,11 @@ class Link(Declaration):
     def operations(self) -> int:
         """Elementwise passes over a tile for one evaluation, for the cost model."""
         return 1
+
+    @property
+    def formula(self) -> Formula | None:
+        """The link as the tile kernels have it, or None: torch's tiles run it then."""
+        return None
 
     def coefficients(self, params: Params) -> Tensor:
         """(n, H, 1, 1) in float64, differentiable in what is learned."""
@@ -106,6 +130,10 @@ class Exp(Link):
     def operations(self) -> int:
         return 6
 
+    @property
+    def formula(self) -> Formula:
+        return Formula("exp", log=True)
+
     def value(self, x: Tensor, c: Tensor) -> Tensor:
         return x.exp()
 
@@ -130,6 +158,10 @@ class Identity(Link):
     @property
     def operations(self) -> int:
         return 0
+
+    @property
+    def formula(self) -> Formula:
+        return Formula("identity", "x", "spread(1.f)", triton="zonal.kernels.triton.links:identity")
 
     def monomials(self, c: Tensor) -> Tensor:
         return torch.tensor([0.0, 1.0], dtype=torch.float64, device=c.device).view(2, 1, 1, 1)
@@ -182,6 +214,12 @@ class Gegenbauer(Link):
     @property
     def operations(self) -> int:
         return self.degree * (4 if self.clenshaw else 1)
+
+    @property
+    def formula(self) -> Formula | None:
+        if self.clenshaw or self.degree > 32:
+            return None
+        return Formula("polynomial", "horner(x, c, n)", "horner_derivative(x, c, n)", "1.f", "zonal.kernels.triton.links:horner")
 
     def initial(self) -> dict[str, Tensor]:
         count = self.degree + 1
@@ -257,6 +295,13 @@ class Yat(Link):
     def operations(self) -> int:
         return 3
 
+    @property
+    def formula(self) -> Formula:
+        gap = "(2.f + c[0] - 2.f * x)"
+        return Formula(
+            "yat", f"x * x / {gap}", f"2.f * x * (2.f + c[0] - x) / ({gap} * {gap})", triton="zonal.kernels.triton.links:yat", constants=(self.eps,)
+        )
+
     def value(self, x: Tensor, c: Tensor) -> Tensor:
         return x.square() / (2 + self.eps - 2 * x)
 
@@ -286,6 +331,12 @@ class SquaredAffine(Link):
     @property
     def operations(self) -> int:
         return 2
+
+    @property
+    def formula(self) -> Formula:
+        return Formula(
+            "squared_affine", "(x + c[0]) * (x + c[0])", "2.f * (x + c[0])", "2.f * (x + c[0])", "zonal.kernels.triton.links:squared_affine"
+        )
 
     def initial(self) -> dict[str, Tensor]:
         return {"bias": row(self.bias)} if self.learn_bias else {}
@@ -338,6 +389,14 @@ class PolynomialSquare(Link):
     def operations(self) -> int:
         return len(self.polynomial) + 1
 
+    @property
+    def formula(self) -> Formula:
+        p = "horner(x, c, n - 1)"  # the floor is the last
+        return Formula(
+            "polynomial_square", f"{p} * {p} + c[n - 1]", f"2.f * {p} * horner_derivative(x, c, n - 1)", f"2.f * {p}",
+            "zonal.kernels.triton.links:polynomial_square", constants=(self.floor,),
+        )
+
     def initial(self) -> dict[str, Tensor]:
         return {"coefficient": torch.tensor([self.polynomial], dtype=torch.float32)} if self.learn else {}
 
@@ -370,4 +429,4 @@ LINKS: dict[str, type[Declaration]] = {
     "Exp": Exp, "Identity": Identity, "Gegenbauer": Gegenbauer, "Yat": Yat, "SquaredAffine": SquaredAffine, "PolynomialSquare": PolynomialSquare,
 }
 
-__all__ = ["LINKS", "Exp", "Gegenbauer", "Identity", "Link", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]
+__all__ = ["LINKS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]

@@ -6,7 +6,7 @@ maps and the ridge statistics need.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,14 @@ Params = dict[str, Tensor]
 def _per_head(value: Tensor, like: Tensor) -> Tensor:
     """A row parameter (H,) shaped to scale (B, H, T, D)."""
     return value.to(like.dtype).view(1, -1, 1, 1)
+
+
+class Fused(NamedTuple):
+    """A bilinear score as the tile kernels take it: scale_h f(q) . f(k), f the identity or x / max(|x|, eps). scale (H,) or a number."""
+
+    normalise: bool
+    eps: float
+    scale: Tensor | float
 
 
 class Score(Declaration):
@@ -49,6 +57,10 @@ class Score(Declaration):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_key")
+
+    def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
+        """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared first."""
+        return None
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         """A prepared key in the place of a query: what the kernel among keys, K_kk, is made with."""
@@ -110,6 +122,12 @@ class Dot(Score):
         norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
         return k * (self.key_limit / norm.clamp_min(self.key_limit))
 
+    def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
+        if not self.keeps_keys:
+            return None
+        chosen = scale if scale is not None else self.scale
+        return Fused(False, 0.0, chosen if chosen is not None else max(dim, 1) ** -0.5)
+
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         return k * (self.scale if self.scale is not None else max(k.shape[-1], 1) ** -0.5)
 
@@ -154,6 +172,11 @@ class Cosine(Score):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return F.normalize(k, dim=-1, eps=self.eps)
+
+    def fused(self, dim: int, params: Params, scale: float | None) -> Fused:
+        if scale is None and self.learn_temperature:
+            return Fused(True, self.eps, torch.exp(-params["log_temperature"]))
+        return Fused(True, self.eps, scale if scale is not None else 1 / self.temperature)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         return k * _per_head(torch.exp(-params["log_temperature"]), k) if self.learn_temperature else k / self.temperature

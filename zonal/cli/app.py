@@ -35,6 +35,7 @@ COMMANDS = {
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
     "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
+    "build": Command("build", "Build", "compile the CPU kernels ahead of their first use"),
     "bench": Command("bench", "Bench", "run a benchmark"),
     "demo": Command("demo", "Demo", "compare five operators on two tasks in about four minutes"),
 }

@@ -1,6 +1,8 @@
 """One call of attention, checked and prepared: what every path receives."""
 
+import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +15,28 @@ from zonal.errors import ArgumentError
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class Raw(NamedTuple):
+    """Queries, keys and values as they came, and the caller's scale."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+
+
+class Prepared(NamedTuple):
+    """Queries and keys after the score has prepared them, and values, in the computing type (float32 or better)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 @dataclass(frozen=True)
 class Call:
     """q (B, H, T, D) and k (B, Hkv, S, D) are prepared by the score and in the computing type (float32 or better), as is v (B, Hkv, S, P).
 
+    They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
     it is also contained in ``bias``. causal: whether queries are tied to positions at all (declared or asked for).
     """
@@ -24,9 +44,8 @@ class Call:
     operator: Operator
     bound: Bound
     tags: Tags
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    raw: Raw | None
+    prepared: Prepared | None
     coefficients: Tensor
     visibility: Visibility
     bias: Bias
@@ -36,11 +55,52 @@ class Call:
     include_self: bool
     dtype: torch.dtype  # of the result
 
+    @functools.cached_property
+    def tokens(self) -> Prepared:
+        """Queries, keys and values prepared."""
+        if self.prepared is not None:
+            return self.prepared
+        assert self.raw is not None
+        q, k, v, scale = self.raw
+        compute = torch.promote_types(q.dtype, torch.float32)
+        score, params = self.bound.score, self.bound.score_params
+        return Prepared(score.prepare_query(q.to(compute), params, scale), score.prepare_key(k.to(compute), params), v.to(compute))
+
+    @property
+    def q(self) -> Tensor:
+        return self.tokens.q
+
+    @property
+    def k(self) -> Tensor:
+        return self.tokens.k
+
+    @property
+    def v(self) -> Tensor:
+        return self.tokens.v
+
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """(B, H, T, S, D, P)."""
-        batch, heads, queries, dim = self.q.shape
-        return batch, heads, queries, self.k.shape[2], dim, self.v.shape[3]
+        """(B, H, T, S, D, P); of the raw tokens where they are at hand, which preparing does not reshape."""
+        q, k, v = self.tokens if self.raw is None else self.raw[:3]
+        return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient may flow to queries, keys, values or what the score learned."""
+        given = self.tokens if self.raw is None else self.raw[:3]
+        return any(x.requires_grad for x in (*given, *self.bound.score_params.values()))
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.q.device if self.raw is None else self.raw.q.device
+
+    def with_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None, key_bias: Tensor | None
+    ) -> "Call":
+        """The call with other prepared tokens, and what weighs on them."""
+        return replace(
+            self, raw=None, prepared=Prepared(q, k, v), visibility=visibility, bias=bias, log_decay=log_decay, key_bias=key_bias
+        )
 
     @property
     def chunk(self) -> int | None:
@@ -124,10 +184,9 @@ def prepare(
         raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; log_decay and key_bias must be None.")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
+    raw = Raw(q, k, v, scale)
     # meta tensors, which only have shapes, know no autocast
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
-        score_q = bound.score.prepare_query(q.to(compute), bound.score_params, scale)
-        score_k = bound.score.prepare_key(k.to(compute), bound.score_params)
         seen = visibility(
             q.shape[2], k.shape[2], _without_bias(bound.priors), causal=causal, include_self=tags.includes_self,
             key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
@@ -138,7 +197,7 @@ def prepare(
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
     return Call(
-        operator=operator, bound=bound, tags=tags, q=score_q, k=score_k, v=v.to(compute), coefficients=bound.coefficients.to(score_q),
+        operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
     )
 
@@ -198,4 +257,4 @@ def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | No
         call.q.shape[2], k.shape[2], _without_bias(call.bound.priors), causal=call.causal, include_self=call.include_self, key_padding_mask=mask
     )
     bias = _bias(call.bound, seen, decay, key_bias)
-    return replace(call, k=k, v=v, visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias)
+    return call.with_tokens(call.q, k, v, seen, bias, decay, key_bias)

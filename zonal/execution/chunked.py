@@ -93,7 +93,7 @@ def tail(call: Call, first: int) -> Call:
         seen, lo=seen.lo[first:], hi=seen.hi[first:], segment_start=seen.segment_start[first:], segment_end=seen.segment_end[first:],
         position=seen.position[first:],
     )
-    return replace(call, q=call.q[:, :, first:], visibility=part)
+    return call.with_tokens(call.q[:, :, first:], call.k, call.v, part, call.bias, call.log_decay, call.key_bias)
 
 
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from zonal.execution import tiled as tiled_path
 from zonal.execution.constants import Constants
 from zonal.execution.cost_chunked import chunked
+from zonal.execution.cost_kernel import kernel
 from zonal.execution.cost_streaming import streaming
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
@@ -194,6 +195,8 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     """Tiles made, used and forgotten; backward makes each again."""
     tally = Tally(constants, p.itemsize)
     p = with_past(p, tally)
+    if p.without_kernel is None:
+        return kernel(p, tally)
     sequences, query_block, key_block = tiled_path.blocks(p.H, p.T, p.S)
     groups = -(-p.B // sequences) if p.B else 0
     batch = min(sequences, p.B)

@@ -4,7 +4,6 @@ What runs a batch then runs packed sequences too, in parallel over documents, wi
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,9 +53,8 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
         index.shape[1], index.shape[1], tuple(p for p in call.bound.priors if not _weighs(p)), causal=call.causal, include_self=call.include_self,
         key_padding_mask=mask,
     )
-    group = replace(
-        call, q=rows(call.q), k=rows(call.k), v=rows(call.v), visibility=seen, bias=Bias(), log_decay=decay,
-        key_bias=None if bias is None else rows(bias),
+    group = call.with_tokens(
+        rows(call.q), rows(call.k), rows(call.v), seen, Bias(), decay, None if bias is None else rows(bias)
     )
     return group, index, inside
 

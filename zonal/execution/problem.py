@@ -9,7 +9,7 @@ import torch
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import Window
-from zonal.execution import tiled
+from zonal.execution import native, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.streaming import streaming_refusal
@@ -93,6 +93,7 @@ class Problem:
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
+    without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs.
     refused: paths that cannot run this at any price, with the reason.
     """
 
@@ -125,6 +126,7 @@ class Problem:
     kind: str = "keys"
     past: int = 0
     keeps: bool = False
+    without_kernel: str | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -162,21 +164,21 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
     learned = call.coefficients.requires_grad
     tilted = (bias.row is not None and bias.row.requires_grad) or (bias.col is not None and bias.col.requires_grad)
     gradients = torch.is_grad_enabled() and (
-        call.q.requires_grad or call.k.requires_grad or call.v.requires_grad or learned or tilted
+        call.requires_grad or learned or tilted
         or any(p.requires_grad for p in bound.anchor_params.values())
     )  # fmt: skip
     refused = _refused(call, held)
     features = None if call.tags.solves or any(path == "chunked" for path, _ in refused) else feature_map(bound.link)
     return Problem(
-        B=batch, H=heads, Hkv=call.k.shape[1], T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.q.dtype.itemsize,
-        device=call.q.device if device is None else device, tags=call.tags, span=_span(call), padded=call.visibility.key_mask is not None,
+        B=batch, H=heads, Hkv=bound.kv_heads, T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.coefficients.dtype.itemsize,
+        device=call.device if device is None else device, tags=call.tags, span=_span(call), padded=call.visibility.key_mask is not None,
         row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None,
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=Memory.kind_for(call.operator, key_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
-        keeps=held is not None, refused=refused,
+        keeps=held is not None, without_kernel=native.refusal(call), refused=refused,
     )  # fmt: skip
 
 

@@ -48,6 +48,14 @@ class Tally:
             return 0.0
         return _FRESH_SHARE * min(1.0, (size - _REUSED) / (7 * _REUSED)) * size * self.constants.fresh
 
+    def add(self, seconds: float, *, calls: float = 0, flops: float = 0.0, moved: float = 0.0) -> None:
+        """Work whose time is known as a whole; its operations are all of products."""
+        self.seconds += seconds
+        self.calls += calls
+        self.flops += flops
+        self.products += flops
+        self.bytes_moved += moved
+
     def views(self, count: float) -> None:
         """Calls that move nothing worth counting: slices, small masks, questions about a few numbers."""
         self.calls += count

@@ -5,6 +5,7 @@ Per tile, with D_t = dy_t . y_t for a row anchor (0 otherwise): in log space W =
 dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK = dY V^T - D and dS = dK B l'(S).
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
+from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.kernels.cpp.build import BuildError
 
 # the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in the cache.
 # Long sequences have few tiles on the diagonal to waste and gain from larger ones.
@@ -56,6 +59,11 @@ def tiled(call: Call) -> Tensor:
     if reason is not None:
         raise PathError(f"attention: path 'tiled' cannot run operator: {reason}. Use path='dense' or path='chunked'.")
     assert isinstance(call.bound.anchor, SumAnchor)
+    if native.refusal(call) is None:
+        try:
+            return call.scaled(native.tiled(call))
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
     parts = _Parts(call.bound.score, call.bound.link, call.bound.anchor, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)

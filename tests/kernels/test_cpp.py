@@ -1,0 +1,350 @@
+"""The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's machinery)."""
+
+import copy
+import os
+import stat
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import CASES, OPERATORS, Case, inputs, randomised
+from torch import Tensor
+
+import zonal
+from zonal import Operator, anchor, link, prior, score
+from zonal import mechanisms as m
+from zonal.algebra.link import Formula, Link
+from zonal.errors import PathError
+from zonal.execution import native, plan
+from zonal.execution.call import prepare
+from zonal.kernels import ops
+from zonal.kernels.cpp import build, library
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+
+LARGE = {
+    "causal 127": Case(queries=127, keys=127, key_dim=24, value_dim=24),
+    "one head 1000": Case(batch=1, heads=1, kv_heads=1, queries=1000, keys=1000, key_dim=8, value_dim=5),
+    "d 128, P 80": Case(batch=1, heads=2, kv_heads=2, queries=101, keys=101, key_dim=128, value_dim=80),
+    "d 256": Case(batch=1, heads=1, kv_heads=1, queries=50, keys=50, key_dim=256, value_dim=256),
+    "d 48, bidirectional": Case(queries=70, keys=211, key_dim=48, value_dim=17, causal=False),
+    "queries of a quarter": Case(heads=8, kv_heads=2, queries=130, keys=130, key_dim=16, value_dim=16),
+    "decode": Case(heads=8, kv_heads=2, queries=1, keys=333, key_dim=16, value_dim=16),
+    "left padding": Case(padding="left", queries=150, keys=150, key_dim=9, value_dim=11),
+    "random padding": Case(padding="random", queries=150, keys=150, key_dim=9, value_dim=11, kv_heads=1),
+    "documents": Case(batch=1, packed=(0, 1, 40, 107, 250), queries=250, keys=250, key_dim=8, value_dim=8),
+    "strided": Case(strided=True, queries=120, keys=120, key_dim=16, value_dim=12),
+}
+KINDS: dict[str, object] = {
+    **OPERATORS,
+    "softmax-raw": lambda: m.softmax().replace(anchor=anchor.Raw()),
+    "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
+    "softmax-window": lambda: m.softmax(prior=prior.Window(37)),
+    "yat-two-sided": lambda: m.yat(eps=0.1).replace(prior=prior.Window(20, 30)),
+    "sko-chunk": lambda: m.sko(degrees=(2.0, 3.0), manifold_dim=4).replace(prior=prior.ChunkCausal(24)),
+    "cosine-learned": lambda: Operator(score.Cosine(temperature=0.3, learn_temperature=True), link.Exp(), anchor.Row()),
+    "linear-relu": lambda: Operator(score.Dot(map="relu"), link.Identity(), anchor.Row(allow_signed=True)),
+}
+
+
+def taken(operator: Operator, case: Case) -> bool:
+    """Whether the kernel runs this pair in float32."""
+    data = inputs(case).to(torch.float32)
+    try:
+        call = prepare(
+            operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens, key_bias=data.key_bias
+        )
+    except zonal.errors.ArgumentError:
+        return False
+    return native.refusal(call) is None
+
+
+def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
+    leaves = [data.q, data.k, data.v, *operator.parameters()]
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
+    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case_name", [*CASES, *LARGE])
+@pytest.mark.parametrize("name", KINDS)
+def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most twice the error of torch's tiles in the same precision, and a floor of rounding (gradients may cancel); outputs and every gradient."""
+    case, make = {**CASES, **LARGE}[case_name], KINDS[name]
+    operator = randomised(make()).float()  # type: ignore[operator]
+    if not taken(operator, case):
+        return
+    exact, data = inputs(case), inputs(case).to(dtype)
+    exact = data.to(torch.float64)
+    double = copy.deepcopy(operator).double()
+    truth = everything(double, exact, exact.run(double, "dense"))
+    called: list[str] = []
+    original = native.tiled
+    monkeypatch.setattr(native, "tiled", lambda call: called.append("kernel") or original(call))
+    got = everything(operator, data, data.run(operator, "tiled"))
+    assert called == ["kernel"]
+    monkeypatch.setenv(native.VARIABLE, "off")
+    other = everything(operator, data, data.run(operator, "tiled"))
+    assert called == ["kernel"]
+    for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.isfinite(a).all()
+        if not t.numel():
+            continue
+        size = max(1.0, t.abs().max().item())
+        error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
+        floor = (64 if index else 16) * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
+        floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
+        assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch's tiles {allowed:.3g}, size {size:.3g}"
+
+
+def test_every_link_with_a_formula_is_met() -> None:
+    """The test above runs each of them: none is refused for want of a case."""
+    met = {type(OPERATORS[name]().link).__name__ for name in OPERATORS if taken(randomised(OPERATORS[name]()).float(), CASES["causal"])}
+    assert {kind.__name__ for kind in link.LINKS.values() if kind().formula is not None} - {"Identity"} <= met
+    assert taken(KINDS["identity-count"](), CASES["causal"])  # type: ignore[operator]
+
+
+def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 4, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
+    y = zonal.attention(*tensors, operator, causal=True, path="tiled")
+    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_same_bits_again(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        operator, tensors = m.sko(degrees=(2.0, 3.0)), sample()
+        assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(run(operator, tensors), run(operator, tensors), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_few_heads_are_split_over_queries() -> None:
+    """One head on five threads: five partial sums of dk and dv make the same gradient."""
+    operator = m.sko(degrees=(3.0,))
+    q, k, v = (x[:1, :1].detach().requires_grad_() for x in sample(400))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 5):
+            torch.set_num_threads(threads)
+            found.append(run(operator, [q, k, v]))
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * (1 + b.abs().max())
+
+
+def test_a_broken_kernel_is_seen() -> None:
+    """The comparison above can fail: a link with a wrong derivative, compiled, gives a wrong gradient and the right output."""
+    operator, (q, k, v) = m.yat(eps=0.5), sample(40)
+    call = prepare(operator, q, k, v, causal=True)
+    good = native.code_of(operator.link)
+    assert good is not None
+    bad = replace(good, name="broken", cpp_derivative=f"1.01f * ({good.cpp_derivative})")
+    found = []
+    for code in (good, bad):
+        spec = ops.TileSpec(code, "row", True, 1e-12)
+        constants = torch.tensor(code.constants).expand(4, -1)
+        y, _ = ops.tile(q, k, v, torch.ones(4), constants, None, call.visibility.lo, call.visibility.hi, None, ops.encode(spec), 0)
+        found.append((y.detach(), torch.autograd.grad(y.square().sum(), k)[0]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert (found[0][1] - found[1][1]).abs().max() > 1e-3 * found[0][1].abs().max()
+
+
+# -- torch's machinery -------------------------------------------------------------------------------------------------------
+
+
+def arguments(learned: bool = True) -> tuple:
+    operator, (q, k, v) = m.sko(degrees=(2.0, 3.0), manifold_dim=4), sample(23)
+    call = prepare(operator, q, k, v, causal=True)
+    code = native.code_of(operator.link)
+    assert code is not None
+    spec = ops.TileSpec(code, "count", True, 1e-12)
+    coefficients = call.coefficients.detach().flatten(1).T.expand(4, -1).contiguous().requires_grad_(learned)
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0, :3] = False
+    scale = torch.full((4,), 0.7, requires_grad=learned)
+    return q, k, v, scale, coefficients, mask, call.visibility.lo, call.visibility.hi, None, ops.encode(spec), coefficients.shape[1]
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(ops.tile, arguments())
+    torch.library.opcheck(ops.tile, arguments(learned=False))
+
+
+def test_second_derivatives_are_refused() -> None:
+    operator, tensors = m.yat(eps=0.1), sample(20)
+    y = zonal.attention(*tensors, operator, causal=True, path="tiled")
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+
+
+def test_checkpointing_autocast_and_inference_mode() -> None:
+    operator, tensors = m.sko(degrees=(2.0,)), sample()
+    plain = run(operator, tensors)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="tiled")
+
+    y = torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=False)
+    again = [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(block(*tensors), plain[0])
+    with torch.inference_mode():
+        assert torch.equal(block(*tensors), plain[0])
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    library._loaded.cache_clear()
+    library._failed.clear()
+    yield tmp_path / "kernels"
+    library._loaded.cache_clear()
+    library._failed.clear()
+
+
+def test_built_once_and_kept(empty_cache: Path) -> None:
+    code = native.code_of(link.Identity())
+    assert code is not None
+    assert not build.built(code)
+    path = build.build(code)
+    stamp = path.stat().st_mtime_ns
+    assert build.built(code)
+    assert build.build(code) == path
+    assert path.stat().st_mtime_ns == stamp
+    assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".so"]  # nothing half written stays
+    # other formulas, flags or compilers are other libraries
+    assert build.target(replace(code, cpp_value="x * x")) != path
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "foreign record"])
+def test_a_damaged_library_is_compiled_again(empty_cache: Path, damage: str) -> None:
+    code = native.code_of(link.Identity())
+    assert code is not None
+    path = build.build(code)
+    data = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(data[:1000])
+    elif damage == "flipped":
+        path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    elif damage == "no record":
+        path.with_suffix(".json").unlink()
+    else:
+        path.with_suffix(".json").write_text("[1]")
+    with pytest.warns(UserWarning, match="damaged and is compiled again"):
+        build.build(code)
+    assert build.built(code)
+    library.load(code)
+
+
+def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, tensors = m.sko(degrees=(2.0,)), sample(40)
+    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
+    monkeypatch.setenv("CXX", str(empty_cache / "nowhere"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
+    page = zonal.explain(operator, tensors[0].shape, causal=True)
+    assert "no C++ compiler was found" in page.tiles
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
+        build.build(native.code_of(operator.link))  # type: ignore[arg-type]
+
+
+def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, tensors = m.sko(degrees=(2.0,)), sample(40)
+    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
+    fake = empty_cache.parent / "g++"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo fake 1.0; exit 0; }\necho "error: out of order" >&2\nexit 3\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CXX", str(fake))
+    with pytest.warns(UserWarning, match=r"torch's tiles run in place .* failed on link 'polynomial' \(exit 3\): error: out of order"):
+        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
+    assert "out of order" in zonal.explain(operator, tensors[0].shape, causal=True).tiles
+    assert not list((empty_cache).glob("*.so"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind this user")
+def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
+    empty_cache.parent.chmod(0o500)
+    with pytest.raises(build.BuildError, match=r"could not be written .* Set ZONAL_CACHE"):
+        build.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: prepare(m.sko(degrees=(16.0,), manifold_dim=1), *sample(9), causal=True), "no formula"),
+        (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
+        (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
+        (lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True), "1 to 256, this call has 300 and 300"),
+        (lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
+    ],
+)
+def test_refusals_say_why(call, reason: str) -> None:
+    assert reason in (native.refusal(call()) or "")
+
+
+# -- a link of one's own -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StudentT(Link):
+    """l(x) = 1 / (1 + a (1 - x)): heavy tails in the cosine."""
+
+    domain = (-1.0, 1.0)
+    sharpness: float = 4.0
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def formula(self) -> Formula:
+        below = "(1.f + c[0] - c[0] * x)"
+        return Formula("student_t", f"1.f / {below}", f"c[0] / ({below} * {below})", constants=(self.sharpness,))
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return 1 / (1 + self.sharpness * (1 - x))
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return self.sharpness * self.value(x, c).square()
+
+
+def test_a_new_link_is_a_few_lines() -> None:
+    operator = Operator(score.Cosine(), StudentT(), anchor.Row())
+    tensors = sample(100)
+    assert native.refusal(prepare(operator, *tensors, causal=True)) is None
+    double = [x.detach().double().requires_grad_() for x in tensors]
+    y = zonal.attention(*double, operator, causal=True, path="dense")
+    expected = [y, *torch.autograd.grad(y.square().sum(), double)]
+    for a, b in zip(run(operator, tensors), expected, strict=True):
+        assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
+
+
+def test_the_planner_counts_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, tensors = m.sko(degrees=(2.0, 3.0)), sample(2000, heads=8)
+    call = prepare(operator, *tensors, causal=True)
+    fast = plan.choose(call)
+    monkeypatch.setenv(native.VARIABLE, "off")
+    slow = plan.choose(call)
+    times = [next(e.seconds for e in p.estimates if e.path == "tiled") for p in (fast, slow)]
+    assert fast.path == "tiled"
+    assert times[0] < 0.8 * times[1]

@@ -1,0 +1,82 @@
+"""The tiled path by a compiled kernel: which calls it takes, and how a call becomes one."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.link import Link
+from zonal.algebra.prior import Window
+from zonal.algebra.score import Fused
+from zonal.execution.call import Call
+from zonal.kernels import ops
+from zonal.kernels.cpp import build, library
+from zonal.kernels.spec import LinkCode, TileSpec
+
+VARIABLE = "ZONAL_KERNELS"
+_LARGEST = 256
+
+
+def refusal(call: Call) -> str | None:
+    """Why torch's tiles run in the kernel's place, or None."""
+    if os.environ.get(VARIABLE) == "off":
+        return f"the environment says {VARIABLE}=off"
+    if call.device.type not in ("cpu", "meta"):
+        return f"there is no kernel for device {call.device.type!r}"
+    if call.coefficients.dtype == torch.float64:
+        return "the kernel is for float32 and shorter, the call is in float64"
+    code = code_of(call.bound.link)
+    if code is None:
+        return f"link {type(call.bound.link).__name__} has no formula for it"
+    if type(call.bound.anchor) not in (Row, Count, Raw):
+        return f"anchor {type(call.bound.anchor).__name__} is not in it"
+    if not call.bound.score.bilinear:
+        return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
+    if not call.bias.empty:
+        return "log priors (decay, ALiBi, key biases) are not in it"
+    if max(call.shape[4:]) > _LARGEST or min(call.shape[4:]) < 1:
+        return f"key and value dimensions must be 1 to {_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    if build.compiler() is None:
+        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+    failure = library.failure(code)
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def code_of(link: Link) -> LinkCode | None:
+    """The link as source text."""
+    formula = link.formula
+    if formula is None:
+        return None
+    return LinkCode(
+        formula.name, formula.cpp_value, formula.cpp_derivative, formula.cpp_base, formula.triton, formula.log, link.domain, formula.constants
+    )
+
+
+def tiled(call: Call) -> Tensor:
+    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    bound, seen = call.bound, call.visibility
+    code = code_of(bound.link)
+    assert code is not None
+    heads, dim = call.shape[1], call.shape[4]
+    fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
+    if fused is None or call.raw is None:
+        fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
+    else:
+        q, k, v = call.raw[:3]
+    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    learned = call.coefficients.shape[0]
+    coefficients = call.coefficients.flatten(1).T.expand(heads, -1)
+    if code.constants:
+        coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
+    window = next((p for p in bound.priors if isinstance(p, Window)), None)
+    spec = TileSpec(
+        code, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
+        call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
+        None if window is None else window.right,
+    )  # fmt: skip
+    y, _ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, None, ops.encode(spec), learned)
+    return y
+
+
+__all__ = ["VARIABLE", "code_of", "library", "refusal", "tiled"]

@@ -1,0 +1,99 @@
+"""The tile kernels as torch operators, with shapes for tracing and gradients: ``zonal::tile`` and ``zonal::tile_backward``.
+
+The rules of a call travel as JSON in one string (``TileSpec``), so that a traced graph holds all it needs.
+"""
+
+import functools
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zonal.errors import PathError
+from zonal.kernels.cpp import library
+from zonal.kernels.spec import LinkCode, TileSpec
+
+
+@functools.lru_cache(maxsize=256)
+def encode(spec: TileSpec) -> str:
+    return json.dumps(asdict(spec))
+
+
+@functools.lru_cache(maxsize=256)
+def decode(text: str) -> TileSpec:
+    read = json.loads(text)
+    link = read.pop("link")
+    domain = link.pop("domain")
+    code = LinkCode(**{**link, "constants": tuple(link["constants"])}, domain=None if domain is None else (domain[0], domain[1]))
+    return TileSpec(link=code, **read)
+
+
+@torch.library.custom_op("zonal::tile", mutates_args=(), device_types="cpu")
+def tile(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    cu_seqlens: Tensor | None, spec: str, learned: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, factor) of ``TileSpec``'s equation. The first ``learned`` coefficients (H, n) have a gradient, as has scale (H,)."""
+    return library.forward(q, k, v, scale, coefficients, key_mask, lo, hi, decode(spec))
+
+
+@tile.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    cu_seqlens: Tensor | None, spec: str, learned: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (q.shape[0], q.shape[1], q.shape[2])
+    return q.new_empty((*shape, v.shape[3]), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("zonal::tile_backward", mutates_args=(), device_types="cpu")
+def tile_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
+    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, scale (empty unless ``scaled``) and of the learned coefficients (H, learned)."""
+    dq, dk, dv, dscale, dc = library.backward(
+        dy, q, k, v, y, factor, scale, coefficients, key_mask, lo, hi, decode(spec), learned, scaled
+    )
+    return (
+        dq, dk, dv, scale.new_empty(0) if dscale is None else dscale.to(scale.dtype),
+        coefficients.new_empty(coefficients.shape[0], 0) if dc is None else dc.to(coefficients.dtype),
+    )  # fmt: skip
+
+
+@tile_backward.register_fake
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
+    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), scale.new_empty(scale.shape if scaled else (0,)),
+        coefficients.new_empty((coefficients.shape[0], learned)),
+    )  # fmt: skip
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, ctx.spec, ctx.learned = inputs
+    ctx.save_for_backward(q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, *output)
+
+
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise PathError(
+            "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
+        )
+    q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, y, factor = ctx.saved_tensors
+    learned = ctx.learned if ctx.needs_input_grad[4] else 0
+    dq, dk, dv, dscale, dc = tile_backward(
+        dy, q, k, v, y, factor, scale, coefficients, key_mask, lo, hi, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]
+    )
+    if learned:
+        dc = torch.nn.functional.pad(dc, (0, coefficients.shape[1] - learned))  # constants have none
+    return dq, dk, dv, dscale if ctx.needs_input_grad[3] else None, dc if learned else None, None, None, None, None, None, None
+
+
+tile.register_autograd(_backward, setup_context=_setup)
+
+__all__ = ["decode", "encode", "tile", "tile_backward"]
