@@ -227,9 +227,9 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
     elif not decided:
         headline = f"{leader.label} has the best {name}: {figures}. With one seed nobody can say whether that is more than chance."
     elif level:
-        names = formats.enumerate_names([leader.label, *level])
         seeds = f"with {best.n} seeds"
-        headline = f"No clear winner {seeds}: {names} are within the spread of each other. {leader.label} has the best mean {name}, {figures}."
+        within = f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader.label}"
+        headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
             headline = f"No clear winner {seeds}: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
     else:
