@@ -19,6 +19,7 @@ from zonal.algebra.link import Formula, Link
 from zonal.errors import PathError
 from zonal.execution import native, plan
 from zonal.execution.call import prepare
+from zonal.execution.dense import weights
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
 
@@ -99,6 +100,27 @@ def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype,
         floor = (64 if index else 16) * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
         floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
         assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch's tiles {allowed:.3g}, size {size:.3g}"
+
+
+@pytest.mark.parametrize("case_name", [*CASES, *LARGE])
+@pytest.mark.parametrize("name", KINDS)
+def test_bfloat16_without_gradients(name: str, case_name: str) -> None:
+    """Products in bfloat16 with float32 sums, where the processor has them: within two roundings of the weights of the definition."""
+    case, make = {**CASES, **LARGE}[case_name], KINDS[name]
+    operator = randomised(make()).float()  # type: ignore[operator]
+    if not taken(operator, case):
+        return
+    data = inputs(case).to(torch.bfloat16)
+    exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
+    with torch.no_grad():
+        got = data.run(operator, "tiled")
+        truth = exact.run(double, "dense")
+        # what rounding every weight may change, eps sum_s |W_ts| |v_s|, and the result's own rounding
+        call = prepare(double, exact.q, exact.k, exact.v, causal=exact.causal, key_padding_mask=exact.key_padding_mask, cu_seqlens=exact.cu_seqlens)
+        size = weights(call).abs() @ call.expand(call.v).abs()
+    assert got.dtype == torch.bfloat16
+    assert torch.isfinite(got).all()
+    assert ((got.double() - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * (size + 1e-3)).all()
 
 
 def test_every_link_with_a_formula_is_met() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from zonal.algebra.link import LINKS, Link
 from zonal.errors import ZonalError
 from zonal.execution import native
-from zonal.kernels.cpp import build
+from zonal.kernels.cpp import build, library
 
 DESCRIPTION = """\
 Compile the CPU tile kernel for every link that has a formula, and check that each loads. Without this, a kernel is compiled
@@ -35,12 +35,16 @@ def run(options: Build, command: str) -> int:
     print(f"compiler  {compiler} {' '.join(build.flags())}")
     failed = 0
     for code in codes:
-        known, start = build.built(code) and not options.again, time.perf_counter()
-        try:
-            path = build.build(code, again=options.again)
-            native.library.load(code)
-            print(f"{code.name:<18} {'was there' if known else f'{time.perf_counter() - start:.1f} s'}  {path}")
-        except ZonalError as error:
-            failed += 1
-            print(f"{code.name:<18} failed: {error}")
+        for source in build.SOURCES:
+            if source == "tile_bf16" and (library.failure(code) is not None or not library.load(code).zonal_has_bf16()):
+                continue
+            name, start = f"{code.name} ({'bfloat16' if source == 'tile_bf16' else 'float32'})", time.perf_counter()
+            known = build.built(code, source) and not options.again
+            try:
+                path = build.build(code, source, again=options.again)
+                library.load(code, source)
+                print(f"{name:<28} {'was there' if known else f'{time.perf_counter() - start:.1f} s':>9}  {path}")
+            except ZonalError as error:
+                failed += 1
+                print(f"{name:<28} failed: {error}")
     return 1 if failed else 0

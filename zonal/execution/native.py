@@ -1,5 +1,7 @@
-"""The tiled path by a compiled kernel: which calls it takes, and how a call becomes one."""
+"""The tiled path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
 
+import functools
+import importlib.util
 import os
 
 import torch
@@ -22,7 +24,7 @@ def refusal(call: Call) -> str | None:
     """Why torch's tiles run in the kernel's place, or None."""
     if os.environ.get(VARIABLE) == "off":
         return f"the environment says {VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
@@ -37,10 +39,19 @@ def refusal(call: Call) -> str | None:
         return "log priors (decay, ALiBi, key biases) are not in it"
     if max(call.shape[4:]) > _LARGEST or min(call.shape[4:]) < 1:
         return f"key and value dimensions must be 1 to {_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    if call.device.type == "cuda":
+        if not (code.triton or code.log):
+            return f"link {type(call.bound.link).__name__} has no Triton functions"
+        return None if _has_triton() else "triton is not installed (pip install triton)"
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     failure = library.failure(code)
     return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+@functools.lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def code_of(link: Link) -> LinkCode | None:
@@ -73,10 +84,13 @@ def tiled(call: Call) -> Tensor:
     spec = TileSpec(
         code, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
         call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
-        None if window is None else window.right,
+        None if window is None else window.right, not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
-    y, _ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, None, ops.encode(spec), learned)
+    edges = None
+    if q.device.type == "cuda" and seen.packed:
+        edges = torch.cat([torch.unique_consecutive(seen.segment_start), torch.tensor([seen.keys])]).to(q.device)
+    y, _ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, edges, ops.encode(spec), learned)
     return y
 
 
-__all__ = ["VARIABLE", "code_of", "library", "refusal", "tiled"]
+__all__ = ["VARIABLE", "code_of", "refusal", "tiled"]

@@ -35,8 +35,19 @@ def tile(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
     cu_seqlens: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, factor) of ``TileSpec``'s equation. The first ``learned`` coefficients (H, n) have a gradient, as has scale (H,)."""
+    """(y, factor) of ``TileSpec``'s equation. lo, hi (T,) on the CPU say who sees whom for the CPU kernel; that for CUDA works it out
+    from the spec and the borders of documents, ``cu_seqlens``. The first ``learned`` coefficients (H, n) have a gradient, as has scale (H,)."""
     return library.forward(q, k, v, scale, coefficients, key_mask, lo, hi, decode(spec))
+
+
+@tile.register_kernel("cuda")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    cu_seqlens: Tensor | None, spec: str, learned: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from zonal.kernels.triton import forward
+
+    return forward.forward(q, k, v, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
 
 
 @tile.register_fake
@@ -45,7 +56,7 @@ def _(
     cu_seqlens: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2])
-    return q.new_empty((*shape, v.shape[3]), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty((*shape, v.shape[3]), dtype=torch.float32 if q.device.type == "cpu" else q.dtype), q.new_empty(shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("zonal::tile_backward", mutates_args=(), device_types="cpu")
@@ -57,10 +68,32 @@ def tile_backward(
     dq, dk, dv, dscale, dc = library.backward(
         dy, q, k, v, y, factor, scale, coefficients, key_mask, lo, hi, decode(spec), learned, scaled
     )
+    return dq, dk, dv, *_parameters(scale, coefficients, dscale, dc)
+
+
+def _parameters(scale: Tensor, coefficients: Tensor, dscale: Tensor | None, dc: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of what is learned in its own type; an operator has no None to return."""
     return (
-        dq, dk, dv, scale.new_empty(0) if dscale is None else dscale.to(scale.dtype),
+        scale.new_empty(0) if dscale is None else dscale.to(scale.dtype),
         coefficients.new_empty(coefficients.shape[0], 0) if dc is None else dc.to(coefficients.dtype),
-    )  # fmt: skip
+    )
+
+
+@tile_backward.register_kernel("cuda")
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
+    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from zonal.kernels.triton import backward
+
+    dq, dk, dv, dscale, dc = backward.backward(
+        dy, q, k, v, y, factor, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec), learned,
+        (True, True, True, scaled, learned > 0),
+    )
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return dq, dk, dv, *_parameters(scale, coefficients, dscale, dc)
 
 
 @tile_backward.register_fake

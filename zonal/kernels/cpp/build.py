@@ -22,7 +22,8 @@ from zonal.data.cache import cache_folder
 from zonal.errors import FileFormatError, ZonalError
 from zonal.kernels.spec import LinkCode
 
-SOURCE = Path(__file__).with_name("tile.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = ("tile", "tile_bf16")
 _NAMES = ("g++", "clang++", "c++")
 
 
@@ -44,11 +45,13 @@ def compiler() -> str | None:
     return _compiler(os.environ.get("CXX") or None)
 
 
-def flags() -> tuple[str, ...]:
-    """Compiler flags for this processor. Vectors of 256 bits are as fast as 512 here, and -march=native is slower (measured)."""
+def flags(source: str = "tile") -> tuple[str, ...]:
+    """Compiler flags for this processor and source. Vectors of 256 bits are as fast as 512 here, and -march=native is slower (measured)."""
     common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
     if platform.machine().lower() in ("x86_64", "amd64") and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         common += ("-march=x86-64-v3",)
+        if source == "tile_bf16":
+            common += ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16")
     # the team of threads is torch's own: its OpenMP library is in the process already
     return common if sys.platform == "darwin" else (*common, "-fopenmp")
 
@@ -73,14 +76,15 @@ def _version(path: str) -> str:
         raise BuildError(f"build: the C++ compiler {path} does not run ({error}). Set CXX to one that does.") from error
 
 
-def target(code: LinkCode) -> Path:
-    """Where the library of a link is kept. Raises: BuildError without a compiler."""
+def target(code: LinkCode, source: str = "tile") -> Path:
+    """Where the library of a link is kept, made from "tile" or "tile_bf16". Raises: BuildError without a compiler."""
     path = compiler()
     if path is None:
         raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch's tiles run instead.")
-    parts = (SOURCE.read_text(encoding="utf-8"), defines(code), _version(path), " ".join(flags()), torch.__version__)
+    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp")]
+    parts = (*texts, defines(code), _version(path), " ".join(flags(source)), torch.__version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_folder() / "kernels" / f"{code.name}-{key}.so"
+    return cache_folder() / "kernels" / f"{code.name}-{source}-{key}.so"
 
 
 def _good(library: Path) -> bool:
@@ -94,20 +98,20 @@ def _good(library: Path) -> bool:
     return isinstance(read, dict) and read.get("sha256") == hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def built(code: LinkCode) -> bool:
+def built(code: LinkCode, source: str = "tile") -> bool:
     """Whether a good library of the link is there."""
     try:
-        return _good(target(code))
+        return _good(target(code, source))
     except BuildError:
         return False
 
 
-def build(code: LinkCode, *, again: bool = False) -> Path:
+def build(code: LinkCode, source: str = "tile", *, again: bool = False) -> Path:
     """The library of a link, compiled unless a good one is there. Two processes may do so at once: each file appears whole.
 
     Raises: BuildError with the compiler's first words when it fails, or when the cache cannot be written.
     """
-    library = target(code)
+    library = target(code, source)
     if not again and _good(library):
         return library
     if not again and library.exists():
@@ -117,9 +121,9 @@ def build(code: LinkCode, *, again: bool = False) -> Path:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            source, made = Path(folder) / "link.cpp", Path(folder) / "link.so"
-            source.write_text(defines(code) + f'#include "{SOURCE}"\n', encoding="utf-8")
-            command = [path, *flags(), str(source), "-o", str(made)]
+            text, made = Path(folder) / "link.cpp", Path(folder) / "link.so"
+            text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
+            command = [path, *flags(source), str(text), "-o", str(made)]
             ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
             if ran.returncode:
                 first = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[:300].strip())
@@ -129,7 +133,7 @@ def build(code: LinkCode, *, again: bool = False) -> Path:
             staged = library.with_name(f".{library.name}-{uuid.uuid4().hex}")
             shutil.move(made, staged)
             os.replace(staged, library)
-            store.write_json(library.with_suffix(".json"), {"sha256": digest, "link": code.name, "compiler": _version(path).splitlines()[0], "flags": list(flags())})
+            store.write_json(library.with_suffix(".json"), {"sha256": digest, "link": code.name, "compiler": _version(path).splitlines()[0], "flags": list(flags(source))})
     except OSError as error:
         raise BuildError(f"build: the kernel could not be written to {library.parent} ({error}). Set ZONAL_CACHE to a folder that can be written.") from error
     except subprocess.SubprocessError as error:

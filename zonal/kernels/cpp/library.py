@@ -1,7 +1,8 @@
-"""Calls the compiled kernel on tensors: float32 on the CPU, any strides but the last."""
+"""Calls the compiled kernel on tensors: float32 on the CPU, or bfloat16 where the processor has it; any strides but the last."""
 
 import ctypes
 import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from zonal.kernels.cpp.build import BuildError, build
 from zonal.kernels.spec import LinkCode, TileSpec
 
-_ABI = 1
+_ABI = 2
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("q", "k", "v", "scale", "coefficients", "index", "lo", "hi")
 _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "by_batch", "numbers", "learned", "anchor", "normalise")
@@ -30,29 +31,29 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-# links whose kernel could not be had in this process, with the reason: it is not tried at every call
-_failed: dict[LinkCode, str] = {}
+# kernels that could not be had in this process, with the reason: they are not tried at every call
+_failed: dict[tuple[LinkCode, str], str] = {}
 
 
 def failure(code: LinkCode) -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
-    return _failed.get(code)
+    return _failed.get((code, "tile"))
 
 
-def load(code: LinkCode) -> ctypes.CDLL:
+def load(code: LinkCode, source: str = "tile") -> ctypes.CDLL:
     """The library of a link, compiled first where it is not there yet. Raises: BuildError, the first time and from then on."""
-    if code in _failed:
-        raise BuildError(_failed[code])
+    if (code, source) in _failed:
+        raise BuildError(_failed[code, source])
     try:
-        return _loaded(code)
+        return _loaded(code, source)
     except BuildError as error:
-        _failed[code] = str(error)
+        _failed[code, source] = str(error)
         raise
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded(code: LinkCode) -> ctypes.CDLL:
-    path = build(code)
+def _loaded(code: LinkCode, source: str) -> ctypes.CDLL:
+    path = build(code, source)
     try:
         library = ctypes.CDLL(str(path))
         found = library.zonal_version()
@@ -63,8 +64,23 @@ def _loaded(code: LinkCode) -> ctypes.CDLL:
     return library
 
 
-def _dense_last(x: Tensor) -> Tensor:
-    x = x.float()
+def _in_pairs(q: Tensor, k: Tensor, v: Tensor, spec: TileSpec) -> ctypes.CDLL | None:
+    """The kernel for bfloat16 products where it applies: all three in bfloat16, an even D, the processor's instructions, no gradient."""
+    if not spec.inference or any(x.dtype != torch.bfloat16 for x in (q, k, v)) or q.shape[3] % 2:
+        return None
+    if not load(spec.link).zonal_has_bf16():
+        return None
+    known = (spec.link, "tile_bf16") in _failed
+    try:
+        return load(spec.link, "tile_bf16")
+    except BuildError as error:
+        if not known:
+            warnings.warn(f"zonal: bfloat16 runs through the float32 kernel, twice as slow. {error}", stacklevel=2)
+        return None
+
+
+def _dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -72,11 +88,12 @@ class _Prepared:
     """A filled-in ``_Call`` and the tensors it points to."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, spec: TileSpec
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, spec: TileSpec,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
-        q, k, v = (_dense_last(x) for x in (q, k, v))
+        q, k, v = (_dense_last(x, dtype) for x in (q, k, v))
         by_batch = key_mask is not None
         if key_mask is None:
             index, hi = torch.arange(keys, dtype=torch.int32), torch.maximum(lo, hi)
@@ -113,9 +130,10 @@ def forward(
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3])
     factor = torch.empty(batch, heads, queries)
-    prepared = _Prepared(q, k, v, scale, coefficients, key_mask, lo, hi, spec)
+    in_pairs = _in_pairs(q, k, v, spec)
+    prepared = _Prepared(q, k, v, scale, coefficients, key_mask, lo, hi, spec, torch.float32 if in_pairs is None else torch.bfloat16)
     prepared.point({"y": y, "factor": factor})
-    _run(load(spec.link).zonal_forward, prepared)
+    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward, prepared)
     return y, factor
 
 
