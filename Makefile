@@ -31,6 +31,7 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 
 bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 15 minutes, run alone)
+	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 

@@ -1,21 +1,17 @@
-"""SKO by tiles against torch's fused softmax attention, the dense recurrence and the library's dense path, T = 512 … 8k, forward and with backward.
+"""Tiles against torch's fused attention: compiled kernel and torch fallback, forward and with backward, float32 and bfloat16.
 
-B = 1, H = 8, d = 64, causal, float32, degrees 2–5: the setting of the issue every kernel here is measured in. The peers are
-``torch.nn.functional.scaled_dot_product_attention`` (another function, the speed to reach) and the recurrence as the SKO paper
-writes it: every Gegenbauer polynomial as a full T x T matrix. The dense path is the definition by Horner's rule, whose place the
-tiles take from T = 512 on. Memory is what a call allocates at its peak beyond its inputs.
+B = 1, H = 8, d = 64, causal unless a row says otherwise. The peer of every ratio is
+``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call a document);
+backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
 """
 
 import argparse
-import contextlib
-import ctypes
-import gc
-import resource
+import itertools
+import os
 import sys
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,134 +19,184 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
+from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
-from zonal.algebra import gegenbauer
+from zonal.execution import native
 
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-HEADS, DIM = 8, 64
-DEGREES = (2.0, 3.0, 4.0, 5.0)
-# past this the full matrices of the recurrence do not fit in memory
-_RECURRENCE_LIMIT = {False: 4096, True: 4096}
+OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
+    "sko": lambda: mechanisms.sko(degrees=(2.0, 3.0, 4.0, 5.0)), "yat": mechanisms.yat, "softmax": mechanisms.softmax,
+}  # fmt: skip
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, operator: zonal.Operator) -> Tensor:
-    """The paper's form: x = cos(q, k) as a matrix, R_k by the three-term recurrence, sum, causal mask, 1/M, times V."""
-    x = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).clamp(-1, 1)
-    weight = operator.bind(q.shape[1], k.shape[1]).link._gated(  # type: ignore[attr-defined]
-        {"weight": operator.for_heads(q.shape[1]).learned_parts["link_weight"]}
-    )
-    phi = torch.zeros_like(x)
-    for order, values in enumerate(gegenbauer.basis(x, weight.shape[1], 64)):
-        phi = phi + weight[:, order].to(x).view(1, -1, 1, 1) * values
-    count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device).view(-1, 1)
-    return (phi.tril() / count) @ v
+@dataclass(frozen=True)
+class Case:
+    """One row. bound: the ratio to reach, moonshot: the one to hope for (None: it is only measured)."""
+
+    operator: str = "sko"
+    tokens: int = 1024
+    gradients: bool = False
+    dtype: str = "float32"
+    kernel: bool = True
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    causal: bool = True
+    documents: int = 1
+    bound: float | None = None
+    moonshot: float | None = None
+
+    def __str__(self) -> str:
+        plain = Case()
+        parts = [self.operator, f"T={self.tokens}", "forward+backward" if self.gradients else "forward", self.dtype, "kernel" if self.kernel else "torch"]
+        parts += [f"H={self.heads}" for _ in [0] if self.heads != plain.heads] + [f"kv={self.kv_heads}" for _ in [0] if self.kv_heads != self.heads]
+        parts += [f"d={self.dim}" for _ in [0] if self.dim != plain.dim] + ["bidirectional" for _ in [0] if not self.causal]
+        return ", ".join(parts + [f"{self.documents} documents" for _ in [0] if self.documents > 1])
+
+    @property
+    def edges(self) -> list[int]:
+        """Borders of documents of uneven lengths."""
+        if self.documents == 1:
+            return [0, self.tokens]
+        weights = torch.arange(1, self.documents + 1).double().sqrt().cumsum(0)
+        return [0, *sorted({int(x) for x in (weights / weights[-1] * self.tokens).round()})]
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most the process grew while ``work`` ran, in bytes, sampled every 2 ms from the resident size."""
-    page = resource.getpagesize()
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * page
-
-    gc.collect()
-    # freed memory that the allocator keeps would hide what the call takes
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, most, done = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.is_set():
-            most = max(most, resident())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    kept = work()
-    most = max(most, resident())
-    done.set()
-    thread.join()
-    del kept
-    return max(0, most - before)
+def table() -> list[Case]:
+    """The rows with bounds, then other shapes."""
+    cases = []
+    for tokens, bounds in ((1024, (0.70, 0.70, 0.75, 0.50, 0.80, 1.1)), (4096, (0.85, 0.85, 0.90, 0.45, 0.70, 1.1))):
+        far = (0.58, 0.58, 0.60, 0.30, 0.50, 0.9) if tokens == 1024 else (0.70, 0.70, 0.72, 0.33, 0.45, 0.9)
+        cases += [
+            Case("sko", tokens, bound=bounds[0], moonshot=far[0]), Case("yat", tokens, bound=bounds[1], moonshot=far[1]),
+            Case("sko", tokens, gradients=True, bound=bounds[2], moonshot=far[2]),
+            Case("sko", tokens, dtype="bfloat16", bound=bounds[3], moonshot=far[3]),
+            Case("sko", tokens, gradients=True, dtype="bfloat16", bound=bounds[4], moonshot=far[4]),
+            Case("softmax", tokens, bound=bounds[5], moonshot=far[5]),
+        ]  # fmt: skip
+    cases += [Case("sko", 4096, kernel=False, bound=1.4, moonshot=1.15), Case("sko", 4096, gradients=True, kernel=False, bound=1.5, moonshot=1.25)]
+    shapes = [
+        Case(tokens=127), Case(tokens=1000), Case(tokens=4099), Case(dim=48), Case(dim=80), Case(dim=128), Case(heads=1, kv_heads=1),
+        Case(causal=False), Case(kv_heads=2), Case(tokens=4096, documents=20),
+    ]  # fmt: skip
+    return cases + [Case(**{**asdict(case), "gradients": gradients}) for case in shapes for gradients in (False, True)]
 
 
-def works(operator: zonal.Operator, q: Tensor, k: Tensor, v: Tensor, gradients: bool) -> dict[str, Callable[[], object]]:
-    """What is timed: the subject and its peers, forward or with gradients of q, k, v and the link."""
-    forward: dict[str, Callable[[], Tensor]] = {
-        "tiled": lambda: zonal.attention(q, k, v, operator, causal=True, path="tiled"),
-        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "recurrence": lambda: recurrence(q, k, v, operator),
-        "dense": lambda: zonal.attention(q, k, v, operator, causal=True, path="dense"),
-    }
-    if not gradients:
-        def bare(run: Callable[[], Tensor]) -> Callable[[], object]:
-            def work() -> object:
-                with torch.no_grad():
-                    return run()
-            return work
-        return {name: bare(run) for name, run in forward.items()}
+@dataclass
+class Work:
+    """The tensors of a case, the subject and the peer."""
 
-    def both(name: str, run: Callable[[], Tensor]) -> Callable[[], object]:
-        leaves = [q, k, v] if name == "sdpa" else [q, k, v, *operator.parameters()]
-        return lambda: torch.autograd.grad(run().sum(), leaves, allow_unused=True)
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    operator: zonal.Operator
+    edges: Tensor | None
 
-    return {name: both(name, run) for name, run in forward.items()}
+    @staticmethod
+    def of(case: Case, device: torch.device) -> "Work":
+        generator = torch.Generator().manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+
+        def draw(heads: int) -> Tensor:
+            x = torch.randn(1, heads, case.tokens, case.dim, generator=generator)
+            return x.to(device, dtype).requires_grad_(case.gradients)
+
+        edges = None if case.documents == 1 else torch.tensor(case.edges, device=device)
+        operator = OPERATORS[case.operator]().to(device).requires_grad_(case.gradients)
+        return Work(case, draw(case.heads), draw(case.kv_heads), draw(case.kv_heads), operator, edges)
+
+    def attend(self) -> Tensor:
+        before = os.environ.get(native.VARIABLE)
+        os.environ[native.VARIABLE] = "on" if self.case.kernel else "off"
+        try:
+            return zonal.attention(self.q, self.k, self.v, self.operator, causal=self.case.causal, cu_seqlens=self.edges, path="tiled")
+        finally:
+            if before is None:
+                del os.environ[native.VARIABLE]
+            else:
+                os.environ[native.VARIABLE] = before
+
+    def sdpa(self) -> Tensor:
+        parts, edges = [], self.case.edges
+        for start, stop in itertools.pairwise(edges):
+            q, k, v = (x[:, :, start:stop] for x in (self.q, self.k, self.v))
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.case.kv_heads != self.case.heads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def done(self, run: Callable[[], Tensor], learned: bool) -> object:
+        if not self.case.gradients:
+            return run()
+        leaves = [self.q, self.k, self.v, *(self.operator.parameters() if learned else ())]
+        return torch.autograd.grad(run().sum(), leaves, allow_unused=True)
+
+    def subject(self) -> object:
+        return self.done(self.attend, True)
+
+    def peer(self) -> object:
+        return self.done(self.sdpa, False)
 
 
-def gate(device: torch.device) -> dict[str, float]:
-    """Errors of the subject and of the recurrence against the float64 definition at a length with ragged tiles."""
-    operator = mechanisms.sko(degrees=DEGREES).to(device)
-    q, k, v = (torch.randn(1, HEADS, 777, DIM, device=device) for _ in range(3))
-    with torch.no_grad():
-        exact = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")
-        return {
-            "tiled": common.gate("tiled", zonal.attention(q, k, v, operator, causal=True, path="tiled"), exact, 2e-6),
-            "recurrence": common.gate("recurrence", recurrence(q, k, v, operator), exact, 2e-5),
-        }
+def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
+    """Errors of output and gradients against the float64 definition, for each kind of row at up to 777 tokens."""
+    errors: dict[str, float] = {}
+    for case in cases:
+        short = Case(**{**asdict(case), "tokens": min(case.tokens, 777), "gradients": True})
+        name = str(short)
+        if name in errors:
+            continue
+        work = Work.of(short, device)
+        exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
+        reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=case.causal, cu_seqlens=work.edges, path="dense")
+        tolerance = 2e-5 if case.dtype == "float32" else 2e-2
+        got = work.attend()
+        errors[name] = common.gate(name, got.detach(), reference.detach(), tolerance)
+        with torch.no_grad():
+            common.gate(f"{name}, inference", work.attend(), reference.detach(), tolerance)
+        for a, b in zip(
+            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True
+        ):
+            common.gate(f"{name}, a gradient", a, b, tolerance)
+    return errors
+
+
+def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+    work = Work.of(case, device)
+    with torch.set_grad_enabled(case.gradients):
+        row: dict[str, Any] = {"row": str(case), **asdict(case)}
+        row["against_sdpa"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
+        row["peak_bytes"], row["sdpa_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
+    return row
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 0 when it ran."""
+    """Run the benchmark; 0 when every bound holds, else 1."""
     parser = common.parser(__doc__ or "", "tiled")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out longer sequences (default: %(default)s)")
-    options: argparse.Namespace = parser.parse_args(argv)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only rows whose description contains this text")
+    options = parser.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
-    errors = gate(device)
-    rows = []
-    for length in LENGTHS[:1] if options.quick else [n for n in LENGTHS if n <= options.longest]:
-        for gradients in (False, True):
-            operator = mechanisms.sko(degrees=DEGREES).to(device)
-            q, k, v = (torch.randn(1, HEADS, length, DIM, device=device, requires_grad=gradients) for _ in range(3))
-            work = works(operator, q, k, v, gradients)
-            row: dict[str, object] = {"T": length, "gradients": gradients}
-            row["against_sdpa"] = common.compare(work["tiled"], work["sdpa"], device, pairs=7, budget=16).to_dict()
-            if length <= _RECURRENCE_LIMIT[gradients]:
-                # a pair takes half a minute at the end: there, three are enough
-                pairs, budget = (7, 10.0) if length <= 1024 else (3, 40.0)
-                row["against_recurrence"] = common.compare(work["tiled"], work["recurrence"], device, pairs=pairs, budget=budget).to_dict()
-                row["against_dense"] = common.compare(work["tiled"], work["dense"], device, pairs=pairs, budget=budget).to_dict()
-                row["recurrence_peak_bytes"], row["dense_peak_bytes"] = peak_bytes(work["recurrence"]), peak_bytes(work["dense"])
-            row["tiled_peak_bytes"], row["sdpa_peak_bytes"] = peak_bytes(work["tiled"]), peak_bytes(work["sdpa"])
-            rows.append(row)
-            print(line(row), flush=True)
-    common.report(
-        options.out, "tiled", __doc__ or "", {"B": 1, "H": HEADS, "d": DIM, "degrees": DEGREES, "dtype": "float32", "causal": True},
-        rows, {"errors": errors}, start,
-    )  # fmt: skip
-    return 0
-
-
-def line(row: dict[str, object]) -> str:
-    """One row for people."""
-    def ratio(key: str) -> str:
-        found = row.get(key)
-        return "-" if not isinstance(found, dict) else f"{found['ratio']['median']:.3f} [{found['ratio']['low']:.3f}-{found['ratio']['high']:.3f}]"
-
-    kind = "forward+backward" if row["gradients"] else "forward"
-    peaks = ", ".join(f"{name} {int(str(row[name + '_peak_bytes'])) / 1e6:.0f} MB" for name in ("tiled", "sdpa", "recurrence", "dense") if name + "_peak_bytes" in row)
-    return f"T={row['T']} {kind}: {ratio('against_sdpa')} of SDPA, {ratio('against_recurrence')} of the recurrence, {ratio('against_dense')} of dense; peak {peaks}"
+    cases = [case for case in table() if options.only in str(case)]
+    if options.quick:
+        cases = [case for case in cases if case.tokens == 127]
+    print("checking outputs and gradients against the float64 definition …", flush=True)
+    errors = gate(device, cases)
+    rows, missed = [], []
+    for case in cases:
+        row = measured(case, device, 0.2 if options.quick else options.budget)
+        rows.append(row)
+        ratio = row["against_sdpa"]["ratio"]
+        held = case.bound is None or ratio["median"] <= case.bound
+        missed += [] if held else [str(case)]
+        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
+        memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['sdpa_peak_bytes'] / 1e6:.0f}"
+        print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of SDPA  {case} ({memory}){goal}", flush=True)
+    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
+    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
+    partial = options.quick or options.only
+    common.report("-" if partial else options.out, "tiled", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    return 1 if missed and not partial else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import common, planner
+from benchmarks import common, planner, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -117,3 +117,26 @@ def test_the_planner_benchmark_refuses_a_wrong_path(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planner.zonal, "attention", wrong)
     with pytest.raises(common.GateError, match="path tiled"):
         planner.main(["--quick", "--out", "-"])
+
+
+def test_the_benchmark_of_tiles_runs_and_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiled.main(["--quick", "--out", "-"]) == 0
+    assert "of SDPA  sko, T=127, forward+backward" in capsys.readouterr().out
+    whole = tiled.zonal.attention
+
+    def wrong(q, k, v, operator, *, causal, cu_seqlens, path):
+        y = whole(q, k, v, operator, causal=causal, cu_seqlens=cu_seqlens, path=path)
+        return y * 1.001 if path == "tiled" else y
+
+    monkeypatch.setattr(tiled.zonal, "attention", wrong)
+    with pytest.raises(common.GateError, match="T=127"):
+        tiled.main(["--quick", "--out", "-"])
+
+
+def test_the_table_of_tiles() -> None:
+    """Every row is another one, and documents end where the sequence ends."""
+    cases = tiled.table()
+    assert len({str(case) for case in cases}) == len(cases) >= 34
+    assert sum(case.bound is not None for case in cases) == 14
+    packed = next(case for case in cases if case.documents == 20)
+    assert (packed.edges[0], packed.edges[-1], len(packed.edges)) == (0, packed.tokens, 21)
