@@ -36,8 +36,13 @@ def margin(value: float, half: float) -> str:
 
 
 def told_apart(a: float, b: float) -> tuple[str, str]:
-    """Two numbers with three decimals, or with as many (up to 6) as it takes to tell them apart."""
-    decimals = next((digits for digits in (3, 4, 5, 6) if f"{a:.{digits}f}" != f"{b:.{digits}f}"), 3)
+    """Two numbers with three decimals, or with as many (up to 6) as it takes to tell them apart, and from the one they are short of."""
+
+    def plain(decimals: int) -> bool:
+        texts = f"{a:.{decimals}f}", f"{b:.{decimals}f}"
+        return texts[0] != texts[1] and not any(x != 1 and float(text) == 1 for x, text in zip((a, b), texts, strict=True))
+
+    decimals = next((digits for digits in (3, 4, 5, 6) if plain(digits)), 3)
     return f"{a:.{decimals}f}", f"{b:.{decimals}f}"
 
 
