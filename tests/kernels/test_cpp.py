@@ -22,6 +22,7 @@ from zonal.execution.call import prepare
 from zonal.execution.dense import weights
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
+from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -225,6 +226,33 @@ def test_checkpointing_autocast_and_inference_mode() -> None:
         assert torch.equal(block(*tensors), plain[0])
     with torch.inference_mode():
         assert torch.equal(block(*tensors), plain[0])
+
+
+@pytest.mark.parametrize("spec", ["sko(degrees=(2.,3.))", "softmax", "yat"])
+def test_a_training_step_compiles_without_a_break(spec: str) -> None:
+    torch.manual_seed(0)
+    model = CausalLM(ModelConfig(50, 32, (spec, spec), 2, conv=4, rotary=True))
+    tokens = torch.randint(0, 50, (2, 40))
+
+    def step(tokens: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        loss = run(tokens)
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_export() -> None:
+    """An exported layer carries the kernel as one operator and gives the same numbers for other inputs."""
+    layer = zonal.nn.Attention(16, heads=2, operator=m.yat()).eval()
+    x, other = torch.randn(2, 1, 20, 16).unbind(0)
+    program = torch.export.export(layer, (x,))
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert any("zonal.tile" in str(node.target) for graph in graphs for node in graph.nodes)
+    assert torch.allclose(program.module()(other), layer(other), atol=1e-6)
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,7 @@ def _step(k: int, q: int) -> tuple[Fraction, Fraction]:
 
 
 @functools.lru_cache(maxsize=64)
-def to_monomials(degree: int, q: int) -> Tensor:
-    """The matrix (degree + 1, degree + 1) whose row k holds the monomial coefficients of R_k.
-
-    Made in exact rational arithmetic: float64 rounding happens once, at the end.
-    """
+def _monomials(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
     rows: list[list[Fraction]] = []
     for k in range(degree + 1):
         line = [Fraction(0)] * (degree + 1)
@@ -34,7 +30,20 @@ def to_monomials(degree: int, q: int) -> Tensor:
                 line[j + 1] += a * rows[k - 1][j]
                 line[j] -= b * rows[k - 2][j]
         rows.append(line)
-    return torch.tensor([[float(v) for v in line] for line in rows], dtype=torch.float64)
+    return tuple(tuple(float(v) for v in line) for line in rows)
+
+
+@torch.compiler.assume_constant_result
+def _monomial_rows(degree: int, q: int) -> tuple[tuple[float, ...], ...]:
+    return _monomials(degree, q)
+
+
+def to_monomials(degree: int, q: int) -> Tensor:
+    """The matrix (degree + 1, degree + 1) whose row k holds the monomial coefficients of R_k.
+
+    Made in exact rational arithmetic: float64 rounding happens once, at the end.
+    """
+    return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
 
 
 def basis(x: Tensor, count: int, q: int) -> list[Tensor]:

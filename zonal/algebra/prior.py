@@ -114,7 +114,7 @@ class Visibility:
 
     lo, hi: int64 (T,) on the CPU (plain positions: the drivers plan their loops from them). key_mask: bool (B, S) or None.
     segment_start, segment_end: the packed document each query lies in, (T,); without packing 0 and S.
-    position: absolute position of each query among the keys, (T,).
+    position: absolute position of each query among the keys, (T,). packed: whether there are several documents.
     """
 
     lo: Tensor
@@ -124,15 +124,12 @@ class Visibility:
     position: Tensor
     keys: int
     key_mask: Tensor | None = None
+    packed: bool = False
 
     @property
     def nested(self) -> bool:
         """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
         return bool((self.lo <= self.segment_start).all())
-
-    @property
-    def packed(self) -> bool:
-        return bool((self.segment_start > 0).any() or (self.segment_end < self.keys).any())
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """The keys that any query in [start, stop) may see."""
@@ -245,7 +242,7 @@ def visibility(
         if right is not None:
             hi = torch.minimum(hi, position + right + 1)
     hi = hi.clamp_min(0)
-    return Visibility(lo, hi, start, end, position, keys, key_padding_mask)
+    return Visibility(lo, hi, start, end, position, keys, key_padding_mask, cu_seqlens is not None and cu_seqlens.shape[0] > 2)
 
 
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:

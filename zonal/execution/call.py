@@ -1,7 +1,6 @@
 """One call of attention, checked and prepared: what every path receives."""
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -54,12 +53,19 @@ class Call:
     causal: bool
     include_self: bool
     dtype: torch.dtype  # of the result
+    _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @functools.cached_property
+    @property
     def tokens(self) -> Prepared:
-        """Queries, keys and values prepared."""
+        """Queries, keys and values prepared, once."""
         if self.prepared is not None:
             return self.prepared
+        # kept by hand: a cached_property takes a lock, which tracing does not know
+        if not self._kept:
+            self._kept.append(self._prepare())
+        return self._kept[0]
+
+    def _prepare(self) -> Prepared:
         assert self.raw is not None
         q, k, v, scale = self.raw
         compute = torch.promote_types(q.dtype, torch.float32)

@@ -45,6 +45,8 @@ def refusal(call: Call) -> str | None:
         return None if _has_triton() else "triton is not installed (pip install triton)"
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
     failure = library.failure(code)
     return None if failure is None else f"the kernel could not be had ({failure})"
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
+
 from zonal.errors import PathError, unknown_name
 from zonal.execution import calibration, cost
 from zonal.execution.call import Call
@@ -37,7 +39,16 @@ def choose(call: Call, *, memory: Memory | None = None, constants: Constants | N
         constants: of the machine; None = measured once and kept (``calibration``).
         available: bytes that a path may use; None = what is free, asked only when a path needs a good part of what there is.
     """
-    return decide(problem_of(call, None if memory is None else Held.of(memory)), constants, available)
+    problem = problem_of(call, None if memory is None else Held.of(memory))
+    return _traced(problem) if torch.compiler.is_compiling() else decide(problem, constants, available)
+
+
+def _traced(problem: Problem) -> Plan:
+    """The plan of a call that is being traced, where nothing can be measured or asked of the system: the first path that can run."""
+    refused = [path for path, _ in problem.refused]
+    kernel = ("tiled",) if problem.without_kernel is None else ()
+    path = next(path for path in (*kernel, "chunked", "dense", "tiled", "streaming") if path not in refused)
+    return Plan(path, "a traced call takes the compiled kernel where it can, else chunked, else dense")
 
 
 def decide(problem: Problem, constants: Constants | None = None, available: int | None = None) -> Plan:

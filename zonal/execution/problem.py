@@ -206,8 +206,7 @@ def _refused(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
 def _span(call: Call) -> Span:
     seen, window = call.visibility, next((p for p in call.bound.priors if isinstance(p, Window)), None)
     edges = None
-    # documents in a row: the first ends early or the last begins late
-    if seen.segment_end.shape[0] and (int(seen.segment_end[0]) < seen.keys or int(seen.segment_start[-1]) > 0):
+    if seen.packed:
         edges = (*torch.unique_consecutive(seen.segment_start).tolist(), seen.keys)
     return Span(
         causal=call.causal and call.chunk is None, include_self=call.include_self, chunk=call.chunk,

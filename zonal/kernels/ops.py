@@ -1,11 +1,10 @@
 """The tile kernels as torch operators, with shapes for tracing and gradients: ``zonal::tile`` and ``zonal::tile_backward``.
 
-The rules of a call travel as JSON in one string (``TileSpec``), so that a traced graph holds all it needs.
+The rules of a call (``TileSpec``) travel as one string, so that a traced graph holds all it needs.
 """
 
+import ast
 import functools
-import json
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,18 +15,21 @@ from zonal.kernels.cpp import library
 from zonal.kernels.spec import LinkCode, TileSpec
 
 
-@functools.lru_cache(maxsize=256)
 def encode(spec: TileSpec) -> str:
-    return json.dumps(asdict(spec))
+    """The spec as a string of plain values (put together by hand: a tracer follows this, but no encoder of a library)."""
+    link = spec.link
+    parts = (
+        link.name, link.cpp_value, link.cpp_derivative, link.cpp_base, link.triton, link.log, link.domain, link.constants, spec.anchor, spec.normalise,
+        spec.eps, spec.causal, spec.include_self, spec.chunk, spec.left, spec.right, spec.inference,
+    )  # fmt: skip
+    return f"{parts!r}"
 
 
 @functools.lru_cache(maxsize=256)
 def decode(text: str) -> TileSpec:
-    read = json.loads(text)
-    link = read.pop("link")
-    domain = link.pop("domain")
-    code = LinkCode(**{**link, "constants": tuple(link["constants"])}, domain=None if domain is None else (domain[0], domain[1]))
-    return TileSpec(link=code, **read)
+    """What ``encode`` wrote."""
+    parts = ast.literal_eval(text)
+    return TileSpec(LinkCode(*parts[:8]), *parts[8:])
 
 
 @torch.library.custom_op("zonal::tile", mutates_args=(), device_types="cpu")

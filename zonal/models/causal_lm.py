@@ -322,8 +322,8 @@ class CausalLM(nn.Module):
     def _check_tokens(self, call: str, tokens: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
-        # on a GPU this would wait for the device on every step; there the embedding itself refuses
-        if tokens.device.type == "cpu" and tokens.numel():
+        # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding itself refuses
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ArgumentError(f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}.")

@@ -40,6 +40,7 @@ def _compiler(chosen: str | None) -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result
 def compiler() -> str | None:
     """The C++ compiler: the one the environment variable CXX names, else g++, clang++ or c++; None when there is none."""
     return _compiler(os.environ.get("CXX") or None)
