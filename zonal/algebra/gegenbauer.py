@@ -43,7 +43,15 @@ def to_monomials(degree: int, q: int) -> Tensor:
 
     Made in exact rational arithmetic: float64 rounding happens once, at the end.
     """
-    return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
+    if torch.compiler.is_compiling():
+        return torch.tensor(_monomial_rows(degree, q), dtype=torch.float64)
+    return _monomial_matrix(degree, q)
+
+
+@functools.lru_cache(maxsize=64)
+def _monomial_matrix(degree: int, q: int) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be kept for a later backward pass
+        return torch.tensor(_monomials(degree, q), dtype=torch.float64)
 
 
 def basis(x: Tensor, count: int, q: int) -> list[Tensor]:

@@ -42,10 +42,10 @@ def chunked_refusal(call: Call) -> str | None:
             return "the ridge follows the largest key seen so far, so every token has an inverse of its own; add prior.ChunkCausal or use mode='constant'"
         return reason
     if call.windowed or call.bias.slope is not None:
-        return features_refusal(call.bound, call.q.shape[3]) or "positions weigh in, and a sum over keys has forgotten them"
+        return features_refusal(call.bound, call.shape[4]) or "positions weigh in, and a sum over keys has forgotten them"
     if call.log_decay is not None and call.chunk is not None:
         return "a decay together with whole chunks is not carried"
-    return features_refusal(call.bound, call.q.shape[3])
+    return features_refusal(call.bound, call.shape[4])
 
 
 def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None) -> tuple[Tensor, Memory | None]:

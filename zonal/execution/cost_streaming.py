@@ -12,7 +12,8 @@ from zonal.features.moments import rows_at_once
 
 def streaming(p: Problem, constants: Constants) -> Estimate:
     """Token by token through a memory."""
-    tally = Tally(constants, p.itemsize)
+    # ridge statistics are float64, whatever comes in
+    tally = Tally(constants, 8 if p.kind == "ridge" else p.itemsize)
     if p.span.edges is not None:
         peak = 0.0
         for count, length, even in document_groups(p.span.edges):
@@ -100,7 +101,7 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
         directions = 1 + 2 * p.gradients
         tally.product(kv, r, r, prefix, (1 + (p.shifts > 0)) * directions)
         tally.product(kv, p.P, r, prefix, directions)
-        tally.passes("simple", kv * prefix * (r + p.P), 2 * p.gradients)
+        tally.passes("simple", kv * prefix * (r + p.P), 1 + 2 * p.gradients)
     sums = 2 + (p.shifts > 0)
     directions = 1 + 2 * p.gradients
     tally.product(kv, r, r, 1, tokens * sums * directions)
@@ -120,8 +121,7 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
         tally.recorded(tokens * (40 + 10 * p.shifts))
         tally.views(tokens * 30)
     shifted = kv * prefix * (r * (1 + (p.shifts > 0)) + p.P)
-    held = square * (8.0 + 2.5 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
-    return 8 / tally.itemsize * (shifted + held)  # statistics are float64
+    return shifted + square * (8.0 + 2.5 * tokens * p.gradients) + kv * p.P * r * (2.0 + tokens * p.gradients)
 
 
 __all__ = ["streaming"]
