@@ -124,6 +124,22 @@ def test_bfloat16_without_gradients(name: str, case_name: str) -> None:
     assert ((got.double() - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * (size + 1e-3)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count"])
+def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> None:
+    """A NaN key poisons the queries that see it, a NaN query itself, and nothing else; with and without gradients."""
+    operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
+    q, k, v = (x.detach()[:, :, :50].clone() for x in sample(dtype=dtype))
+    (q if where == "q" else k)[0, 1, 30] = float("nan")
+    for tracked in (False, True):
+        y = zonal.attention(q, k, v.requires_grad_(tracked), operator, causal=True, path="tiled")
+        bad = torch.isnan(y).any(-1)
+        expected = torch.zeros_like(bad)
+        expected[0, 1, slice(30, 31) if where == "q" else slice(30, None)] = True
+        assert torch.equal(bad, expected)
+
+
 def test_every_link_with_a_formula_is_met() -> None:
     """The test above runs each of them: none is refused for want of a case."""
     met = {type(OPERATORS[name]().link).__name__ for name in OPERATORS if taken(randomised(OPERATORS[name]()).float(), CASES["causal"])}

@@ -110,7 +110,8 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
         inverse(tally, kv, r, tokens)
         tally.product(kv, r, r, r, 2 * tokens * p.gradients)
     else:
-        inverse(tally, kv, r)
+        # a decoder's memory brings an inverse along, made anew now and then
+        inverse(tally, kv, r, 1 / 64 if p.past and not prefix else 1)
         tally.product(kv, 1, r, r, tokens)
         tally.product(kv, r, r, 1, tokens)
         tally.passes("simple", square, tokens)

@@ -51,8 +51,8 @@ inline V spread(float x) {
   return V{x, x, x, x, x, x, x, x};
 #endif
 }
-inline V least(V a, V b) { return a < b ? a : b; }
-inline V most(V a, V b) { return a > b ? a : b; }
+inline V least(V a, V b) { return b < a ? b : a; }  // a NaN in a stays
+inline V most(V a, V b) { return b > a ? b : a; }
 inline float sum(V x) {
   float total = 0;
   for (int i = 0; i < L / 2; ++i) total += x[i] + x[i + L / 2];
@@ -283,7 +283,7 @@ void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* 
     }
     for (int64_t s = 0; s < keys; ++s) {
       const V x = load(weights + s * C + j * L);
-      const V w = x > none ? exp2(x - safe) : V{};
+      const V w = x == none ? V{} : exp2(x - safe);  // NaN stays
       column.mass[j] += w;
       store(weights + s * C + j * L, w);
     }
@@ -306,9 +306,9 @@ inline void finish(const Call& c, const int32_t* lows, const int32_t* highs, int
 #if ZONAL_LOG
     const float top = sums[i].top[lane / L][lane % L];
     if (c.anchor == ROW) {
-      c.factor[row] = mass > 0.f ? (top + std::log2(mass)) * LN2 : std::numeric_limits<float>::infinity();
+      c.factor[row] = mass == 0.f ? std::numeric_limits<float>::infinity() : (top + std::log2(mass)) * LN2;
     } else {  // the maximum that was taken out comes back
-      const float whole = mass > 0.f ? std::exp2(top) : 0.f;
+      const float whole = mass == 0.f ? 0.f : std::exp2(top);
       c.factor[row] = factor;
       factor *= whole;
     }
