@@ -5,6 +5,8 @@ with respect to coefficient k is base * x^k. A new link is three functions here 
 exp has none: it is kept in log space, and the kernels know it.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# (bodies of jit functions are triton's language, whose declared types change from version to version)
 import triton
 import triton.language as tl
 
