@@ -444,7 +444,8 @@ def test_workers_of_a_killed_parent_stop_with_a_checkpoint(tmp_path):
     # the folder of a run is free once its worker has written its checkpoint
     result = Comparison.open(folder)
     deadline = time.monotonic() + 30
-    while [record.status for record in result.records()].count("stopped") < 2:
-        assert time.monotonic() < deadline, [record.status for record in result.records()]
+    # the second worker may not have begun its run when the parent went; then that run is as it was
+    while (statuses := {record.status for record in result.records()}) not in ({"stopped"}, {"stopped", "pending"}):
+        assert time.monotonic() < deadline, statuses
         time.sleep(0.1)
     assert max(record.steps_done for record in result.records()) >= 5
