@@ -30,6 +30,7 @@ FLOORS = {
     "report": 1,
     "evaluation": 1,
     "errors": 0,
+    "formula": 0,
     "store": 0,
 }
 # neighbours on one floor, in this direction only

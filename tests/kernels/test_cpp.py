@@ -15,11 +15,12 @@ from torch import Tensor
 import zonal
 from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.algebra.link import Formula, Link
+from zonal.algebra.link import Link
 from zonal.errors import PathError
 from zonal.execution import native, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
+from zonal.formula import Formula
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
 from zonal.models import CausalLM, ModelConfig

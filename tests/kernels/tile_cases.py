@@ -8,19 +8,20 @@ from torch import Tensor
 
 from zonal import Operator, anchor, link, prior, score
 from zonal.algebra import definition
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.formula import Formula
+from zonal.kernels.spec import TileSpec
 
 _LINKS = "zonal.kernels.triton.links:"
 # the declaration, the kernel's code for it, how many of its coefficients are learned
-LINKS: dict[str, tuple[link.Link, LinkCode, int]] = {
-    "exp": (link.Exp(), LinkCode("exp", log=True), 0),
-    "identity": (link.Identity(), LinkCode("identity", triton=_LINKS + "identity"), 0),
-    "horner": (link.Gegenbauer((3.0,), 4), LinkCode("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 4),
-    "yat": (link.Yat(0.1), LinkCode("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.1,)), 0),
-    "squared_affine": (link.SquaredAffine(learn_bias=True), LinkCode("squared_affine", triton=_LINKS + "squared_affine"), 1),
+LINKS: dict[str, tuple[link.Link, Formula, int]] = {
+    "exp": (link.Exp(), Formula("exp", log=True), 0),
+    "identity": (link.Identity(), Formula("identity", triton=_LINKS + "identity"), 0),
+    "horner": (link.Gegenbauer((3.0,), 4), Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 4),
+    "yat": (link.Yat(0.1), Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.1,)), 0),
+    "squared_affine": (link.SquaredAffine(learn_bias=True), Formula("squared_affine", triton=_LINKS + "squared_affine"), 1),
     "polynomial_square": (
         link.PolynomialSquare((0.04, 1.0, 0.3), floor=0.01, learn=True),
-        LinkCode("polynomial_square", triton=_LINKS + "polynomial_square", constants=(0.01,)),
+        Formula("polynomial_square", triton=_LINKS + "polynomial_square", constants=(0.01,)),
         3,
     ),
 }

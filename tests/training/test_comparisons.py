@@ -163,7 +163,8 @@ def test_another_comparison_in_the_folder(whole, changes, field):
 
 
 def test_what_does_not_change_a_number_may_change(whole):
-    Comparison(whole[0], a_spec(title="other", command="other", training=replace(a_spec().training, keep_best=True)))
+    again = Comparison(whole[0], a_spec(title="other", command="other", training=replace(a_spec().training, keep_best=True)))
+    assert [record.status for record in again.records()] == ["done"] * len(again.records())
 
 
 def test_folders_that_are_none(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
 from zonal.algebra.score import Params
+from zonal.formula import Formula
 
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 
@@ -49,25 +50,6 @@ def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
         if k + 1 < count:
             term = term * x if k == 0 else term.mul_(x)
     return torch.stack(sums).view(count, -1, 1, 1)
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A link as source text for the tile kernels, elementwise in the score x.
-
-    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the head's coefficients, then the
-    constants), ``n`` (how many of both) and ``horner(x, c, n)``. triton: "module:prefix", where the module has the jit functions
-    prefix_value, prefix_derivative and prefix_base of (x, c, n), n not counting the constants.
-    base: the derivative with respect to c_0; that with respect to c_k is base x^k. log: the link is exp, no formula is needed.
-    """
-
-    name: str
-    cpp_value: str = ""
-    cpp_derivative: str = ""
-    cpp_base: str = "1.f"
-    triton: str = ""
-    log: bool = False
-    constants: tuple[float, ...] = ()
 
 
 class Link(Declaration):

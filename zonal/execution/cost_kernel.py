@@ -3,10 +3,9 @@
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
-# queries go in columns of sixteen, whatever their number
-_COLUMN = 16
-# the link's own work beside the products: one pass over a tile in registers
-_PASS = 1.0
+# queries go in columns of sixteen, whatever their number; sixteen columns are a task, which reads its keys and values once
+_COLUMN = _TASK = 16
+# an exponential in registers, counted in multiplications
 _EXPONENTIAL = 14.0
 
 
@@ -16,13 +15,13 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     heads = p.B * p.H
     blocks = p.span.blocks(p.T, p.S, _COLUMN)
     pairs = heads * float(sum(_COLUMN * (block.hi - block.lo) for block in blocks))
-    each = (_EXPONENTIAL if p.tags.log_space else p.operations + 2) * _PASS
+    each = _EXPONENTIAL if p.tags.log_space else p.operations + 2
     forward = pairs * (2 * (p.D + p.P) + 2 * each)
     backward = pairs * (4 * p.D + 2 * p.P + 2 * (p.D + p.P) + 2 * (2 * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
     # a task is a head and some queries; backward goes by key heads, split where they are few
     busy = min(constants.threads, max(1, heads * len(blocks)))
-    moved = p.itemsize * (heads * p.T * (p.D + p.P) + len(blocks) / 16 * p.B * p.Hkv * p.S * (p.D + p.P))
+    moved = p.itemsize * (heads * p.T * (p.D + p.P) + len(blocks) / _TASK * p.B * p.Hkv * p.S * (p.D + p.P))
     tally.add(constants.tile_call or 50 * constants.call, calls=8)
     tally.add(max(forward * rate * constants.threads / busy, moved * constants.traffic), flops=forward, moved=moved)
     peak = heads * p.T * (p.P + 1.0)

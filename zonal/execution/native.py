@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from zonal.algebra.link import Link
 from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call
+from zonal.formula import Formula
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.kernels.spec import TileSpec
 
 VARIABLE = "ZONAL_KERNELS"
 _LARGEST = 256
@@ -56,14 +58,10 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def code_of(link: Link) -> LinkCode | None:
-    """The link as source text."""
+def code_of(link: Link) -> Formula | None:
+    """The link as source text, with its domain."""
     formula = link.formula
-    if formula is None:
-        return None
-    return LinkCode(
-        formula.name, formula.cpp_value, formula.cpp_derivative, formula.cpp_base, formula.triton, formula.log, link.domain, formula.constants
-    )
+    return None if formula is None else replace(formula, domain=link.domain)
 
 
 def tiled(call: Call) -> Tensor:

@@ -11,7 +11,7 @@ from zonal.errors import PathError, unknown_name
 from zonal.execution import calibration, cost
 from zonal.execution.call import Call
 from zonal.execution.constants import Constants
-from zonal.execution.problem import Held, Problem, problem_of
+from zonal.execution.problem import Held, Problem, problem_of, refusals
 from zonal.execution.tally import Estimate
 from zonal.memory import Memory
 
@@ -71,7 +71,7 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
     """
     if path not in PATHS:
         raise unknown_name("attention", "path", path, ("auto", *PATHS))
-    refused = dict(problem_of(call, None if memory is None else Held.of(memory)).refused)
+    refused = dict(refusals(call, None if memory is None else Held.of(memory)))
     if path in refused:
         others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
         raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {refused[path]}. Use {others}, or path='auto'.")

@@ -167,7 +167,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         call.requires_grad or learned or tilted
         or any(p.requires_grad for p in bound.anchor_params.values())
     )  # fmt: skip
-    refused = _refused(call, held)
+    refused = refusals(call, held)
     features = None if call.tags.solves or any(path == "chunked" for path, _ in refused) else feature_map(bound.link)
     return Problem(
         B=batch, H=heads, Hkv=bound.kv_heads, T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.coefficients.dtype.itemsize,
@@ -182,7 +182,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
     )  # fmt: skip
 
 
-def _refused(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
+def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
     """Paths that cannot run the call, whatever there is of time and memory, with what stands in the way."""
     found = []
     gone = None
@@ -214,4 +214,4 @@ def _span(call: Call) -> Span:
     )  # fmt: skip
 
 
-__all__ = ["Block", "Held", "Problem", "Span", "problem_of"]
+__all__ = ["Block", "Held", "Problem", "Span", "problem_of", "refusals"]

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from zonal.errors import PathError
+from zonal.formula import Formula
 from zonal.kernels.cpp import library
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.kernels.spec import TileSpec
 
 
 def encode(spec: TileSpec) -> str:
     """The spec as a string of plain values (put together by hand: a tracer follows this, but no encoder of a library)."""
     link = spec.link
     parts = (
-        link.name, link.cpp_value, link.cpp_derivative, link.cpp_base, link.triton, link.log, link.domain, link.constants, spec.anchor, spec.normalise,
+        link.name, link.cpp_value, link.cpp_derivative, link.cpp_base, link.triton, link.log, link.constants, link.domain, spec.anchor, spec.normalise,
         spec.eps, spec.causal, spec.include_self, spec.chunk, spec.left, spec.right, spec.inference,
     )  # fmt: skip
     return f"{parts!r}"
@@ -29,7 +30,7 @@ def encode(spec: TileSpec) -> str:
 def decode(text: str) -> TileSpec:
     """What ``encode`` wrote."""
     parts = ast.literal_eval(text)
-    return TileSpec(LinkCode(*parts[:8]), *parts[8:])
+    return TileSpec(Formula(*parts[:8]), *parts[8:])
 
 
 @torch.library.custom_op("zonal::tile", mutates_args=(), device_types="cpu")

@@ -9,27 +9,7 @@ f the identity or x / max(|x|, eps):
 from dataclasses import dataclass
 from typing import Literal
 
-
-@dataclass(frozen=True)
-class LinkCode:
-    """A link as source text, elementwise in the score x.
-
-    cpp_value, cpp_derivative, cpp_base: C++ expressions in ``x`` (a vector of floats), ``c`` (the coefficients of the head, float
-    const*), ``n`` (their number) and ``horner(x, c, n)``. triton: "module:prefix"; the module has the jit functions prefix_value,
-    prefix_derivative and prefix_base of (x, c, n), c a pointer to the coefficients of the head.
-    base: the derivative with respect to c_0; that with respect to c_k is base * x^k for k < learned.
-    log: the link is exp, kept in log space; no formula is used. domain: scores are clamped to it first.
-    constants: numbers that follow the coefficients in c.
-    """
-
-    name: str
-    cpp_value: str = ""
-    cpp_derivative: str = ""
-    cpp_base: str = "1"
-    triton: str = ""
-    log: bool = False
-    domain: tuple[float, float] | None = None
-    constants: tuple[float, ...] = ()
+from zonal.formula import Formula
 
 
 @dataclass(frozen=True)
@@ -42,7 +22,7 @@ class TileSpec:
     inference: no gradient will be asked for; bfloat16 weights are then good enough for the CPU (gradients that cancel need dy . y exact).
     """
 
-    link: LinkCode
+    link: Formula
     anchor: Literal["row", "count", "raw"]
     normalise: bool = False
     eps: float = 1e-12
@@ -54,4 +34,4 @@ class TileSpec:
     inference: bool = False
 
 
-__all__ = ["LinkCode", "TileSpec"]
+__all__ = ["TileSpec"]

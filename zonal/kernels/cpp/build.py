@@ -20,7 +20,7 @@ import torch
 from zonal import store
 from zonal.data.cache import cache_folder
 from zonal.errors import FileFormatError, ZonalError
-from zonal.kernels.spec import LinkCode
+from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
 SOURCES = ("tile", "tile_bf16")
@@ -57,7 +57,7 @@ def flags(source: str = "tile") -> tuple[str, ...]:
     return common if sys.platform == "darwin" else (*common, "-fopenmp")
 
 
-def defines(code: LinkCode) -> str:
+def defines(code: Formula) -> str:
     """The link as what stands in front of the template."""
     low, high = code.domain or (0.0, 0.0)
     lines = {
@@ -77,7 +77,7 @@ def _version(path: str) -> str:
         raise BuildError(f"build: the C++ compiler {path} does not run ({error}). Set CXX to one that does.") from error
 
 
-def target(code: LinkCode, source: str = "tile") -> Path:
+def target(code: Formula, source: str = "tile") -> Path:
     """Where the library of a link is kept, made from "tile" or "tile_bf16". Raises: BuildError without a compiler."""
     path = compiler()
     if path is None:
@@ -99,7 +99,7 @@ def _good(library: Path) -> bool:
     return isinstance(read, dict) and read.get("sha256") == hashlib.sha256(library.read_bytes()).hexdigest()
 
 
-def built(code: LinkCode, source: str = "tile") -> bool:
+def built(code: Formula, source: str = "tile") -> bool:
     """Whether a good library of the link is there."""
     try:
         return _good(target(code, source))
@@ -107,7 +107,7 @@ def built(code: LinkCode, source: str = "tile") -> bool:
         return False
 
 
-def build(code: LinkCode, source: str = "tile", *, again: bool = False) -> Path:
+def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
     """The library of a link, compiled unless a good one is there. Two processes may do so at once: each file appears whole.
 
     Raises: BuildError with the compiler's first words when it fails, or when the cache cannot be written.

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -124,6 +125,15 @@ inline V in_domain(V x) {
 #endif
 }
 
+// f with the number of rows, 1 to MAX, as a constant
+template <int MAX, typename F>
+INLINE void with_rows(int64_t rows, const F& f) {
+  if constexpr (MAX > 1) {
+    if (rows < MAX) return with_rows<MAX - 1>(rows, f);
+  }
+  f(std::integral_constant<int, MAX>());
+}
+
 // a thread's buffers, kept from call to call: new pages cost more than the arithmetic
 struct Scratch {
   float* data = nullptr;
@@ -200,6 +210,16 @@ void key_scales(const Call& c, float* out) {
   }
 }
 
+// the scales of all keys in ``room``, or nullptr where keys stay as they are
+template <typename T>
+const float* key_scales_in(const Call& c, Scratch& room) {
+  if (!c.normalise || c.S == 0) return nullptr;
+  room.begin(c.B * c.Hkv * c.S);
+  float* scales = room.take(c.B * c.Hkv * c.S);
+  key_scales<T>(c, scales);
+  return scales;
+}
+
 template <typename T>
 struct Head {  // where one head's things are
   const T *q, *k, *v;
@@ -266,14 +286,54 @@ Sight sight_of(const int32_t* lows, const int32_t* highs, int64_t t0, int64_t T)
 
 inline I seen(const Sight& sight, int half, int32_t key) { return (sight.lo[half] <= key) & (sight.hi[half] > key); }
 
-struct Column {  // the running sums of sixteen queries
-  V mass[2], top[2];
+constexpr float NONE = -std::numeric_limits<float>::infinity();  // the logarithm of nothing
+
+struct Column {  // the running sums of a column of queries: sum of K, and in log space the maximum taken out
+  V mass[2] = {V{}, V{}}, top[2] = {spread(NONE), spread(NONE)};
 };
+
+struct Reach {  // the keys that any of several columns sees
+  int32_t first = std::numeric_limits<int32_t>::max(), last = 0;
+  void add(const Sight& sight) {
+    if (sight.last == 0) return;
+    first = std::min(first, sight.first);
+    last = std::max(last, sight.last);
+  }
+};
+
+// scores x, y of N keys from place s on through the link (not in log space), its mask and the column's sums, into weights (N, C)
+template <int N>
+INLINE void record(const Call& c, const float* coefficients, const Sight& sight, int32_t s, V (&x)[N], V (&y)[N], float* weights, Column& column) {
+#if ZONAL_LOG
+  (void)c;
+  (void)coefficients;
+  const V nothing = spread(NONE);
+#else
+  const V nothing = V{};
+  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+#endif
+  if (s < sight.whole_first || s + N > sight.whole_last)
+    EACH_ROW {
+      x[r] = seen(sight, 0, s + r) ? x[r] : nothing;
+      y[r] = seen(sight, 1, s + r) ? y[r] : nothing;
+    }
+  EACH_ROW {
+#if ZONAL_LOG
+    column.top[0] = most(column.top[0], x[r]);
+    column.top[1] = most(column.top[1], y[r]);
+#else
+    column.mass[0] += x[r];
+    column.mass[1] += y[r];
+#endif
+    store(weights + r * C, x[r]);
+    store(weights + r * C + L, y[r]);
+  }
+}
 
 #if ZONAL_LOG
 // scores into weights relative to the running maximum, which has just become column.top
 void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* weights, float* out, Column& column) {
-  const V none = spread(-std::numeric_limits<float>::infinity());
+  const V none = spread(NONE);
   for (int j = 0; j < 2; ++j) {
     const V safe = column.top[j] > none ? column.top[j] : V{};
     if (sum(column.top[j] != before[j] ? spread(1.f) : V{}) != 0.f) {
@@ -336,12 +396,7 @@ int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64
   std::atomic<int> failed{0};
   try {
     Scratch keys;
-    float* scales = nullptr;
-    if (c.normalise && c.S > 0) {
-      keys.begin(c.B * c.Hkv * c.S);
-      scales = keys.take(c.B * c.Hkv * c.S);
-      key_scales<T>(c, scales);
-    }
+    const float* scales = key_scales_in<T>(c, keys);
     // enough tasks to keep every thread busy to the end, the long ones first
     int64_t span = COLUMNS * C;
     while (span > C && c.B * c.H * ((c.T + span - 1) / span) < 8 * threads()) span = std::max<int64_t>(C, span / 2);

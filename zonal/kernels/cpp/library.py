@@ -7,8 +7,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from zonal.formula import Formula
 from zonal.kernels.cpp.build import BuildError, build
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.kernels.spec import TileSpec
 
 _ABI = 2
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
@@ -32,15 +33,15 @@ class _Call(ctypes.Structure):
 
 
 # kernels that could not be had in this process, with the reason: they are not tried at every call
-_failed: dict[tuple[LinkCode, str], str] = {}
+_failed: dict[tuple[Formula, str], str] = {}
 
 
-def failure(code: LinkCode) -> str | None:
+def failure(code: Formula) -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
     return _failed.get((code, "tile"))
 
 
-def load(code: LinkCode, source: str = "tile") -> ctypes.CDLL:
+def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
     """The library of a link, compiled first where it is not there yet. Raises: BuildError, the first time and from then on."""
     if (code, source) in _failed:
         raise BuildError(_failed[code, source])
@@ -52,7 +53,7 @@ def load(code: LinkCode, source: str = "tile") -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded(code: LinkCode, source: str) -> ctypes.CDLL:
+def _loaded(code: Formula, source: str) -> ctypes.CDLL:
     path = build(code, source)
     try:
         library = ctypes.CDLL(str(path))
@@ -84,8 +85,8 @@ def _dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-class _Prepared:
-    """A filled-in ``_Call`` and the tensors it points to."""
+class _Arguments:
+    """A filled-in ``_Call`` and the tensors it points to, which must live as long."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, spec: TileSpec,
@@ -131,9 +132,9 @@ def forward(
     y = torch.empty(batch, heads, queries, v.shape[3])
     factor = torch.empty(batch, heads, queries)
     in_pairs = _in_pairs(q, k, v, spec)
-    prepared = _Prepared(q, k, v, scale, coefficients, key_mask, lo, hi, spec, torch.float32 if in_pairs is None else torch.bfloat16)
-    prepared.point({"y": y, "factor": factor})
-    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward, prepared)
+    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, lo, hi, spec, torch.float32 if in_pairs is None else torch.bfloat16)
+    arguments.point({"y": y, "factor": factor})
+    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward, arguments)
     return y, factor
 
 
@@ -150,21 +151,21 @@ def backward(
     dk, dv = torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(split, batch, kv_heads, keys, value_dim)
     dscale = torch.zeros(split, batch, heads, dtype=torch.float64) if scaled else None
     dcoefficients = torch.zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
-    prepared = _Prepared(q, k, v, scale, coefficients, key_mask, lo, hi, spec)
-    prepared.call.learned, prepared.call.split = learned, split
-    prepared.point(
+    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, lo, hi, spec)
+    arguments.call.learned, arguments.call.split = learned, split
+    arguments.point(
         {
             "y": y, "factor": factor, "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv, "dscale": dscale,
             "dcoefficients": dcoefficients,
         }
     )  # fmt: skip
-    _run(load(spec.link).zonal_backward, prepared)
+    _run(load(spec.link).zonal_backward, arguments)
     sums = None if dcoefficients is None else dcoefficients.sum((0, 1))
     return dq.to(q.dtype), dk[0].to(k.dtype), dv[0].to(v.dtype), None if dscale is None else dscale.sum((0, 1)), sums
 
 
-def _run(function: object, prepared: _Prepared) -> None:
-    if function(ctypes.byref(prepared.call)):  # type: ignore[operator]
+def _run(function: object, arguments: _Arguments) -> None:
+    if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 

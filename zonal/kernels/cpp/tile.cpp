@@ -55,18 +55,6 @@ APART void numbers_by_columns(const float* a, int64_t stride, const int32_t* ind
   }
 }
 
-template <typename F>
-inline void with_rows(int rows, const F& f) {  // f with the number of rows as a constant
-  switch (rows) {
-    case 6: f(std::integral_constant<int, 6>()); break;
-    case 5: f(std::integral_constant<int, 5>()); break;
-    case 4: f(std::integral_constant<int, 4>()); break;
-    case 3: f(std::integral_constant<int, 3>()); break;
-    case 2: f(std::integral_constant<int, 2>()); break;
-    default: f(std::integral_constant<int, 1>()); break;
-  }
-}
-
 // scores of N keys from place s on with a column of queries, in the domain of the link
 template <int N>
 INLINE void scores(const Call& c, const Head<float>& at, const float* queries, int32_t s, V (&x)[N], V (&y)[N]) {
@@ -92,29 +80,7 @@ template <int N>
 APART void weigh(const Call& c, const Head<float>& at, const Sight& sight, const float* queries, int32_t s, float* weights, Column& column) {
   V x[N], y[N];
   scores<N>(c, at, queries, s, x, y);
-  const bool whole = s >= sight.whole_first && s + N <= sight.whole_last;
-#if ZONAL_LOG
-  const V nothing = spread(-std::numeric_limits<float>::infinity());
-#else
-  const V nothing = V{};
-  values<N>(x, y, at.coefficients, static_cast<int>(c.numbers));
-#endif
-  if (!whole)
-    EACH_ROW {
-      x[r] = seen(sight, 0, s + r) ? x[r] : nothing;
-      y[r] = seen(sight, 1, s + r) ? y[r] : nothing;
-    }
-  EACH_ROW {
-#if ZONAL_LOG
-    column.top[0] = most(column.top[0], x[r]);
-    column.top[1] = most(column.top[1], y[r]);
-#else
-    column.mass[0] += x[r];
-    column.mass[1] += y[r];
-#endif
-    store(weights + r * C, x[r]);
-    store(weights + r * C + L, y[r]);
-  }
+  record<N>(c, at.coefficients, sight, s, x, y, weights, column);
 }
 
 // keys [s0, s1) into a column's sums; out (P x C), weights (KEYS x C) is where W^T goes
@@ -126,12 +92,12 @@ void absorb(const Call& c, const Head<float>& at, const Sight& sight, const floa
   const V before[2] = {column.top[0], column.top[1]};
 #endif
   for (int32_t s = s0; s < s1; s += R)
-    with_rows(std::min<int>(R, s1 - s), [&](auto n) { weigh<decltype(n)::value>(c, at, sight, queries, s, weights + (s - s0) * C, column); });
+    with_rows<R>(std::min<int>(R, s1 - s), [&](auto n) { weigh<decltype(n)::value>(c, at, sight, queries, s, weights + (s - s0) * C, column); });
 #if ZONAL_LOG
   exponentials(before, s1 - s0, c.P, weights, out, column);
 #endif
   for (int64_t p = 0; p < c.P; p += R)
-    with_rows(std::min<int64_t>(R, c.P - p), [&](auto n) {
+    with_rows<R>(std::min<int64_t>(R, c.P - p), [&](auto n) {
       numbers_by_columns<decltype(n)::value>(at.v + p, at.v_step, at.index + s0, weights, C, s1 - s0, out + p * C);
     });
 }
@@ -158,21 +124,16 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
   float* weights = scratch.take(KEYS * C);
   Sight sights[COLUMNS];
   Column sums[COLUMNS];
-  int32_t first = std::numeric_limits<int32_t>::max(), last = 0;
+  Reach reach;
   for (int64_t i = 0; i < columns; ++i) {
     pack_queries(c, at, t0 + i * C, ZONAL_LOG ? LOG2E : 1.f, queries + i * C * c.D);
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
-    for (int j = 0; j < 2; ++j) {
-      sums[i].mass[j] = V{};
-      sums[i].top[j] = spread(-std::numeric_limits<float>::infinity());
-    }
-    first = std::min(first, sights[i].last > 0 ? sights[i].first : first);
-    last = std::max(last, sights[i].last);
+    reach.add(sights[i]);
   }
   std::memset(out, 0, sizeof(float) * columns * C * c.P);
-  for (int32_t s = first; s < last; s += KEYS)
+  for (int32_t s = reach.first; s < reach.last; s += KEYS)
     for (int64_t i = 0; i < columns; ++i)
-      absorb(c, at, sights[i], queries + i * C * c.D, s, std::min(s + KEYS, last), weights, out + i * C * c.P, sums[i]);
+      absorb(c, at, sights[i], queries + i * C * c.D, s, std::min(s + KEYS, reach.last), weights, out + i * C * c.P, sums[i]);
   finish(c, at.lo, at.hi, b, h, t0, t1, sums, out);
 }
 
@@ -280,7 +241,7 @@ inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, 
 void outer(const float* tile, const float* rows, int64_t width, const int32_t* index, int64_t keys, float* into) {
   const int64_t padded = up(width, C);
   for (int64_t s = 0; s < keys; s += R)
-    with_rows(std::min<int64_t>(R, keys - s), [&](auto count) {
+    with_rows<R>(std::min<int64_t>(R, keys - s), [&](auto count) {
       constexpr int N = decltype(count)::value;
       const float* a[N];
       EACH_ROW a[r] = tile + (s + r) * SPAN;
@@ -304,15 +265,14 @@ void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, 
   const int columns = static_cast<int>((std::min<int64_t>(SPAN, c.T - t0) + C - 1) / C);
   pack_block(c, at, b, h, t0, block);
   Sight sights[SPAN / C];
-  int32_t first = std::numeric_limits<int32_t>::max(), last = 0;
+  Reach reach;
   for (int i = 0; i < columns; ++i) {
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
-    first = std::min(first, sights[i].last > 0 ? sights[i].first : first);
-    last = std::max(last, sights[i].last);
+    reach.add(sights[i]);
   }
   V partial[40];
-  for (int32_t s0 = first; s0 < last; s0 += KEYS) {
-    const int32_t s1 = std::min(s0 + KEYS, last);
+  for (int32_t s0 = reach.first; s0 < reach.last; s0 += KEYS) {
+    const int32_t s1 = std::min(s0 + KEYS, reach.last);
     for (int k = 0; k < c.learned; ++k) partial[k] = V{};
     for (int i = 0; i < SPAN / C; ++i) {
       const int32_t begin = i < columns ? std::max(s0, sights[i].first) : s1, end = i < columns ? std::min(s1, sights[i].last) : s0;
@@ -322,14 +282,14 @@ void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, 
           std::memset(block.grads + (s - s0) * SPAN + i * C, 0, sizeof(float) * C);
         }
       for (int32_t s = begin; s < end; s += R)
-        with_rows(std::min<int>(R, end - s), [&](auto count) {
+        with_rows<R>(std::min<int>(R, end - s), [&](auto count) {
           constexpr int N = decltype(count)::value;
           const int64_t place = (s - s0) * SPAN + i * C;
           gradients<N>(c, at, sights[i], block, i, s, block.weights + place, block.grads + place, dc == nullptr ? nullptr : partial);
         });
       if (begin < end)
         for (int64_t d = 0; d < c.D; d += R)
-          with_rows(std::min<int64_t>(R, c.D - d), [&](auto count) {
+          with_rows<R>(std::min<int64_t>(R, c.D - d), [&](auto count) {
             const float* grads = block.grads + (begin - s0) * SPAN + i * C;
             numbers_by_columns<decltype(count)::value>(at.k + d, at.k_step, at.index + begin, grads, SPAN, end - begin, block.dq + i * C * c.D + d * C);
           });
@@ -376,20 +336,15 @@ int zonal_has_bf16() {
 // Returns 0, or 1 when memory ran out.
 int zonal_forward(const Call* call) { return run_forward<float>(*call, forward_task); }
 
-// Adds to dk, dv (split, B, Hkv, S, .) and dscale, dcoefficients (split, B, H, .), which start as zeros, and fills dq. dk is not yet the
-// gradient of the raw key where keys are normalised: zonal_finish makes it so. Part j of the queries has blocks j, j + split, …
+// Adds to dk, dv (split, B, Hkv, S, .) and dscale, dcoefficients (split, B, H, .), which start as zeros, and fills dq; part j of the
+// queries has blocks j, j + split, …; at the end dk[0], dv[0] are the gradients of the raw keys and values.
 int zonal_backward(const Call* call) {
   const Call& c = *call;
   if (c.B == 0 || c.H == 0 || c.T == 0) return 0;
   std::atomic<int> failed{0};
   try {
     Scratch keys;
-    float* scales = nullptr;
-    if (c.normalise && c.S > 0) {
-      keys.begin(c.B * c.Hkv * c.S);
-      scales = keys.take(c.B * c.Hkv * c.S);
-      key_scales<float>(c, scales);
-    }
+    const float* scales = key_scales_in<float>(c, keys);
     const int64_t groups = c.H / c.Hkv, blocks = (c.T + SPAN - 1) / SPAN, tasks = c.B * c.Hkv * c.split;
     std::atomic<int64_t> next{0};
 #pragma omp parallel if (worth_a_team(c))

@@ -67,17 +67,6 @@ APART void numbers_by_columns(const B* values, int64_t width, const B* cols, int
   }
 }
 
-template <typename F>
-inline void with_rows(int rows, const F& f) {  // f with the number of rows as a constant
-  switch (rows) {
-#define ZONAL_CASE(n) \
-  case n: f(std::integral_constant<int, n>()); break;
-    ZONAL_CASE(12) ZONAL_CASE(11) ZONAL_CASE(10) ZONAL_CASE(9) ZONAL_CASE(8) ZONAL_CASE(7)
-    ZONAL_CASE(6) ZONAL_CASE(5) ZONAL_CASE(4) ZONAL_CASE(3) ZONAL_CASE(2)
-    default: f(std::integral_constant<int, 1>()); break;
-  }
-}
-
 // scores of N keys from place s on into weights (N, C), through the link but in log space; gain: what each query's are multiplied by
 template <int N>
 APART void weigh(const Call& c, const Head<B>& at, const Sight& sight, const B* queries, const float* gain, int32_t s, float* weights, Column& column) {
@@ -91,29 +80,7 @@ APART void weigh(const Call& c, const Head<B>& at, const Sight& sight, const B* 
     x[r] = in_domain(x[r] * gain_x * scale);
     y[r] = in_domain(y[r] * gain_y * scale);
   }
-  const bool whole = s >= sight.whole_first && s + N <= sight.whole_last;
-#if ZONAL_LOG
-  const V nothing = spread(-std::numeric_limits<float>::infinity());
-#else
-  const V nothing = V{};
-  values<N>(x, y, at.coefficients, static_cast<int>(c.numbers));
-#endif
-  if (!whole)
-    EACH_ROW {
-      x[r] = seen(sight, 0, s + r) ? x[r] : nothing;
-      y[r] = seen(sight, 1, s + r) ? y[r] : nothing;
-    }
-  EACH_ROW {
-#if ZONAL_LOG
-    column.top[0] = most(column.top[0], x[r]);
-    column.top[1] = most(column.top[1], y[r]);
-#else
-    column.mass[0] += x[r];
-    column.mass[1] += y[r];
-#endif
-    store(weights + r * C, x[r]);
-    store(weights + r * C + L, y[r]);
-  }
+  record<N>(c, at.coefficients, sight, s, x, y, weights, column);
 }
 
 // weights (keys, C) as pairs of neighbouring keys (keys / 2, C, 2); an odd last key is paired with zeros
@@ -153,13 +120,13 @@ void absorb(
   const V before[2] = {column.top[0], column.top[1]};
 #endif
   for (int32_t s = s0; s < s1; s += R)
-    with_rows(std::min<int>(R, s1 - s), [&](auto n) { weigh<decltype(n)::value>(c, at, sight, queries, gain, s, weights + (s - s0) * C, column); });
+    with_rows<R>(std::min<int>(R, s1 - s), [&](auto n) { weigh<decltype(n)::value>(c, at, sight, queries, gain, s, weights + (s - s0) * C, column); });
 #if ZONAL_LOG
   exponentials(before, s1 - s0, c.P, weights, out, column);
 #endif
   pair_weights(weights, s1 - s0, paired);
   for (int64_t p = 0; p < c.P; p += R)
-    with_rows(std::min<int64_t>(R, c.P - p), [&](auto n) {
+    with_rows<R>(std::min<int64_t>(R, c.P - p), [&](auto n) {
       numbers_by_columns<decltype(n)::value>(values + (s0 - block) * c.P + 2 * p, c.P, paired, (s1 - s0 + 1) / 2, out + p * C);
     });
 }
@@ -176,7 +143,7 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
   B* values = reinterpret_cast<B*>(scratch.take((KEYS + 1) / 2 * c.P));
   Sight sights[COLUMNS];
   Column sums[COLUMNS];
-  int32_t first = std::numeric_limits<int32_t>::max(), last = 0;
+  Reach reach;
   for (int64_t i = 0; i < columns; ++i) {
     B* column = queries + i * C * c.D;
     for (int lane = 0; lane < C; ++lane) {
@@ -186,16 +153,11 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
       for (int64_t d = 0; d < c.D; d += 2) std::memcpy(column + d * C + 2 * lane, q + d, 4);
     }
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
-    for (int j = 0; j < 2; ++j) {
-      sums[i].mass[j] = V{};
-      sums[i].top[j] = spread(-std::numeric_limits<float>::infinity());
-    }
-    first = std::min(first, sights[i].last > 0 ? sights[i].first : first);
-    last = std::max(last, sights[i].last);
+    reach.add(sights[i]);
   }
   std::memset(out, 0, sizeof(float) * columns * C * c.P);
-  for (int32_t s = first; s < last; s += KEYS) {
-    const int32_t end = std::min(s + KEYS, last);
+  for (int32_t s = reach.first; s < reach.last; s += KEYS) {
+    const int32_t end = std::min(s + KEYS, reach.last);
     pair_values(c, at, s, end, values);
     for (int64_t i = 0; i < columns; ++i)
       absorb(c, at, sights[i], queries + i * C * c.D, gains + i * C, s, end, values, weights, paired, out + i * C * c.P, sums[i]);

@@ -5,11 +5,8 @@ dv_s = sum_t factor_t K_ts dy_t, dS_ts = g_ts l'(S_ts), dc_k = sum_ts g_ts base(
 Each number is written by one program: there are no atomics, and the same call gives the same bits.
 """
 
-# what a compile-time argument holds is seen by the compiler of kernels only
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (bodies of jit functions are triton's language, whose declared types change from version to version)
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +20,13 @@ from zonal.kernels.triton.tiles import (
     first_query_past,
     first_query_seeing,
     put_rows,
+    real_keys,
     row_numbers,
     scores,
     tile_rows,
     tile_rows_again,
     visible_keys,
+    visible_pairs,
     weighted,
 )
 
@@ -163,9 +162,9 @@ def keys_kernel(
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
         s = begin + tl.arange(0, KEYS)
-        real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
-        dk_tile = tl.where((real != 0)[:, None], dk_tile, 0.0)
-        dv_tile = tl.where((real != 0)[:, None], dv_tile, 0.0)
+        real = real_keys(s, batch, key_mask, sizes)[:, None]
+        dk_tile = tl.where(real, dk_tile, 0.0)
+        dv_tile = tl.where(real, dv_tile, 0.0)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         dk_tile = through_norm(dk_tile, tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH), traits.eps)
@@ -202,14 +201,8 @@ def add_keys(
         dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
         s = first + tl.arange(0, KEYS)
         visible = None
-        if CUT:
-            visible = between(s[None, :], lo[:, None], hi[:, None], traits)
-        if traits.key_mask:
-            real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
-            if CUT:
-                visible = visible & (real != 0)[None, :]
-            else:
-                visible = tl.broadcast_to((real != 0)[None, :], x.shape)
+        if CUT or traits.key_mask:
+            visible = visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits, CUT)
         masked: tl.constexpr = CUT or traits.key_mask
         weight = weights(x, kept, visible, c, value, traits, masked)
         g, ds = slopes(x, weight, dp, kept, taken, visible, c, derivative, traits, masked)

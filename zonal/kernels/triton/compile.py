@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zonal.errors import ArgumentError
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.formula import Formula
+from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.backward import backward
 from zonal.kernels.triton.forward import forward
@@ -33,10 +34,10 @@ DIMS = (64, 128)
 DTYPES = ("bfloat16", "float32")
 _LINKS = "zonal.kernels.triton.links:"
 # the code of a link, its coefficients, and whether they are learned
-LINKS: dict[str, tuple[LinkCode, int]] = {
-    "horner": (LinkCode("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 6),
-    "exp": (LinkCode("exp", log=True), 0),
-    "yat": (LinkCode("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.01,)), 0),
+LINKS: dict[str, tuple[Formula, int]] = {
+    "horner": (Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 6),
+    "exp": (Formula("exp", log=True), 0),
+    "yat": (Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.01,)), 0),
 }
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",

@@ -1,10 +1,7 @@
 """y_t = factor_t sum_s l(S_ts) v_s on tiles, for every link and sum anchor; for few queries, with the keys split over programs."""
 
-# what a compile-time argument holds is seen by the compiler of kernels only
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (bodies of jit functions are triton's language, whose declared types change from version to version)
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from dataclasses import replace
 
 import torch
@@ -18,12 +15,12 @@ from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
     Tiling,
-    between,
     put_rows,
     row_numbers,
     scores,
     tile_rows,
     visible_keys,
+    visible_pairs,
     weighted,
 )
 
@@ -52,14 +49,8 @@ def absorb(
         if traits.normalise:
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
         x = scores(q, k_tile, gain, key_gain, traits)
-        if CUT:
-            visible = between(s[None, :], lo[:, None], hi[:, None], traits)
-        if traits.key_mask:
-            real = tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0)
-            if CUT:
-                visible = visible & (real != 0)[None, :]
-            else:
-                visible = tl.broadcast_to((real != 0)[None, :], x.shape)
+        if CUT or traits.key_mask:
+            visible = visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits, CUT)
         if traits.log:
             if CUT or traits.key_mask:
                 x = tl.where(visible, x, float("-inf"))

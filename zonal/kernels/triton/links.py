@@ -1,12 +1,11 @@
 """Links on a tile: prefix_value, prefix_derivative and prefix_base of (x, c, n), elementwise in float32.
 
 x: a tile of scores. c: where the head's numbers stand, float32: the n coefficients, then the constants of the link. The derivative
-with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its LinkCode.
+with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its Formula.
 exp has none: it is kept in log space, and the kernels know it.
 """
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (bodies of jit functions are triton's language, whose declared types change from version to version)
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

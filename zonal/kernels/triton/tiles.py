@@ -4,11 +4,8 @@ Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves b
 (or keys) are one range, of which the inner part is visible throughout and needs no mask.
 """
 
-# what a compile-time argument holds is seen by the compiler of kernels only
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (bodies of jit functions are triton's language, whose declared types change from version to version)
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -21,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.spec import LinkCode, TileSpec
+from zonal.formula import Formula
+from zonal.kernels.spec import TileSpec
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -187,6 +185,24 @@ def between(s, lo, hi, traits: tl.constexpr):
 
 
 @triton.jit
+def visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, CUT: tl.constexpr):
+    """Which keys s the queries of a tile of scores x see: between lo and hi where the tile is CUT, and not padding. Asked for one of both."""
+    if CUT:
+        visible = between(s[None, :], lo[:, None], hi[:, None], traits)
+        if traits.key_mask:
+            visible = visible & real_keys(s, batch, key_mask, sizes)[None, :]
+    else:
+        visible = tl.broadcast_to(real_keys(s, batch, key_mask, sizes)[None, :], x.shape)
+    return visible
+
+
+@triton.jit
+def real_keys(s, batch, key_mask, sizes):
+    """Whether keys s are no padding."""
+    return tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0) != 0
+
+
+@triton.jit
 def first_query_seeing(s, edges, sizes, traits: tl.constexpr):
     """The first t with hi_t > s, T if there is none."""
     offset = sizes.keys - sizes.queries
@@ -329,7 +345,7 @@ def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
     return {"QUERIES": tiling.queries, "KEYS": tiling.keys, "KEY_WIDTH": padded(q.shape[3]), "VALUE_WIDTH": padded(v.shape[3])}
 
 
-def functions(link: LinkCode) -> Functions:
+def functions(link: Formula) -> Functions:
     """The jit functions that a link names."""
     if link.log:
         return Functions(None, None, None)
