@@ -386,17 +386,21 @@ def start(folder, jobs, steps):
     )  # fmt: skip
 
 
-def read_until(process, step):
+def read_until(process, step, runs=1):
+    """Returns once one run has reached ``step`` and ``runs`` of them have begun."""
+    begun = {}
     for line in process.stdout:
-        if line.split()[-1] == str(step):
+        run, _, at = line.rpartition(" ")
+        begun[run] = int(at)
+        if len(begun) >= runs and max(begun.values()) >= step:
             return
     pytest.fail(process.stderr.read())
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_then_again(tmp_path, jobs):
-    process = start(tmp_path / "it", jobs, 1000)
-    read_until(process, 20)
+    process = start(tmp_path / "it", jobs, 10_000)
+    read_until(process, 20, runs=jobs)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -405,7 +409,7 @@ def test_ctrl_c_then_again(tmp_path, jobs):
     records = {name: RunResult.read(tmp_path / "it" / name) for name in (run.name for run in a_spec().runs())}
     begun = {name: record for name, record in records.items() if record.status == "stopped"}
     assert sorted(record.status for record in records.values()) == ["pending"] * (4 - jobs) + ["stopped"] * jobs
-    assert 20 <= max(record.steps_done for record in begun.values()) < 1000
+    assert 20 <= max(record.steps_done for record in begun.values()) < 10_000
     should_stop, on_event = stop_after(1)
     first = []
     Comparison.open(tmp_path / "it").run(should_stop=should_stop, on_event=lambda event: (first.append(event), on_event(event)))
@@ -416,8 +420,8 @@ def test_ctrl_c_then_again(tmp_path, jobs):
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found through /proc")
 def test_two_at_a_time_and_a_killed_worker(tmp_path):
     folder = tmp_path / "it"
-    process = start(folder, 2, 60)
-    read_until(process, 5)
+    process = start(folder, 2, 120)
+    read_until(process, 5, runs=2)
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(children) == 2
     os.kill(children[0], signal.SIGKILL)
@@ -429,7 +433,7 @@ def test_two_at_a_time_and_a_killed_worker(tmp_path):
     victim = next(record for record in records if record.status == "stopped")
     assert "killed by SIGKILL" in victim.message
     assert Comparison.open(folder).run().status == "done"
-    spec = a_spec(training=replace(a_spec().training, steps=60))
+    spec = a_spec(training=replace(a_spec().training, steps=120))
     Comparison(tmp_path / "one by one", spec).run(threads=1)
     for run in spec.runs():
         assert lines(folder / run.name) == lines(tmp_path / "one by one" / run.name)
@@ -438,15 +442,14 @@ def test_two_at_a_time_and_a_killed_worker(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found through /proc")
 def test_workers_of_a_killed_parent_stop_with_a_checkpoint(tmp_path):
     folder = tmp_path / "it"
-    process = start(folder, 2, 5000)
-    read_until(process, 5)
+    process = start(folder, 2, 10_000)
+    read_until(process, 5, runs=2)
     process.kill()
     process.communicate(timeout=60)
     # the folder of a run is free once its worker has written its checkpoint
     result = Comparison.open(folder)
     deadline = time.monotonic() + 30
-    # the second worker may not have begun its run when the parent went; then that run is as it was
-    while (statuses := {record.status for record in result.records()}) not in ({"stopped"}, {"stopped", "pending"}):
+    while (statuses := sorted(record.status for record in result.records())) != ["pending"] * 2 + ["stopped"] * 2:
         assert time.monotonic() < deadline, statuses
         time.sleep(0.1)
     assert max(record.steps_done for record in result.records()) >= 5
