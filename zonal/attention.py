@@ -1,5 +1,6 @@
 """The one entry: prepare, plan, run, return."""
 
+import contextlib
 from typing import Literal, overload
 
 import torch
@@ -70,7 +71,8 @@ def attention(
     """
     if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
-    with torch.autocast(q.device.type, enabled=False):
+    kind = q.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
             key_bias=key_bias,

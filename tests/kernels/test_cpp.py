@@ -195,7 +195,7 @@ def test_a_broken_kernel_is_seen() -> None:
     for code in (good, bad):
         spec = ops.TileSpec(code, "row", True, 1e-12)
         constants = torch.tensor(code.constants).expand(4, -1)
-        y, _ = ops.tile(q, k, v, torch.ones(4), constants, None, call.visibility.lo, call.visibility.hi, None, ops.encode(spec), 0)
+        y, *_ = ops.tile(q, k, v, torch.ones(4), constants, None, None, ops.encode(spec), 0)
         found.append((y.detach(), torch.autograd.grad(y.square().sum(), k)[0]))
     assert torch.equal(found[0][0], found[1][0])
     assert (found[0][1] - found[1][1]).abs().max() > 1e-3 * found[0][1].abs().max()
@@ -214,7 +214,7 @@ def arguments(learned: bool = True) -> tuple:
     mask = torch.ones(2, 23, dtype=torch.bool)
     mask[0, :3] = False
     scale = torch.full((4,), 0.7, requires_grad=learned)
-    return q, k, v, scale, coefficients, mask, call.visibility.lo, call.visibility.hi, None, ops.encode(spec), coefficients.shape[1]
+    return q, k, v, scale, coefficients, mask, None, ops.encode(spec), coefficients.shape[1]
 
 
 def test_opcheck() -> None:

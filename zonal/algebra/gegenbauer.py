@@ -54,6 +54,24 @@ def _monomial_matrix(degree: int, q: int) -> Tensor:
         return torch.tensor(_monomials(degree, q), dtype=torch.float64)
 
 
+def gates(degrees: Tensor, count: int) -> Tensor:
+    """clamp(n - k + 1, 0, 1) for k < count, (rows, count), of degrees n (rows,)."""
+    return (degrees[:, None] - torch.arange(count, dtype=degrees.dtype, device=degrees.device) + 1).clamp(0, 1)
+
+
+def constant_gates(degrees: tuple[float, ...], count: int) -> Tensor:
+    """``gates`` of degrees that are not learned, float64."""
+    if torch.compiler.is_compiling():
+        return gates(torch.tensor(degrees, dtype=torch.float64), count)
+    return _constant_gates(degrees, count)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant_gates(degrees: tuple[float, ...], count: int) -> Tensor:
+    with torch.inference_mode(False):
+        return gates(torch.tensor(degrees, dtype=torch.float64), count)
+
+
 def basis(x: Tensor, count: int, q: int) -> list[Tensor]:
     """[R_0(x), …, R_{count-1}(x)]."""
     values = [torch.ones_like(x), x][:count]

@@ -214,7 +214,10 @@ class Gegenbauer(Link):
 
     def _gated(self, params: Params) -> Tensor:
         device = next((p.device for p in params.values()), torch.device("cpu"))
-        degrees = params["degree"].double() if "degree" in params else torch.tensor(self.degrees, dtype=torch.float64, device=device)
+        if "degree" in params:
+            gates = gegenbauer.gates(params["degree"].double(), self.degree + 1)
+        else:
+            gates = gegenbauer.constant_gates(self.degrees, self.degree + 1).to(device)
         if "weight" in params:
             weight = params["weight"].double()
         else:
@@ -222,10 +225,7 @@ class Gegenbauer(Link):
             if self.init == "reproducing":
                 rows = [gegenbauer.reproducing_weights(n, self.manifold_dim, self.degree + 1) for n in self.degrees]
                 weight = torch.tensor(rows, dtype=torch.float64, device=device)
-        if degrees.shape[0] != weight.shape[0]:
-            degrees = expand_rows(degrees, weight.shape[0], "Gegenbauer degrees")
-        order = torch.arange(self.degree + 1, dtype=torch.float64, device=device)
-        return weight * (degrees[:, None] - order + 1).clamp(0, 1)
+        return weight * expand_rows(gates, weight.shape[0], "Gegenbauer degrees")
 
     def coefficients(self, params: Params) -> Tensor:
         gated = self._gated(params)

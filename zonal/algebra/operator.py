@@ -93,9 +93,9 @@ class Operator(nn.Module):
         self.spec = spec or self.name
         self.readout: Readout = readout
         self.layer_init: LayerInit = layer_init
-        self.learned_parts = nn.ParameterDict(
-            {f"{slot}_{key}": nn.Parameter(value) for slot, part in self._parts() for key, value in part.initial().items()}
-        )
+        start = {slot: part.initial() for slot, part in self._parts()}
+        self._learned = {slot: tuple(values) for slot, values in start.items()}
+        self.learned_parts = nn.ParameterDict({f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()})
 
     def _parts(self) -> list[tuple[str, Declaration]]:
         return [("score", self.score), ("link", self.link), ("anchor", self.anchor), *((f"prior{i}", p) for i, p in enumerate(self.prior))]
@@ -103,7 +103,7 @@ class Operator(nn.Module):
     def _params(self, slot: str, part: Declaration, heads: int, kv_heads: int) -> Params:
         return {
             key: expand_rows(self.learned_parts[f"{slot}_{key}"], kv_heads if key in part.kv_rows else heads, f"{slot}.{key}")
-            for key in part.initial()
+            for key in self._learned[slot]
         }
 
     @property
@@ -149,24 +149,21 @@ class Operator(nn.Module):
 
     def bind(self, heads: int, kv_heads: int) -> Bound:
         """The parts with current values for H query heads and Hkv key heads."""
-        link_params = self._params("link", self.link, heads, kv_heads)
         decay = next(((f"prior{i}", p) for i, p in enumerate(self.prior) if isinstance(p, Decay)), None)
         alibi = next((p for p in self.prior if isinstance(p, ALiBi)), None)
         return Bound(
             score=self.score, link=self.link, anchor=self.anchor, priors=self.prior, heads=heads, kv_heads=kv_heads,
-            coefficients=self._coefficients(link_params, heads),
+            coefficients=self._coefficients(heads),
             score_params=self._params("score", self.score, heads, kv_heads),
             anchor_params=self._params("anchor", self.anchor, heads, kv_heads),
             log_decay=None if decay is None else decay[1].log_decay(self._params(*decay, heads, kv_heads), kv_heads),
             slopes=None if alibi is None else alibi.for_heads(heads),
         )
 
-    def _coefficients(self, params: Params, heads: int) -> Tensor:
-        c = self.link.coefficients(params)
-        if c.shape[1] in (1, heads):
-            return c
-        # rows that are declared but not learned (fixed degrees) repeat in the same way
-        return expand_rows(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
+    def _coefficients(self, heads: int) -> Tensor:
+        # rows are repeated after they are combined, there being fewer of them before
+        c = self.link.coefficients({key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]})
+        return c if c.shape[1] in (1, heads) else expand_rows(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
 
     def replace(
         self,

@@ -7,9 +7,11 @@ sequences, per-token decays and key biases come with the call. Together they are
 * every log prior is row_t + col_s - slope |t - s|: a decay is c_t - c_s with c the running sum of log decays.
 """
 
+import functools
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,23 +110,65 @@ class Decay(Prior):
         return (Move("assumed", "prior", "evidence fades by a constant factor a step, so a sum over the past can be carried"),)
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
+class Intervals(NamedTuple):
+    """The keys [lo_t, hi_t) each query may see, int64 (T,) on the CPU: plain positions, from which the drivers plan their loops.
 
-    lo, hi: int64 (T,) on the CPU (plain positions: the drivers plan their loops from them). key_mask: bool (B, S) or None.
-    segment_start, segment_end: the packed document each query lies in, (T,); without packing 0 and S.
-    position: absolute position of each query among the keys, (T,). packed: whether there are several documents.
+    segment_start: the first key of the packed document each query lies in, (T,); without packing 0.
+    position: absolute position of each query among the keys, (T,).
     """
 
     lo: Tensor
     hi: Tensor
     segment_start: Tensor
-    segment_end: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
+
+    made: the intervals, or what makes them when they are asked for (a kernel that knows the rules does without).
+    key_mask: bool (B, S) or None. edges: borders of packed documents, int64 (N + 1,) on the CPU, None without packing.
+    """
+
+    made: Intervals | Callable[[], Intervals]
     keys: int
     key_mask: Tensor | None = None
-    packed: bool = False
+    edges: Tensor | None = None
+    _kept: list[Intervals] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def intervals(self) -> Intervals:
+        if isinstance(self.made, Intervals):
+            return self.made
+        if not self._kept:  # by hand: a cached_property takes a lock, which tracing does not know
+            self._kept.append(self.made())
+        return self._kept[0]
+
+    @property
+    def lo(self) -> Tensor:
+        return self.intervals.lo
+
+    @property
+    def hi(self) -> Tensor:
+        return self.intervals.hi
+
+    @property
+    def segment_start(self) -> Tensor:
+        return self.intervals.segment_start
+
+    @property
+    def position(self) -> Tensor:
+        return self.intervals.position
+
+    @property
+    def packed(self) -> bool:
+        """Whether there are several documents."""
+        return self.edges is not None and self.edges.shape[0] > 2
+
+    def tail(self, first: int) -> "Visibility":
+        """Without the first queries."""
+        return replace(self, made=Intervals(*(x[first:] for x in self.intervals)))
 
     @property
     def nested(self) -> bool:
@@ -213,6 +257,14 @@ def visibility(
     cu_seqlens: Tensor | None = None,
 ) -> Visibility:
     """The mask of a call. With fewer queries than keys, the queries are the last positions (as in a cached decoder)."""
+    edges = None
+    if cu_seqlens is not None:
+        edges = checked_cu_seqlens(cu_seqlens, keys)
+        require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
+    return Visibility(functools.partial(_intervals, queries, keys, priors, causal, include_self, edges), keys, key_padding_mask, edges)
+
+
+def _intervals(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None) -> Intervals:
     mode: Literal["none", "causal", "chunk"] = "causal" if causal else "none"
     left: int | None = None
     right: int | None = None
@@ -227,9 +279,7 @@ def visibility(
             left, right = prior.left, prior.right
     position = torch.arange(queries) + (keys - queries if (mode != "none" or left is not None) else 0)
     start, end = torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys, dtype=torch.int64)
-    if cu_seqlens is not None:
-        edges = checked_cu_seqlens(cu_seqlens, keys)
-        require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
+    if edges is not None:
         document = torch.bucketize(torch.arange(queries), edges[1:], right=True)
         start, end = edges[:-1][document], edges[1:][document]
     lo, hi = start.clone(), end.clone()
@@ -241,8 +291,7 @@ def visibility(
         lo = torch.maximum(lo, position - left)
         if right is not None:
             hi = torch.minimum(hi, position + right + 1)
-    hi = hi.clamp_min(0)
-    return Visibility(lo, hi, start, end, position, keys, key_padding_mask, cu_seqlens is not None and cu_seqlens.shape[0] > 2)
+    return Intervals(lo, hi.clamp_min(0), start, position)
 
 
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -258,4 +307,4 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
 
 PRIORS: dict[str, type[Declaration]] = {"Causal": Causal, "ChunkCausal": ChunkCausal, "Window": Window, "ALiBi": ALiBi, "Decay": Decay}
 
-__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Prior", "Visibility", "Window", "visibility"]
+__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Visibility", "Window", "visibility"]

@@ -191,14 +191,12 @@ def prepare(
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, scale)
-    # meta tensors, which only have shapes, know no autocast
-    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
-        seen = visibility(
-            q.shape[2], k.shape[2], _without_bias(bound.priors), causal=causal, include_self=tags.includes_self,
-            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-        )
-        decay = _log_decay(bound, k, key_padding_mask, log_decay)
-        bias = _bias(bound, seen, decay, key_bias)
+    seen = visibility(
+        q.shape[2], k.shape[2], _without_bias(bound.priors), causal=causal, include_self=tags.includes_self, key_padding_mask=key_padding_mask,
+        cu_seqlens=cu_seqlens,
+    )
+    decay = _log_decay(bound, k, key_padding_mask, log_decay)
+    bias = _bias(bound, seen, decay, key_bias)
     tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")

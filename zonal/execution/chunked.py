@@ -88,12 +88,7 @@ def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
 
 def tail(call: Call, first: int) -> Call:
     """The call without its first queries."""
-    seen = call.visibility
-    part = replace(
-        seen, lo=seen.lo[first:], hi=seen.hi[first:], segment_start=seen.segment_start[first:], segment_end=seen.segment_end[first:],
-        position=seen.position[first:],
-    )
-    return call.with_tokens(call.q[:, :, first:], call.k, call.v, part, call.bias, call.log_decay, call.key_bias)
+    return call.with_tokens(call.q[:, :, first:], call.k, call.v, call.visibility.tail(first), call.bias, call.log_decay, call.key_bias)
 
 
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:

@@ -3,6 +3,7 @@
 What runs a batch then runs packed sequences too, in parallel over documents, with at most half of a group being padding.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,10 +15,10 @@ from zonal.execution.call import Call
 
 def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
     """y of a packed call (batch 1) from ``run`` on groups of documents."""
-    starts, lengths = torch.unique_consecutive(call.visibility.segment_start, return_counts=True)
+    assert call.visibility.edges is not None
     groups: dict[int, list[tuple[int, int]]] = {}
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        groups.setdefault((length - 1).bit_length(), []).append((start, length))
+    for start, end in itertools.pairwise(call.visibility.edges.tolist()):
+        groups.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
     parts, places = [], []
     for members in groups.values():
         call_of_group, index, inside = _gathered(call, members)

@@ -86,10 +86,8 @@ def tiled(call: Call) -> Tensor:
         call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
         None if window is None else window.right, not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
-    edges = None
-    if q.device.type == "cuda" and seen.packed:
-        edges = torch.cat([torch.unique_consecutive(seen.segment_start), torch.tensor([seen.keys])]).to(q.device)
-    y, _ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, edges, ops.encode(spec), learned)
+    edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
+    y, *_ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
     return y
 
 

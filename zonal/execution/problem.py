@@ -205,9 +205,7 @@ def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
 
 def _span(call: Call) -> Span:
     seen, window = call.visibility, next((p for p in call.bound.priors if isinstance(p, Window)), None)
-    edges = None
-    if seen.packed:
-        edges = (*torch.unique_consecutive(seen.segment_start).tolist(), seen.keys)
+    edges = None if seen.edges is None or not seen.packed else tuple(seen.edges.tolist())
     return Span(
         causal=call.causal and call.chunk is None, include_self=call.include_self, chunk=call.chunk,
         left=None if window is None else window.left, right=None if window is None else window.right, edges=edges,

@@ -125,7 +125,7 @@ def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
     """Masks and biases of some sequences of the batch."""
     mask = parts.visibility.key_mask
     row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
-    return parts._replace(visibility=replace(parts.visibility, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
+    return parts._replace(visibility=replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
 
 
 def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, block: tuple[int, int]) -> None:

@@ -35,41 +35,43 @@ def decode(text: str) -> TileSpec:
 
 @torch.library.custom_op("zonal::tile", mutates_args=(), device_types="cpu")
 def tile(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    cu_seqlens: Tensor | None, spec: str, learned: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, factor) of ``TileSpec``'s equation. lo, hi (T,) on the CPU say who sees whom for the CPU kernel; that for CUDA works it out
-    from the spec and the borders of documents, ``cu_seqlens``. The first ``learned`` coefficients (H, n) have a gradient, as has scale (H,)."""
-    return library.forward(q, k, v, scale, coefficients, key_mask, lo, hi, decode(spec))
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    spec: str, learned: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, factor, rest) of ``TileSpec``'s equation; rest is what rounding y left, for backward on the CPU. cu_seqlens: borders of packed
+    documents, int64. The first ``learned`` coefficients (H, n) have a gradient, as has scale (H,)."""
+    return library.forward(q, k, v, scale, coefficients, key_mask, cu_seqlens, decode(spec))
 
 
 @tile.register_kernel("cuda")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    cu_seqlens: Tensor | None, spec: str, learned: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    spec: str, learned: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from zonal.kernels.triton import forward
 
-    return forward.forward(q, k, v, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
+    made = forward.forward(q, k, v, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
+    return *made, q.new_empty(0)
 
 
 @tile.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    cu_seqlens: Tensor | None, spec: str, learned: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (q.shape[0], q.shape[1], q.shape[2])
-    return q.new_empty((*shape, v.shape[3]), dtype=torch.float32 if q.device.type == "cpu" else q.dtype), q.new_empty(shape, dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+    spec: str, learned: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    kept = q.device.type == "cpu" and q.dtype != torch.float32 and not decode(spec).inference
+    return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32), q.new_empty(shape if kept else 0)
 
 
 @torch.library.custom_op("zonal::tile_backward", mutates_args=(), device_types="cpu")
 def tile_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
-    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, rest: Tensor, scale: Tensor, coefficients: Tensor,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, scale (empty unless ``scaled``) and of the learned coefficients (H, learned)."""
     dq, dk, dv, dscale, dc = library.backward(
-        dy, q, k, v, y, factor, scale, coefficients, key_mask, lo, hi, decode(spec), learned, scaled
+        dy, q, k, v, y, factor, rest, scale, coefficients, key_mask, cu_seqlens, decode(spec), learned, scaled
     )
     return dq, dk, dv, *_parameters(scale, coefficients, dscale, dc)
 
@@ -84,8 +86,8 @@ def _parameters(scale: Tensor, coefficients: Tensor, dscale: Tensor | None, dc: 
 
 @tile_backward.register_kernel("cuda")
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
-    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, rest: Tensor, scale: Tensor, coefficients: Tensor,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from zonal.kernels.triton import backward
 
@@ -101,8 +103,8 @@ def _(
 
 @tile_backward.register_fake
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
-    lo: Tensor, hi: Tensor, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, rest: Tensor, scale: Tensor, coefficients: Tensor,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: int, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return (
         q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), scale.new_empty(scale.shape if scaled else (0,)),
@@ -110,24 +112,24 @@ def _(
     )  # fmt: skip
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, ctx.spec, ctx.learned = inputs
-    ctx.save_for_backward(q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, *output)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, scale, coefficients, key_mask, cu_seqlens, ctx.spec, ctx.learned = inputs
+    ctx.save_for_backward(q, k, v, scale, coefficients, key_mask, cu_seqlens, *output)
 
 
-def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise PathError(
             "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
         )
-    q, k, v, scale, coefficients, key_mask, lo, hi, cu_seqlens, y, factor = ctx.saved_tensors
+    q, k, v, scale, coefficients, key_mask, cu_seqlens, y, factor, rest = ctx.saved_tensors
     learned = ctx.learned if ctx.needs_input_grad[4] else 0
     dq, dk, dv, dscale, dc = tile_backward(
-        dy, q, k, v, y, factor, scale, coefficients, key_mask, lo, hi, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]
+        dy, q, k, v, y, factor, rest, scale, coefficients, key_mask, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]
     )
     if learned:
         dc = torch.nn.functional.pad(dc, (0, coefficients.shape[1] - learned))  # constants have none
-    return dq, dk, dv, dscale if ctx.needs_input_grad[3] else None, dc if learned else None, None, None, None, None, None, None
+    return dq, dk, dv, dscale if ctx.needs_input_grad[3] else None, dc if learned else None, None, None, None, None
 
 
 tile.register_autograd(_backward, setup_context=_setup)

@@ -19,7 +19,7 @@ class TileSpec:
     anchor: what the row is multiplied by. normalise: unit queries and keys, norms below ``eps`` counting as eps.
     causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right: keys from
     position - left to position + right (None = no window; right None = no limit there). Packed documents come as cu_seqlens.
-    inference: no gradient will be asked for; bfloat16 weights are then good enough for the CPU (gradients that cancel need dy . y exact).
+    inference: no gradient will be asked for, and what backward needs is not kept.
     """
 
     link: Formula

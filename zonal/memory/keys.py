@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
-from zonal.algebra.prior import Bias, Causal, ChunkCausal, Visibility, Window, visibility
+from zonal.algebra.prior import Bias, Causal, ChunkCausal, Intervals, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.tokens import Tokens, joined
@@ -101,7 +101,7 @@ class KeyValues(Memory):
             return q.new_zeros(*q.shape[:3], self.form.value_dim)
         whole = torch.zeros(queries, dtype=torch.int64)
         first = 0 if self.reach is None else max(0, n - self.reach)
-        return self.weighed(q, bound, Visibility(whole + first, whole + n, whole, whole + n, whole + n - 1, n))
+        return self.weighed(q, bound, Visibility(Intervals(whole + first, whole + n, whole, whole + n - 1), n))
 
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""

@@ -1,5 +1,6 @@
 // What the tile kernels share: vectors, the link, the call and its masks. Names of the template are explained in tile.cpp.
 //
+// ZONAL_ROUNDED: weights are rounded before they meet values, and a row's sum is of the rounded ones, taken there.
 // The link comes as macros in front: ZONAL_LOG, ZONAL_CLAMP, ZONAL_LOW, ZONAL_HIGH and the expressions ZONAL_VALUE, ZONAL_DERIVATIVE,
 // ZONAL_BASE of x, c, n. ZONAL_LANES is the width of a vector. No header of torch is needed: OpenMP's team is the one torch has set up.
 
@@ -44,6 +45,12 @@ inline float number(uint16_t x) {
   std::memcpy(&out, &wide, 4);
   return out;
 }
+inline void put(float* to, float x) { *to = x; }
+inline void put(uint16_t* to, float x) {  // to the nearest, ties to even; NaN stays
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  *to = static_cast<uint16_t>(x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 inline void store(float* p, V x) { *reinterpret_cast<V*>(p) = x; }
 inline V spread(float x) {
 #if ZONAL_LANES == 16
@@ -58,6 +65,83 @@ inline float sum(V x) {
   float total = 0;
   for (int i = 0; i < L / 2; ++i) total += x[i] + x[i + L / 2];
   return total;
+}
+
+// a . b; a single running sum would wait for itself at every step
+template <typename A, typename B>
+float dot(const A* a, const B* b, int64_t n) {
+  V x = V{}, y = V{};
+  int64_t i = 0;
+  for (; i + 2 * L <= n; i += 2 * L) {
+    x += load(a + i) * load(b + i);
+    y += load(a + i + L) * load(b + i + L);
+  }
+  float total = sum(x + y);
+  for (; i < n; ++i) total += number(a[i]) * number(b[i]);
+  return total;
+}
+
+typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t I8 __attribute__((vector_size(32)));
+inline V8 load8(const float* p) { return *reinterpret_cast<const V8*>(p); }
+inline void put8(float* p, V8 x) { *reinterpret_cast<V8*>(p) = x; }
+inline void put8(uint16_t* p, V8 x) {
+  for (int i = 0; i < 8; ++i) put(p + i, x[i]);
+}
+
+inline void transpose(V8 (&x)[8]) {
+  V8 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = __builtin_shuffle(x[i], x[i + 1], I8{0, 8, 1, 9, 4, 12, 5, 13});
+    a[i + 1] = __builtin_shuffle(x[i], x[i + 1], I8{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = __builtin_shuffle(a[i + j], a[i + j + 2], I8{0, 1, 8, 9, 4, 5, 12, 13});
+      b[i + 2 * j + 1] = __builtin_shuffle(a[i + j], a[i + j + 2], I8{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  for (int i = 0; i < 4; ++i) {
+    x[i] = __builtin_shuffle(b[i], b[i + 4], I8{0, 1, 2, 3, 8, 9, 10, 11});
+    x[i + 4] = __builtin_shuffle(b[i], b[i + 4], I8{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+// Rows of width numbers times a factor each, as a column: number d of row i at out[d * C + i]. Calls them by ``rows(i)``; i < count <= C.
+template <typename F>
+INLINE void as_column(const F& rows, const float* factors, int count, int64_t width, float* out) {
+  int i = 0;
+  for (; i + 8 <= count; i += 8) {
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) {
+      V8 x[8];
+      for (int j = 0; j < 8; ++j) x[j] = load8(rows(i + j) + d) * factors[i + j];
+      transpose(x);
+      for (int j = 0; j < 8; ++j) put8(out + (d + j) * C + i, x[j]);
+    }
+    for (; d < width; ++d)
+      for (int j = 0; j < 8; ++j) out[d * C + i + j] = rows(i + j)[d] * factors[i + j];
+  }
+  for (; i < count; ++i)
+    for (int64_t d = 0; d < width; ++d) out[d * C + i] = rows(i)[d] * factors[i];
+}
+
+// The way back: column (width, C) times a factor a lane; f(lane, d, eight numbers from d on) and g(lane, d, number) take what comes.
+template <typename F, typename G>
+INLINE void as_rows(const float* column, const float* factors, int count, int64_t width, const F& f, const G& g) {
+  int i = 0;
+  for (; i + 8 <= count; i += 8) {
+    int64_t d = 0;
+    for (; d + 8 <= width; d += 8) {
+      V8 x[8];
+      for (int j = 0; j < 8; ++j) x[j] = load8(column + (d + j) * C + i);
+      transpose(x);
+      for (int j = 0; j < 8; ++j) f(i + j, d, x[j] * factors[i + j]);
+    }
+    for (; d < width; ++d)
+      for (int j = 0; j < 8; ++j) g(i + j, d, column[d * C + i + j] * factors[i + j]);
+  }
+  for (; i < count; ++i)
+    for (int64_t d = 0; d < width; ++d) g(i, d, column[d * C + i] * factors[i]);
 }
 
 inline V horner(V x, const float* c, int n) {
@@ -166,20 +250,23 @@ struct Strides {
   int64_t batch, head, token;
 };
 
-// What zonal/kernels/cpp/library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; lo, hi (B or 1, T):
-// intervals of places in it, hi >= lo. by_batch: 0 or 1, whether the three have a batch axis.
+// What zonal/kernels/cpp/library.py fills in. Last axes of q, k, v have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
+// documents, or null. Who sees whom: zonal/kernels/spec.py; left < 0: no window.
 struct Call {
   const void *q, *k, *v;
   const float *scale, *coefficients;
-  const int32_t *index, *lo, *hi;
+  const uint8_t* key_mask;
+  const int64_t* edges;
   Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, by_batch, numbers, learned, anchor, normalise;
+  int64_t B, H, Hkv, T, S, D, P, documents, causal, include_self, chunk, left, right, numbers, learned, anchor, normalise;
   float eps;
-  float *y, *factor;  // (B, H, T, P) contiguous, (B, H, T)
-  const float* dy;    // (B, H, T, P) contiguous, as all that follows
-  float *dq, *dk, *dv;
-  double *dscale, *dcoefficients;  // (tasks of backward, H), (tasks, H, learned) or null
-  int64_t split;                   // parts of the queries that have dk, dv of their own, backward
+  void *y, *rest;    // (B, H, T, P) contiguous, as all that follows; what rounding y to bfloat16 left of it, or null
+  float* factor;     // (B, H, T)
+  const void* dy;
+  void *dq, *dk, *dv;
+  float* sums;                     // of dk and dv: (places, S, D + P), a place for each thread, or for each part of each key head when split > 1
+  double *dscale, *dcoefficients;  // (split, B, H), (split, B, H, learned), zeros, or null
+  int64_t split, places;           // parts of the queries that are summed up on their own, backward
 };
 }
 
@@ -201,23 +288,71 @@ void key_scales(const Call& c, float* out) {
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t b = i / (c.Hkv * c.S), h = i / c.S % c.Hkv, s = i % c.S;
     const T* k = static_cast<const T*>(c.k) + b * c.ks.batch + h * c.ks.head + s * c.ks.token;
-    V a = V{};
-    int64_t d = 0;
-    for (; d + L <= c.D; d += L) a += load(k + d) * load(k + d);
-    float total = sum(a);
-    for (; d < c.D; ++d) total += number(k[d]) * number(k[d]);
-    out[i] = 1.f / std::max(std::sqrt(total), c.eps);
+    out[i] = 1.f / std::max(std::sqrt(dot(k, k, c.D)), c.eps);
   }
 }
 
-// the scales of all keys in ``room``, or nullptr where keys stay as they are
+// What all tasks read: norms of keys, and who sees whom. index (B or 1, S): the keys that are there, in order, then the others; lo, hi (B or 1,
+// T): intervals of places in it, hi >= lo.
+struct Shared {
+  const float* key_scales;  // null where keys stay as they are
+  const int32_t *index, *lo, *hi;
+  int64_t by_batch;
+};
+
+// the keys [lo, hi) that query t of the document [start, end) may see before the mask
+void interval(const Call& c, int64_t t, int64_t start, int64_t end, int32_t* lo, int32_t* hi) {
+  const bool tied = c.causal || c.chunk > 0 || c.left >= 0;
+  const int64_t position = tied ? t + c.S - c.T : t;
+  int64_t from = start, to = end;
+  if (c.chunk > 0) {
+    const int64_t ahead = position - start;
+    to = std::min(to, start + (ahead >= 0 ? ahead / c.chunk : -((-ahead + c.chunk - 1) / c.chunk)) * c.chunk);
+  } else if (c.causal) {
+    to = std::min(to, position + c.include_self);
+  }
+  if (c.left >= 0) {
+    from = std::max(from, position - c.left);
+    to = std::min(to, position + c.right + 1);
+  }
+  from = std::min(from, c.S);
+  *lo = static_cast<int32_t>(from);
+  *hi = static_cast<int32_t>(std::max(from, to));
+}
+
 template <typename T>
-const float* key_scales_in(const Call& c, Scratch& room) {
-  if (!c.normalise || c.S == 0) return nullptr;
-  room.begin(c.B * c.Hkv * c.S);
-  float* scales = room.take(c.B * c.Hkv * c.S);
-  key_scales<T>(c, scales);
-  return scales;
+Shared share(const Call& c, Scratch& room) {
+  const bool scaled = c.normalise && c.S > 0;
+  const int64_t masks = c.key_mask == nullptr ? 1 : c.B;
+  room.begin((scaled ? c.B * c.Hkv * c.S : 0) + masks * (c.S + 2 * c.T) + c.S + 1);
+  float* scales = scaled ? room.take(c.B * c.Hkv * c.S) : nullptr;
+  if (scaled) key_scales<T>(c, scales);
+  const auto take = [&](int64_t n) { return reinterpret_cast<int32_t*>(room.take(n)); };
+  int32_t *index = take(masks * c.S), *lo = take(masks * c.T), *hi = take(masks * c.T), *rank = take(c.S + 1);
+  for (int64_t t = 0, document = 0; t < c.T; ++t) {
+    while (c.documents > 0 && c.edges[document + 1] <= t) ++document;
+    interval(c, t, c.documents > 0 ? c.edges[document] : 0, c.documents > 0 ? c.edges[document + 1] : c.S, lo + t, hi + t);
+  }
+  if (c.key_mask == nullptr) {
+    for (int64_t s = 0; s < c.S; ++s) index[s] = static_cast<int32_t>(s);
+    return {scales, index, lo, hi, 0};
+  }
+  for (int64_t b = c.B - 1; b >= 0; --b) {  // the first row of lo and hi is read by all others
+    const uint8_t* mask = c.key_mask + b * c.S;
+    int32_t real = 0;
+    for (int64_t s = 0; s < c.S; ++s) {
+      rank[s] = real;
+      if (mask[s]) index[b * c.S + real++] = static_cast<int32_t>(s);
+    }
+    rank[c.S] = real;
+    for (int64_t s = 0; s < c.S; ++s)
+      if (!mask[s]) index[b * c.S + real++] = static_cast<int32_t>(s);
+    for (int64_t t = 0; t < c.T; ++t) {
+      lo[b * c.T + t] = rank[lo[t]];
+      hi[b * c.T + t] = rank[hi[t]];
+    }
+  }
+  return {scales, index, lo, hi, 1};
 }
 
 template <typename T>
@@ -230,17 +365,17 @@ struct Head {  // where one head's things are
 };
 
 template <typename T>
-Head<T> head_of(const Call& c, int64_t b, int64_t h, const float* key_scales) {
-  const int64_t kv = h / (c.H / c.Hkv), m = c.by_batch ? b : 0;
+Head<T> head_of(const Call& c, int64_t b, int64_t h, const Shared& shared) {
+  const int64_t kv = h / (c.H / c.Hkv), m = shared.by_batch ? b : 0;
   Head<T> at;
   at.q = static_cast<const T*>(c.q) + b * c.qs.batch + h * c.qs.head;
   at.k = static_cast<const T*>(c.k) + b * c.ks.batch + kv * c.ks.head;
   at.v = static_cast<const T*>(c.v) + b * c.vs.batch + kv * c.vs.head;
-  at.key_scale = key_scales == nullptr ? nullptr : key_scales + (b * c.Hkv + kv) * c.S;
+  at.key_scale = shared.key_scales == nullptr ? nullptr : shared.key_scales + (b * c.Hkv + kv) * c.S;
   at.coefficients = c.coefficients + h * c.numbers;
-  at.index = c.index + m * c.S;
-  at.lo = c.lo + m * c.T;
-  at.hi = c.hi + m * c.T;
+  at.index = shared.index + m * c.S;
+  at.lo = shared.lo + m * c.T;
+  at.hi = shared.hi + m * c.T;
   at.q_step = c.qs.token;
   at.k_step = c.ks.token;
   at.v_step = c.vs.token;
@@ -250,10 +385,7 @@ Head<T> head_of(const Call& c, int64_t b, int64_t h, const float* key_scales) {
 
 template <typename T>
 float query_scale(const Call& c, const T* q, float scale) {
-  if (!c.normalise) return scale;
-  float total = 0;
-  for (int64_t d = 0; d < c.D; ++d) total += number(q[d]) * number(q[d]);
-  return scale / std::max(std::sqrt(total), c.eps);
+  return c.normalise ? scale / std::max(std::sqrt(dot(q, q, c.D)), c.eps) : scale;
 }
 
 // one column: what its lanes see
@@ -321,7 +453,7 @@ INLINE void record(const Call& c, const float* coefficients, const Sight& sight,
 #if ZONAL_LOG
     column.top[0] = most(column.top[0], x[r]);
     column.top[1] = most(column.top[1], y[r]);
-#else
+#elif !ZONAL_ROUNDED
     column.mass[0] += x[r];
     column.mass[1] += y[r];
 #endif
@@ -344,7 +476,7 @@ void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* 
     for (int64_t s = 0; s < keys; ++s) {
       const V x = load(weights + s * C + j * L);
       const V w = x == none ? V{} : exp2(x - safe);  // NaN stays
-      column.mass[j] += w;
+      if (!ZONAL_ROUNDED) column.mass[j] += w;
       store(weights + s * C + j * L, w);
     }
   }
@@ -352,32 +484,40 @@ void exponentials(const V (&before)[2], int64_t keys, int64_t value_dim, float* 
 #endif
 
 // what a task has summed up, (columns, P, C), as rows of y and their factors
-inline void finish(const Call& c, const int32_t* lows, const int32_t* highs, int64_t b, int64_t h, int64_t t0, int64_t t1, const Column* sums, const float* out) {
-  for (int64_t t = t0; t < t1; ++t) {
-    const int64_t i = (t - t0) / C, lane = (t - t0) % C;
-    const float mass = sums[i].mass[lane / L][lane % L];
-    const int64_t row = (b * c.H + h) * c.T + t;
-    float factor = 1.f;
-    if (c.anchor == ROW) factor = mass != 0.f ? 1.f / mass : 0.f;
-    if (c.anchor == COUNT) {
-      const int32_t seen = highs[t] - lows[t];
-      factor = seen > 0 ? 1.f / seen : 0.f;
-    }
+template <typename T>
+void finish(const Call& c, const int32_t* lows, const int32_t* highs, int64_t b, int64_t h, int64_t t0, int64_t t1, const Column* sums, const float* out) {
+  float factors[C];
+  for (int64_t from = t0; from < t1; from += C, ++sums, out += C * c.P) {
+    const int count = static_cast<int>(std::min<int64_t>(C, t1 - from));
+    const int64_t row = (b * c.H + h) * c.T + from;
+    for (int lane = 0; lane < count; ++lane) {
+      const float mass = sums->mass[lane / L][lane % L];
+      const int32_t seen = highs[from + lane] - lows[from + lane];
+      float factor = 1.f;
+      if (c.anchor == ROW) factor = mass != 0.f ? 1.f / mass : 0.f;
+      if (c.anchor == COUNT) factor = seen > 0 ? 1.f / seen : 0.f;
+      factors[lane] = c.factor[row + lane] = factor;
 #if ZONAL_LOG
-    const float top = sums[i].top[lane / L][lane % L];
-    if (c.anchor == ROW) {
-      c.factor[row] = mass == 0.f ? std::numeric_limits<float>::infinity() : (top + std::log2(mass)) * LN2;
-    } else {  // the maximum that was taken out comes back
-      const float whole = mass == 0.f ? 0.f : std::exp2(top);
-      c.factor[row] = factor;
-      factor *= whole;
-    }
-#else
-    c.factor[row] = factor;
+      const float top = sums->top[lane / L][lane % L];
+      if (c.anchor == ROW)
+        c.factor[row + lane] = mass == 0.f ? std::numeric_limits<float>::infinity() : (top + std::log2(mass)) * LN2;
+      else  // the maximum that was taken out comes back
+        factors[lane] = mass == 0.f ? 0.f : factor * std::exp2(top);
 #endif
-    float* y = c.y + row * c.P;
-    const float* from = out + i * C * c.P + lane;
-    for (int64_t p = 0; p < c.P; ++p) y[p] = from[p * C] * factor;
+    }
+    T* y = static_cast<T*>(c.y) + row * c.P;
+    uint16_t* rest = c.rest == nullptr ? nullptr : static_cast<uint16_t*>(c.rest) + row * c.P;
+    const auto one = [&](int64_t lane, int64_t p, float x) {
+      put(y + lane * c.P + p, x);
+      if (rest != nullptr) put(rest + lane * c.P + p, x - number(y[lane * c.P + p]));
+    };
+    const auto eight = [&](int64_t lane, int64_t p, V8 x) {
+      if (rest == nullptr)
+        put8(y + lane * c.P + p, x);
+      else
+        for (int i = 0; i < 8; ++i) one(lane, p + i, x[i]);
+    };
+    as_rows(out, factors, count, c.P, eight, one);
   }
 }
 
@@ -391,12 +531,12 @@ int threads() {
 
 // every task of the forward pass, shared out over the threads. Returns 0, or 1 when memory ran out.
 template <typename T>
-int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64_t, int64_t, const float*, Scratch&)) {
+int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64_t, int64_t, const Shared&, Scratch&)) {
   if (c.B == 0 || c.H == 0 || c.T == 0) return 0;
   std::atomic<int> failed{0};
   try {
-    Scratch keys;
-    const float* scales = key_scales_in<T>(c, keys);
+    Scratch room;
+    const Shared shared = share<T>(c, room);
     // enough tasks to keep every thread busy to the end, the long ones first
     int64_t span = COLUMNS * C;
     while (span > C && c.B * c.H * ((c.T + span - 1) / span) < 8 * threads()) span = std::max<int64_t>(C, span / 2);
@@ -408,10 +548,104 @@ int run_forward(const Call& c, void (*task)(const Call&, int64_t, int64_t, int64
       try {
         for (int64_t i = next++; i < tasks; i = next++) {
           const int64_t block = blocks - 1 - i / (c.B * c.H), head = i % (c.B * c.H);
-          task(c, head / c.H, head % c.H, block * span, std::min(c.T, (block + 1) * span), scales, scratch);
+          task(c, head / c.H, head % c.H, block * span, std::min(c.T, (block + 1) * span), shared, scratch);
         }
       } catch (const std::bad_alloc&) {
         failed = 1;
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    failed = 1;
+  }
+  return failed;
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------------------------
+
+// Sums over parts of the queries, in order, of keys s0 to s1 as gradients of the raw keys, through their norm, and of the values.
+template <typename T>
+void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, float* sums, int64_t parts, int64_t step) {
+  const T* keys = static_cast<const T*>(c.k) + b * c.ks.batch + kv * c.ks.head;
+  const int64_t row = (b * c.Hkv + kv) * c.S;
+  for (int64_t s = s0; s < s1; ++s) {
+    float *dk = sums + s * c.D, *dv = sums + c.S * c.D + s * c.P;
+    for (int64_t part = 1; part < parts; ++part) {
+      for (int64_t d = 0; d < c.D; ++d) dk[d] += dk[part * step + d];
+      for (int64_t p = 0; p < c.P; ++p) dv[p] += dv[part * step + p];
+    }
+    const T* k = keys + s * c.ks.token;
+    float back = 0;
+    if (c.normalise) {  // beyond eps a unit vector does not change along itself
+      const float square = dot(k, k, c.D);
+      if (std::sqrt(square) > c.eps) back = dot(dk, k, c.D) / square;
+    }
+    T *to_k = static_cast<T*>(c.dk) + (row + s) * c.D, *to_v = static_cast<T*>(c.dv) + (row + s) * c.P;
+    for (int64_t d = 0; d < c.D; ++d) put(to_k + d, dk[d] - back * number(k[d]));
+    for (int64_t p = 0; p < c.P; ++p) put(to_v + p, dv[p]);
+  }
+}
+
+// Gradients of ``count`` queries from t on: scale times g (D, C), which are times ``factors`` those of the queries through no norm. Adds what the
+// scale gets to *dscale.
+template <typename T>
+void finish_queries(const Call& c, const Head<T>& at, int64_t b, int64_t h, int64_t t, int count, const float* g, const float* factors, float scale, double* dscale) {
+  float row[C * 256];
+  const auto one = [&](int64_t lane, int64_t d, float x) { row[lane * c.D + d] = x; };
+  const auto eight = [&](int64_t lane, int64_t d, V8 x) { put8(row + lane * c.D + d, x); };
+  as_rows(g, factors, count, c.D, eight, one);
+  for (int i = 0; i < count; ++i) {
+    const T* q = at.q + (t + i) * at.q_step;
+    const float *x = row + i * c.D, square = dot(q, q, c.D), along = dot(x, q, c.D);
+    T* to = static_cast<T*>(c.dq) + ((b * c.H + h) * c.T + t + i) * c.D;
+    // beyond eps a unit vector does not change along itself
+    const float back = c.normalise && std::sqrt(square) > c.eps ? along / square : 0.f;
+    if (dscale != nullptr) *dscale += along;
+    for (int64_t d = 0; d < c.D; ++d) put(to + d, scale * (x[d] - back * number(q[d])));
+  }
+}
+
+struct Part {  // a task of backward: queries part, part + split, … (in blocks) of all heads that read one key head
+  int64_t part, b, kv;
+  const Shared& shared;
+  float *dk, *dv;  // what it sums up, (S, D) and (S, P), zeros
+};
+
+// Every task of the backward pass, shared out over the threads. Returns 0, or 1 when memory ran out.
+template <typename T>
+int run_backward(const Call& c, void (*task)(const Call&, const Part&, Scratch&)) {
+  if (c.B == 0 || c.H == 0) return 0;
+  std::atomic<int> failed{0};
+  const int64_t heads = c.B * c.Hkv, step = c.S * (c.D + c.P);
+  try {
+    Scratch room;
+    const Shared shared = share<T>(c, room);
+    std::atomic<int64_t> next{0};
+#pragma omp parallel if (worth_a_team(c)) num_threads(static_cast<int>(c.places))
+    {
+      static thread_local Scratch scratch;
+      int64_t place = 0;
+#ifdef _OPENMP
+      place = omp_get_thread_num();
+#endif
+      try {
+        for (int64_t i = next++; i < heads * c.split; i = next++) {
+          float* sums = c.sums + (c.split > 1 ? i : place) * step;
+          std::memset(sums, 0, sizeof(float) * step);
+          const Part at{i / heads, i / c.Hkv % c.B, i % c.Hkv, shared, sums, sums + c.S * c.D};
+          task(c, at, scratch);
+          if (c.split == 1) finish_keys<T>(c, at.b, at.kv, 0, c.S, sums, 1, 0);
+        }
+      } catch (const std::bad_alloc&) {
+        failed = 1;
+      }
+    }
+    if (c.split > 1) {
+      constexpr int64_t rows = 64;
+      const int64_t blocks = (c.S + rows - 1) / rows;
+#pragma omp parallel for schedule(static) if (worth_a_team(c))
+      for (int64_t i = 0; i < heads * blocks; ++i) {
+        const int64_t head = i / blocks, s0 = i % blocks * rows;
+        finish_keys<T>(c, head / c.Hkv, head % c.Hkv, s0, std::min(c.S, s0 + rows), c.sums + head * step, c.split, heads * step);
       }
     }
   } catch (const std::bad_alloc&) {

@@ -11,11 +11,13 @@ from zonal.formula import Formula
 from zonal.kernels.cpp.build import BuildError, build
 from zonal.kernels.spec import TileSpec
 
-_ABI = 2
+_ABI = 3
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
-_POINTERS = ("q", "k", "v", "scale", "coefficients", "index", "lo", "hi")
-_SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "by_batch", "numbers", "learned", "anchor", "normalise")
-_RESULTS = ("y", "factor", "dy", "dq", "dk", "dv", "dscale", "dcoefficients")
+_POINTERS = ("q", "k", "v", "scale", "coefficients", "key_mask", "edges")
+_SIZES = (
+    "B", "H", "Hkv", "T", "S", "D", "P", "documents", "causal", "include_self", "chunk", "left", "right", "numbers", "learned", "anchor", "normalise",
+)  # fmt: skip
+_RESULTS = ("y", "rest", "factor", "dy", "dq", "dk", "dv", "sums", "dscale", "dcoefficients")
 
 
 class _Strides(ctypes.Structure):
@@ -28,7 +30,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS), *((name, _Strides) for name in ("qs", "ks", "vs")),
         *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float), *((name, ctypes.c_void_p) for name in _RESULTS),
-        ("split", ctypes.c_int64),
+        ("split", ctypes.c_int64), ("places", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -65,15 +67,15 @@ def _loaded(code: Formula, source: str) -> ctypes.CDLL:
     return library
 
 
-def _in_pairs(q: Tensor, k: Tensor, v: Tensor, spec: TileSpec) -> ctypes.CDLL | None:
-    """The kernel for bfloat16 products where it applies: all three in bfloat16, an even D, the processor's instructions, no gradient."""
-    if not spec.inference or any(x.dtype != torch.bfloat16 for x in (q, k, v)) or q.shape[3] % 2:
+def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
+    """The kernel for bfloat16 products where it applies: all in bfloat16 with an even last axis, and the processor's instructions."""
+    if any(x.dtype != torch.bfloat16 for x in tensors) or any(x.shape[3] % 2 for x in tensors[:1] + tensors[2:]):
         return None
-    if not load(spec.link).zonal_has_bf16():
+    if not load(link).zonal_has_bf16():
         return None
-    known = (spec.link, "tile_bf16") in _failed
+    known = (link, "tile_bf16") in _failed
     try:
-        return load(spec.link, "tile_bf16")
+        return load(link, "tile_bf16")
     except BuildError as error:
         if not known:
             warnings.warn(f"zonal: bfloat16 runs through the float32 kernel, twice as slow. {error}", stacklevel=2)
@@ -89,79 +91,90 @@ class _Arguments:
     """A filled-in ``_Call`` and the tensors it points to, which must live as long."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, spec: TileSpec,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
+        spec: TileSpec, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (_dense_last(x, dtype) for x in (q, k, v))
-        by_batch = key_mask is not None
-        if key_mask is None:
-            index, hi = torch.arange(keys, dtype=torch.int32), torch.maximum(lo, hi)
-        else:
-            # the keys that are there, in order; intervals become intervals of places among them
-            index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
-            rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
-            lo, hi = rank[:, lo], rank[:, torch.maximum(lo, hi)]
-        tensors = {
-            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(), "index": index,
-            "lo": lo.to(torch.int32).contiguous(), "hi": hi.to(torch.int32).contiguous(),
-        }  # fmt: skip
-        self.kept = tensors
+        self.kept: dict[str, Tensor | None] = {}
         self.call = _Call(
-            **{name: x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
-            vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, by_batch=by_batch,
-            numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=1,
+            qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]), vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
+            S=keys, D=dim, P=value_dim, documents=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, causal=spec.causal,
+            include_self=spec.include_self, chunk=spec.chunk, left=-1 if spec.left is None else spec.left, right=keys if spec.right is None else spec.right,
+            numbers=coefficients.shape[1], anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=1, places=torch.get_num_threads(),
+        )  # fmt: skip
+        self.point(
+            {
+                "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
+                "key_mask": None if key_mask is None else key_mask.contiguous(),
+                "edges": None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous(),
+            }
         )  # fmt: skip
 
     def point(self, tensors: dict[str, Tensor | None]) -> None:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept[name] = x  # type: ignore[assignment]
+            self.kept[name] = x
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, spec: TileSpec
-) -> tuple[Tensor, Tensor]:
-    """(y (B, H, T, P), factor (B, H, T)): the row's factor, in log space with the row anchor log sum_s K. Both float32, since
-    backward takes dy . y from it, and a rounded y would spoil gradients that cancel.
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: TileSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y (B, H, T, P), factor (B, H, T), rest): the row's factor, in log space with the row anchor log sum_s K. y is in the type of q;
+    ``rest`` is what rounding it to 16 bits left, for backward, which takes dy . y from it: a rounded y would spoil gradients that
+    cancel. It is empty in float32 and where no gradient is asked for.
 
-    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). scale (H,), coefficients (H, n).
+    key_mask: bool (B, S). cu_seqlens: borders of packed documents. scale (H,), coefficients (H, n).
     """
-    batch, heads, queries, _ = q.shape
-    y = torch.empty(batch, heads, queries, v.shape[3])
-    factor = torch.empty(batch, heads, queries)
-    in_pairs = _in_pairs(q, k, v, spec)
-    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, lo, hi, spec, torch.float32 if in_pairs is None else torch.bfloat16)
-    arguments.point({"y": y, "factor": factor})
-    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward, arguments)
-    return y, factor
+    shape = (*q.shape[:3], v.shape[3])
+    factor = torch.empty(shape[:3])
+    kept = not spec.inference and q.dtype != torch.float32
+    in_pairs = _in_pairs(q, k, v, link=spec.link)
+    if in_pairs is None:
+        y = torch.empty(shape)
+        arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec)
+        arguments.point({"y": y, "factor": factor})
+        _run(load(spec.link).zonal_forward, arguments)
+        rounded = y.to(q.dtype)
+        return rounded, factor, (y - rounded).to(q.dtype) if kept else q.new_empty(0)
+    y, rest = q.new_empty(shape), q.new_empty(shape if kept else 0)
+    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, torch.bfloat16)
+    arguments.point({"y": y, "rest": rest if kept else None, "factor": factor})
+    _run(in_pairs.zonal_forward, arguments)
+    return y, factor, rest
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None,
-    lo: Tensor, hi: Tensor, spec: TileSpec, learned: int, scaled: bool,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, rest: Tensor, scale: Tensor, coefficients: Tensor,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: TileSpec, learned: int, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v as they came, of scale (H,) when ``scaled``, and of the first ``learned`` coefficients (H, learned) in float64."""
     batch, heads, queries, dim = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    in_pairs = _in_pairs(q, k, v, dy, link=spec.link)
+    if scaled and in_pairs is not None and bool((scale == 0).any()):
+        in_pairs = None  # it takes the scale's gradient from the scores
+    dtype = torch.float32 if in_pairs is None else torch.bfloat16
+    if in_pairs is None:
+        y = y.float() + rest.float() if rest.numel() else y.float()
     # with fewer heads than threads the queries are split as well, at the price of sums of their own
     split = max(1, min(-(-torch.get_num_threads() // max(batch * kv_heads, 1)), -(-queries // 64)))
-    dq = torch.empty(batch, heads, queries, dim)
-    dk, dv = torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(split, batch, kv_heads, keys, value_dim)
+    places = torch.get_num_threads() if split == 1 else split * batch * kv_heads
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
     dscale = torch.zeros(split, batch, heads, dtype=torch.float64) if scaled else None
     dcoefficients = torch.zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
-    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, lo, hi, spec)
+    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, dtype)
     arguments.call.learned, arguments.call.split = learned, split
     arguments.point(
         {
-            "y": y, "factor": factor, "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv, "dscale": dscale,
-            "dcoefficients": dcoefficients,
+            "y": y, "rest": rest if rest.numel() else None, "factor": factor, "dy": dy.to(dtype).contiguous(), "dq": dq, "dk": dk, "dv": dv,
+            "sums": torch.empty(places, keys, dim + value_dim), "dscale": dscale, "dcoefficients": dcoefficients,
         }
     )  # fmt: skip
-    _run(load(spec.link).zonal_backward, arguments)
+    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward, arguments)
     sums = None if dcoefficients is None else dcoefficients.sum((0, 1))
-    return dq.to(q.dtype), dk[0].to(k.dtype), dv[0].to(v.dtype), None if dscale is None else dscale.sum((0, 1)), sums
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dscale is None else dscale.sum((0, 1)), sums
 
 
 def _run(function: object, arguments: _Arguments) -> None:

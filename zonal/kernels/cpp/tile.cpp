@@ -9,6 +9,7 @@
 //   backward: dW^T = V dY^T, dS^T = (dW^T - D) l'(S^T), dQ^T += K^T dS^T, dK += dS^T Q, dV += W^T dY
 
 #define ZONAL_LANES 8
+#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 namespace {
@@ -104,19 +105,16 @@ void absorb(const Call& c, const Head<float>& at, const Sight& sight, const floa
 
 // queries t0 … t0 + 15 as a column (D x C), times scale and norm; lanes past the end are zeros
 void pack_queries(const Call& c, const Head<float>& at, int64_t t0, float factor, float* out) {
-  for (int i = 0; i < C; ++i) {
-    if (t0 + i >= c.T) {
-      for (int64_t d = 0; d < c.D; ++d) out[d * C + i] = 0;
-      continue;
-    }
-    const float* q = at.q + (t0 + i) * at.q_step;
-    const float a = query_scale(c, q, at.scale) * factor;
-    for (int64_t d = 0; d < c.D; ++d) out[d * C + i] = q[d] * a;
-  }
+  const int count = static_cast<int>(std::min<int64_t>(C, c.T - t0));
+  const auto row = [&](int i) { return at.q + (t0 + i) * at.q_step; };
+  float factors[C];
+  for (int i = 0; i < count; ++i) factors[i] = query_scale(c, row(i), at.scale) * factor;
+  if (count < C) std::memset(out, 0, sizeof(float) * C * c.D);
+  as_column(row, factors, count, c.D, out);
 }
 
-void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const float* scales, Scratch& scratch) {
-  const Head<float> at = head_of<float>(c, b, h, scales);
+void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, const Shared& shared, Scratch& scratch) {
+  const Head<float> at = head_of<float>(c, b, h, shared);
   const int64_t columns = (t1 - t0 + C - 1) / C;
   scratch.begin(COLUMNS * C * (c.D + c.P) + KEYS * C);
   float* queries = scratch.take(COLUMNS * C * c.D);
@@ -134,7 +132,7 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
   for (int32_t s = reach.first; s < reach.last; s += KEYS)
     for (int64_t i = 0; i < columns; ++i)
       absorb(c, at, sights[i], queries + i * C * c.D, s, std::min(s + KEYS, reach.last), weights, out + i * C * c.P, sums[i]);
-  finish(c, at.lo, at.hi, b, h, t0, t1, sums, out);
+  finish<float>(c, at.lo, at.hi, b, h, t0, t1, sums, out);
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------------------------
@@ -142,36 +140,41 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
 struct Block {  // the queries of a block, backward: four columns
   float *columns, *rows;            // Q as columns (4, D, C) and as rows (SPAN, D16), times scale and norm
   float *dy_columns, *dy_rows;      // dY times the row's factor, (4, P, C) and (SPAN, P16)
-  float *shared, *lse, *dq;         // dy . y times the factor, and the row's log-sum-exp (base 2), (SPAN); dQ as columns (4, D, C)
+  float *shared, *lse, *inverse;    // dy . y times the factor, the row's log-sum-exp (base 2), 1 / norm of the query, (SPAN)
+  float* dq;                        // as columns (4, D, C)
   float *weights, *grads;           // W^T and dS^T times the key's scale, (KEYS, SPAN)
 };
 
 void pack_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, int64_t t0, const Block& block) {
   const int64_t D16 = up(c.D, C), P16 = up(c.P, C);
-  std::memset(block.rows, 0, sizeof(float) * SPAN * D16);
-  std::memset(block.dy_rows, 0, sizeof(float) * SPAN * P16);
-  std::memset(block.columns, 0, sizeof(float) * SPAN * c.D);
-  std::memset(block.dy_columns, 0, sizeof(float) * SPAN * c.P);
+  const bool online = ZONAL_LOG && c.anchor == ROW;
+  const int count = static_cast<int>(std::min<int64_t>(SPAN, c.T - t0));
+  if (count < SPAN || D16 != c.D || P16 != c.P) {
+    std::memset(block.rows, 0, sizeof(float) * SPAN * D16);
+    std::memset(block.dy_rows, 0, sizeof(float) * SPAN * P16);
+    std::memset(block.columns, 0, sizeof(float) * SPAN * c.D);
+    std::memset(block.dy_columns, 0, sizeof(float) * SPAN * c.P);
+  }
   std::memset(block.dq, 0, sizeof(float) * SPAN * c.D);
+  float ones[C];
+  for (float& one : ones) one = 1.f;
   for (int i = 0; i < SPAN; ++i) {
-    block.shared[i] = 0;
+    block.shared[i] = block.inverse[i] = 0;
     block.lse[i] = std::numeric_limits<float>::infinity();
-    if (t0 + i >= c.T) continue;
-    const int64_t row = (b * c.H + h) * c.T + t0 + i, lane = i % C;
-    const float* q = at.q + (t0 + i) * at.q_step;
-    const float a = query_scale(c, q, at.scale);
-    float* column = block.columns + (i / C) * C * c.D + lane;
-    for (int64_t d = 0; d < c.D; ++d) block.rows[i * D16 + d] = column[d * C] = q[d] * a;
-    const float *dy = c.dy + row * c.P, *y = c.y + row * c.P;
-    float dot = 0;
-    for (int64_t p = 0; p < c.P; ++p) dot += dy[p] * y[p];
-    const bool online = ZONAL_LOG && c.anchor == ROW;
-    const float factor = online ? 1.f : c.factor[row];
-    if (online) block.lse[i] = c.factor[row] * LOG2E;
-    if (ZONAL_LOG && !online) block.lse[i] = 0;
-    block.shared[i] = c.anchor == ROW ? dot * factor : 0.f;
-    float* dy_column = block.dy_columns + (i / C) * C * c.P + lane;
-    for (int64_t p = 0; p < c.P; ++p) block.dy_rows[i * P16 + p] = dy_column[p * C] = dy[p] * factor;
+    if (i >= count) continue;
+    const int64_t row = (b * c.H + h) * c.T + t0 + i;
+    const float *q = at.q + (t0 + i) * at.q_step, *dy = static_cast<const float*>(c.dy) + row * c.P, *y = static_cast<const float*>(c.y) + row * c.P;
+    block.inverse[i] = query_scale(c, q, 1.f);
+    const float a = at.scale * block.inverse[i], factor = online ? 1.f : c.factor[row];
+    if (ZONAL_LOG) block.lse[i] = online ? c.factor[row] * LOG2E : 0.f;
+    if (c.anchor == ROW) block.shared[i] = dot(dy, y, c.P) * factor;
+    for (int64_t d = 0; d < c.D; ++d) block.rows[i * D16 + d] = q[d] * a;
+    for (int64_t p = 0; p < c.P; ++p) block.dy_rows[i * P16 + p] = dy[p] * factor;
+  }
+  for (int i = 0; i < count; i += C) {
+    const int rows = std::min(C, count - i);
+    as_column([&](int r) { return block.rows + (i + r) * D16; }, ones, rows, c.D, block.columns + i * c.D);
+    as_column([&](int r) { return block.dy_rows + (i + r) * P16; }, ones, rows, c.P, block.dy_columns + i * c.P);
   }
 }
 
@@ -299,22 +302,32 @@ void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, 
     for (int k = 0; k < c.learned && dc != nullptr; ++k)
       for (int i = 0; i < L; ++i) dc[k] += partial[k][i];
   }
-  for (int64_t t = t0; t < std::min(t0 + SPAN, c.T); ++t) {
-    const int64_t i = (t - t0) / C, lane = (t - t0) % C;
-    const float* q = at.q + t * at.q_step;
-    const float* g = block.dq + i * C * c.D + lane;  // of the prepared query, without its scale
-    float* to = c.dq + ((b * c.H + h) * c.T + t) * c.D;
-    float square = 0, along = 0;
-    for (int64_t d = 0; d < c.D; ++d) {
-      square += q[d] * q[d];
-      along += g[d * C] * q[d];
-    }
-    const float norm = std::sqrt(square);
-    const float inverse = c.normalise ? 1.f / std::max(norm, c.eps) : 1.f;
-    // beyond eps a unit vector does not change along itself
-    const float back = c.normalise && norm > c.eps ? along * inverse * inverse : 0.f;
-    if (dscale != nullptr) *dscale += static_cast<double>(along) * inverse;
-    for (int64_t d = 0; d < c.D; ++d) to[d] = at.scale * inverse * (g[d * C] - back * q[d]);
+  for (int64_t t = t0; t < std::min(t0 + SPAN, c.T); t += C) {
+    const int count = static_cast<int>(std::min<int64_t>(C, c.T - t));
+    finish_queries(c, at, b, h, t, count, block.dq + (t - t0) * c.D, block.inverse + (t - t0), at.scale, dscale);
+  }
+}
+
+void backward_task(const Call& c, const Part& part, Scratch& scratch) {
+  const int64_t D16 = up(c.D, C), P16 = up(c.P, C), groups = c.H / c.Hkv;
+  scratch.begin(SPAN * (2 * c.D + c.P + D16 + P16 + 3) + 2 * KEYS * SPAN);
+  Block block;
+  block.columns = scratch.take(SPAN * c.D);
+  block.rows = scratch.take(SPAN * D16);
+  block.dy_columns = scratch.take(SPAN * c.P);
+  block.dy_rows = scratch.take(SPAN * P16);
+  block.shared = scratch.take(SPAN);
+  block.lse = scratch.take(SPAN);
+  block.inverse = scratch.take(SPAN);
+  block.dq = scratch.take(SPAN * c.D);
+  block.weights = scratch.take(KEYS * SPAN);
+  block.grads = scratch.take(KEYS * SPAN);
+  for (int64_t h = part.kv * groups; h < (part.kv + 1) * groups; ++h) {
+    const Head<float> at = head_of<float>(c, part.b, h, part.shared);
+    const int64_t place = (part.part * c.B + part.b) * c.H + h;
+    double* dc = c.dcoefficients == nullptr ? nullptr : c.dcoefficients + place * c.learned;
+    double* dscale = c.dscale == nullptr ? nullptr : c.dscale + place;
+    for (int64_t t0 = part.part * SPAN; t0 < c.T; t0 += c.split * SPAN) backward_block(c, at, part.b, h, t0, block, part.dk, part.dv, dscale, dc);
   }
 }
 
@@ -322,7 +335,7 @@ void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, 
 
 extern "C" {
 
-int64_t zonal_version() { return 2; }
+int64_t zonal_version() { return 3; }
 
 // Whether tile_bf16.cpp would run on this processor.
 int zonal_has_bf16() {
@@ -333,77 +346,7 @@ int zonal_has_bf16() {
 #endif
 }
 
-// Returns 0, or 1 when memory ran out.
+// Both return 0, or 1 when memory ran out.
 int zonal_forward(const Call* call) { return run_forward<float>(*call, forward_task); }
-
-// Adds to dk, dv (split, B, Hkv, S, .) and dscale, dcoefficients (split, B, H, .), which start as zeros, and fills dq; part j of the
-// queries has blocks j, j + split, …; at the end dk[0], dv[0] are the gradients of the raw keys and values.
-int zonal_backward(const Call* call) {
-  const Call& c = *call;
-  if (c.B == 0 || c.H == 0 || c.T == 0) return 0;
-  std::atomic<int> failed{0};
-  try {
-    Scratch keys;
-    const float* scales = key_scales_in<float>(c, keys);
-    const int64_t groups = c.H / c.Hkv, blocks = (c.T + SPAN - 1) / SPAN, tasks = c.B * c.Hkv * c.split;
-    std::atomic<int64_t> next{0};
-#pragma omp parallel if (worth_a_team(c))
-    {
-      static thread_local Scratch scratch;
-      try {
-        for (int64_t task = next++; task < tasks; task = next++) {
-          const int64_t part = task / (c.B * c.Hkv), b = task / c.Hkv % c.B, kv = task % c.Hkv;
-          const int64_t D16 = up(c.D, C), P16 = up(c.P, C);
-          scratch.begin(SPAN * (2 * c.D + c.P + D16 + P16 + 2) + 2 * KEYS * SPAN);
-          Block block;
-          block.columns = scratch.take(SPAN * c.D);
-          block.rows = scratch.take(SPAN * D16);
-          block.dy_columns = scratch.take(SPAN * c.P);
-          block.dy_rows = scratch.take(SPAN * P16);
-          block.shared = scratch.take(SPAN);
-          block.lse = scratch.take(SPAN);
-          block.dq = scratch.take(SPAN * c.D);
-          block.weights = scratch.take(KEYS * SPAN);
-          block.grads = scratch.take(KEYS * SPAN);
-          float* dk = c.dk + ((part * c.B + b) * c.Hkv + kv) * c.S * c.D;
-          float* dv = c.dv + ((part * c.B + b) * c.Hkv + kv) * c.S * c.P;
-          for (int64_t h = kv * groups; h < (kv + 1) * groups; ++h) {
-            const Head<float> at = head_of<float>(c, b, h, scales);
-            const int64_t place = (part * c.B + b) * c.H + h;
-            double* dc = c.dcoefficients == nullptr ? nullptr : c.dcoefficients + place * c.learned;
-            for (int64_t i = part; i < blocks; i += c.split)
-              backward_block(c, at, b, h, i * SPAN, block, dk, dv, c.dscale == nullptr ? nullptr : c.dscale + place, dc);
-          }
-        }
-      } catch (const std::bad_alloc&) {
-        failed = 1;
-      }
-    }
-    // the parts' sums, in order, and the way back through the norm
-    const int64_t rows = c.B * c.Hkv * c.S;
-#pragma omp parallel for schedule(static) if (worth_a_team(c))
-    for (int64_t i = 0; i < rows; ++i) {
-      float *dk = c.dk + i * c.D, *dv = c.dv + i * c.P;
-      for (int64_t part = 1; part < c.split; ++part) {
-        const float *more_k = c.dk + (part * rows + i) * c.D, *more_v = c.dv + (part * rows + i) * c.P;
-        for (int64_t d = 0; d < c.D; ++d) dk[d] += more_k[d];
-        for (int64_t p = 0; p < c.P; ++p) dv[p] += more_v[p];
-      }
-      if (!c.normalise) continue;
-      const int64_t b = i / (c.Hkv * c.S), h = i / c.S % c.Hkv, s = i % c.S;
-      const float* k = static_cast<const float*>(c.k) + b * c.ks.batch + h * c.ks.head + s * c.ks.token;
-      float square = 0, along = 0;
-      for (int64_t d = 0; d < c.D; ++d) {
-        square += k[d] * k[d];
-        along += dk[d] * k[d];
-      }
-      if (std::sqrt(square) <= c.eps) continue;
-      const float back = along / square;
-      for (int64_t d = 0; d < c.D; ++d) dk[d] -= back * k[d];
-    }
-  } catch (const std::bad_alloc&) {
-    failed = 1;
-  }
-  return failed;
-}
+int zonal_backward(const Call* call) { return run_backward<float>(*call, backward_task); }
 }
