@@ -187,7 +187,6 @@ def test_few_heads_are_split_over_queries() -> None:
 def test_a_broken_kernel_is_seen() -> None:
     """The comparison above can fail: a link with a wrong derivative, compiled, gives a wrong gradient and the right output."""
     operator, (q, k, v) = m.yat(eps=0.5), sample(40)
-    call = prepare(operator, q, k, v, causal=True)
     good = native.code_of(operator.link)
     assert good is not None
     bad = replace(good, name="broken", cpp_derivative=f"1.01f * ({good.cpp_derivative})")

@@ -95,6 +95,7 @@ class Operator(nn.Module):
         self.layer_init: LayerInit = layer_init
         start = {slot: part.initial() for slot, part in self._parts()}
         self._learned = {slot: tuple(values) for slot, values in start.items()}
+        self._kept: dict[int, tuple[Params, Tensor]] = {}
         self.learned_parts = nn.ParameterDict({f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()})
 
     def _parts(self) -> list[tuple[str, Declaration]]:
@@ -161,8 +162,21 @@ class Operator(nn.Module):
         )
 
     def _coefficients(self, heads: int) -> Tensor:
+        learned = {key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]}
+        tracked = torch.is_grad_enabled() and any(p.requires_grad for p in learned.values())
+        if tracked or torch.compiler.is_compiling() or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values()):
+            return self._combined(learned, heads)
+        # a dozen operations on a few numbers cost more than a short call: what they gave is kept while they would give it again
+        kept = self._kept.get(heads)
+        if kept is None or not all(learned[key].dtype == value.dtype and torch.equal(learned[key], value) for key, value in kept[0].items()):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = ({key: p.detach().clone() for key, p in learned.items()}, self._combined(learned, heads))
+            self._kept[heads] = kept
+        return kept[1]
+
+    def _combined(self, learned: Params, heads: int) -> Tensor:
         # rows are repeated after they are combined, there being fewer of them before
-        c = self.link.coefficients({key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]})
+        c = self.link.coefficients(learned)
         return c if c.shape[1] in (1, heads) else expand_rows(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
 
     def replace(

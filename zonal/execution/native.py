@@ -60,8 +60,15 @@ def _has_triton() -> bool:
 
 def code_of(link: Link) -> Formula | None:
     """The link as source text, with its domain."""
+    return _with_domain(link) if torch.compiler.is_compiling() else _kept_code(link)
+
+
+def _with_domain(link: Link) -> Formula | None:
     formula = link.formula
     return None if formula is None else replace(formula, domain=link.domain)
+
+
+_kept_code = functools.lru_cache(maxsize=256)(_with_domain)  # which a tracer cannot follow
 
 
 def tiled(call: Call) -> Tensor:

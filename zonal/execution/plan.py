@@ -11,11 +11,9 @@ from zonal.errors import PathError, unknown_name
 from zonal.execution import calibration, cost
 from zonal.execution.call import Call
 from zonal.execution.constants import Constants
-from zonal.execution.problem import Held, Problem, problem_of, refusals
+from zonal.execution.problem import PATHS, Held, Problem, path_refusal, problem_of, refusals
 from zonal.execution.tally import Estimate
 from zonal.memory import Memory
-
-PATHS = ("dense", "tiled", "chunked", "streaming")
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,12 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
     """
     if path not in PATHS:
         raise unknown_name("attention", "path", path, ("auto", *PATHS))
-    refused = dict(refusals(call, None if memory is None else Held.of(memory)))
-    if path in refused:
+    held = None if memory is None else Held.of(memory)
+    reason = path_refusal(path, call, held)
+    if reason is not None:
+        refused = dict(refusals(call, held))
         others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
-        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {refused[path]}. Use {others}, or path='auto'.")
+        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {reason}. Use {others}, or path='auto'.")
 
 
 @functools.lru_cache(maxsize=4096)

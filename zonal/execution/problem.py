@@ -16,6 +16,8 @@ from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import KeyValues, Memory
 
+PATHS = ("dense", "tiled", "chunked", "streaming")
+
 
 class Block(NamedTuple):
     """The queries [start, stop) and the keys [lo, hi) that any of them may see; ``whole``: every one of them sees all of these."""
@@ -184,23 +186,23 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
 
 def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
     """Paths that cannot run the call, whatever there is of time and memory, with what stands in the way."""
-    found = []
-    gone = None
-    if held is not None and held.tokens and held.kind != "keys":
-        gone = f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
-        found.append(("dense", gone))
-    reason = tiled.refusal(call.bound.anchor) or gone
-    if reason is not None:
-        found.append(("tiled", reason))
-    reason = chunked_refusal(call)
-    if reason is None and held is not None and held.kind == "keys":
-        reason = "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
-    if reason is not None:
-        found.append(("chunked", reason))
-    reason = streaming_refusal(call)
-    if reason is not None:
-        found.append(("streaming", reason))
-    return tuple(found)
+    found = [(path, path_refusal(path, call, held)) for path in PATHS]
+    return tuple((path, reason) for path, reason in found if reason is not None)
+
+
+def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
+    """What keeps one path from running the call, or None."""
+    if path == "streaming":
+        return streaming_refusal(call)
+    if path == "chunked":
+        reason = chunked_refusal(call)
+        if reason is None and held is not None and held.kind == "keys":
+            return "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
+        return reason
+    reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
+    if reason is None and held is not None and held.tokens and held.kind != "keys":
+        return f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
+    return reason
 
 
 def _span(call: Call) -> Span:
@@ -212,4 +214,4 @@ def _span(call: Call) -> Span:
     )  # fmt: skip
 
 
-__all__ = ["Block", "Held", "Problem", "Span", "problem_of", "refusals"]
+__all__ = ["PATHS", "Block", "Held", "Problem", "Span", "path_refusal", "problem_of", "refusals"]
