@@ -125,6 +125,35 @@ def test_bfloat16_without_gradients(name: str, case_name: str) -> None:
     assert ((got.double() - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * (size + 1e-3)).all()
 
 
+@pytest.mark.parametrize("dim", [8, 7])
+def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even widths run in pairs, forward and backward; odd ones in float32. A scale of zero still gets its gradient."""
+    code = native.code_of(link.Identity())
+    assert code is not None
+    if not library.load(code).zonal_has_bf16():
+        pytest.skip("this processor has no bfloat16 products")
+    ran: list[str] = []
+    original = library._run
+    monkeypatch.setattr(library, "_run", lambda function, call: ran.append(function._zonal) or original(function, call))
+    for source in ("tile", "tile_bf16"):
+        kernel = library.load(code, source)
+        for name in ("zonal_forward", "zonal_backward"):
+            getattr(kernel, name)._zonal = source
+    q, k, v = (torch.randn(1, 2, 40, dim, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_() for i in range(3))
+    spec = ops.encode(ops.TileSpec(code, "raw"))
+    for factor in (0.5, 0.0):
+        ran.clear()
+        scale = torch.full((2,), factor, requires_grad=True)
+        y, _, rest = ops.tile(q, k, v, scale, torch.empty(2, 0), None, None, spec, 0)
+        assert rest.shape == y.shape
+        (got,) = torch.autograd.grad(y.float().sum(), scale)
+        exact = (q.double() @ k.double().mT).tril() @ v.double()
+        expected = exact.sum((0, 2, 3))
+        assert (got.double() - expected).abs().max() <= 2e-2 * exact.abs().sum((0, 2, 3)).max()
+        pairs = "tile_bf16" if dim == 8 else "tile"
+        assert ran == [pairs, pairs if factor else "tile"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["q", "k"])
 @pytest.mark.parametrize("name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count"])
