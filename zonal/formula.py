@@ -25,4 +25,22 @@ class Formula:
     domain: tuple[float, float] | None = None
 
 
-__all__ = ["Formula"]
+_TRITON = "zonal.kernels.triton.links:"
+_GAP = "(2.f + c[0] - 2.f * x)"  # yat's, c_0 = eps
+_P = "horner(x, c, n - 1)"  # polynomial_square's, whose floor is the last number
+# the library's own links, each with its domain: here, below torch, since a wheel carries them compiled and is built without torch
+FORMULAS = {
+    formula.name: formula
+    for formula in (
+        Formula("exp", log=True),
+        Formula("identity", "x", "spread(1.f)", triton=_TRITON + "identity"),
+        Formula("polynomial", "horner(x, c, n)", "horner_derivative(x, c, n)", "1.f", _TRITON + "horner", domain=(-1.0, 1.0)),
+        Formula("yat", f"x * x / {_GAP}", f"2.f * x * (2.f + c[0] - x) / ({_GAP} * {_GAP})", triton=_TRITON + "yat", domain=(-1.0, 1.0)),
+        Formula("squared_affine", "(x + c[0]) * (x + c[0])", "2.f * (x + c[0])", "2.f * (x + c[0])", _TRITON + "squared_affine"),
+        Formula(
+            "polynomial_square", f"{_P} * {_P} + c[n - 1]", f"2.f * {_P} * horner_derivative(x, c, n - 1)", f"2.f * {_P}", _TRITON + "polynomial_square"
+        ),
+    )
+}
+
+__all__ = ["FORMULAS", "Formula"]

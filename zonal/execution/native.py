@@ -45,8 +45,8 @@ def refusal(call: Call) -> str | None:
         if not (code.triton or code.log):
             return f"link {type(call.bound.link).__name__} has no Triton functions"
         return None if _has_triton() else "triton is not installed (pip install triton)"
-    if build.compiler() is None:
-        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+    if build.compiler() is None and code.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library of this link came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
     failure = library.failure(code)
