@@ -14,7 +14,7 @@ from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import ops
+from zonal.kernels import ops, transforms
 from zonal.kernels.cpp import build, library
 from zonal.kernels.spec import TileSpec
 
@@ -81,15 +81,16 @@ def tiled(call: Call) -> Tensor:
     if code.constants:
         coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
     window = next((p for p in bound.priors if isinstance(p, Window)), None)
+    func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
     spec = TileSpec(
         code, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
         call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
-        None if window is None else window.right, not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
+        None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
     edges = None
     if q.device.type == "cuda" and seen.packed:
         edges = torch.cat([torch.unique_consecutive(seen.segment_start), torch.tensor([seen.keys])]).to(q.device)
-    y, _ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, edges, ops.encode(spec), learned)
+    y, _ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, seen.lo, seen.hi, edges, ops.encode(spec), learned)
     return y
 
 

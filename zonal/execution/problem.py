@@ -1,6 +1,7 @@
 """What a plan is made from: the shapes and structure of a call, without its numbers."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map
+from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
 
 
@@ -200,7 +202,21 @@ def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
     reason = streaming_refusal(call)
     if reason is not None:
         found.append(("streaming", reason))
+    if transforms.active():
+        known = {path for path, _ in found}
+        found += [(path, reason) for path, reason in _untransformed(call) if path not in known]
     return tuple(found)
+
+
+def _untransformed(call: Call) -> Iterator[tuple[str, str]]:
+    """Paths that torch.func's transforms (vmap, grad, jvp, …) cannot pass through."""
+    if call.tags.solves:
+        yield "dense", "its solve asks whether it went well, which torch.func.vmap cannot"
+    reason = native.refusal(call)
+    if reason is not None:
+        yield "tiled", f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
+    yield "chunked", "its gradients are its own, which the transforms of torch.func do not know"
+    yield "streaming", "a memory asks for numbers, which torch.func.vmap cannot give"
 
 
 def _span(call: Call) -> Span:
