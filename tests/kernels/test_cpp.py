@@ -13,7 +13,7 @@ from matrix import CASES, OPERATORS, Case, inputs, randomised
 from torch import Tensor
 
 import zonal
-from zonal import Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
 from zonal.errors import PathError
@@ -127,7 +127,9 @@ def test_bfloat16_without_gradients(name: str, case_name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["q", "k"])
-@pytest.mark.parametrize("name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count", "distance", "distance-squared"]
+)
 def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> None:
     """A NaN key poisons the queries that see it, a NaN query itself, and nothing else; with and without gradients."""
     operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
@@ -139,6 +141,38 @@ def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> Non
         expected = torch.zeros_like(bad)
         expected[0, 1, slice(30, 31) if where == "q" else slice(30, None)] = True
         assert torch.equal(bad, expected)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("name", ["distance", "distance-squared", "distance-count"])
+def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the definition in float32 is."""
+    monkeypatch.setenv(native.VARIABLE, kernels)
+    operator = KINDS[name]()  # type: ignore[operator]
+    q, _, v = (x.detach() for x in sample(60))
+    q[:, :, 30:] = q[:, :, :30]
+    found = []
+    for function, dtype in ((run, torch.float32), (dense, torch.float32), (dense, torch.float64)):
+        found.append(function(operator, [x.to(dtype, copy=True).requires_grad_() for x in (q, q, v)]))
+    for got, reference, truth in zip(*found, strict=True):
+        assert torch.isfinite(got).all()
+        error, allowed = (got - truth).abs().max(), (reference - truth).abs().max()
+        # a distance of zero is the root of rounding in any float32
+        assert error <= 2 * allowed + 1e-4 * (1 + truth.abs().max())
+
+
+@pytest.mark.parametrize("name", ["distance", "distance-squared"])
+def test_points_far_from_the_origin(name: str) -> None:
+    """Distances do not change when everything is moved, nor does their precision by much."""
+    operator, tensors = KINDS[name](), sample(100)  # type: ignore[operator]
+    q, k, v = (x.detach() for x in tensors)
+    found = []
+    for shift in (0.0, 64.0):  # a power of two, so that moving is nearly exact
+        moved = [(q + shift).requires_grad_(), (k + shift).requires_grad_(), v.clone().requires_grad_()]
+        found.append([x.double() for x in run(operator, moved)])
+        exact = dense(operator, [x.detach().double().requires_grad_() for x in moved])
+        for a, b in zip(found[-1], exact, strict=True):
+            assert (a - b).abs().max() < 2e-5 * (1 + b.abs().max())
 
 
 def test_every_link_with_a_formula_is_met() -> None:
@@ -156,6 +190,11 @@ def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 4
 def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
     y = zonal.attention(*tensors, operator, causal=True, path="tiled")
     return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+
+
+def dense(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
+    y = zonal.attention(*tensors, operator, causal=True, path="dense")
+    return [y, *torch.autograd.grad(y.square().sum(), tensors)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -355,6 +394,11 @@ def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
         build.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Angle(metric.Metric):
+    """A metric without a formula."""
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -362,7 +406,12 @@ def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
         (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
         (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
         (lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True), "1 to 256, this call has 300 and 300"),
-        (lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
+        (lambda: prepare(Operator(score.NegativeDistance(Angle()), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
+        (lambda: prepare(Operator(score.NegativeDistance(), link.PolynomialSquare(), anchor.Row()), *sample(9), causal=True), "with score NegativeDistance"),
+        (
+            lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *(torch.randn(1, 1, 4, 255) for _ in range(3)), causal=True),
+            "must be 1 to 254 and 1 to 256",
+        ),
     ],
 )
 def test_refusals_say_why(call, reason: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zonal
-from zonal.algebra import link
+from zonal.algebra import link, metric
 from zonal.cli import build as command
 from zonal.execution import native
 from zonal.formula import FORMULAS
@@ -92,7 +92,7 @@ def test_other_sources_flags_and_formulas_are_other_libraries(as_installed: Path
 
 
 def test_build_says_which_it_would_use(as_installed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "LINKS", {"Exp": link.Exp, "Yat": link.Yat})
+    monkeypatch.setattr(command, "FORMULAS", {name: FORMULAS[name] for name in ("exp", "yat")})
     assert command.run(command.Build(), "zonal build") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
@@ -104,6 +104,7 @@ def test_build_says_which_it_would_use(as_installed: Path, capsys: pytest.Captur
 
 
 def test_every_link_is_known() -> None:
-    """FORMULAS, which stand below the links, are theirs."""
+    """FORMULAS, which stand below links and metrics, are theirs."""
     found = [native.code_of(kind()) for kind in link.LINKS.values()]  # type: ignore[arg-type]
+    found += [lift.formula for kind in metric.METRICS.values() if (lift := kind().lift(1.0)) is not None]  # type: ignore[attr-defined]
     assert {replace(code, constants=()) for code in found if code is not None} == set(FORMULAS.values())

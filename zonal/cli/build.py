@@ -3,9 +3,8 @@
 import time
 from dataclasses import dataclass
 
-from zonal.algebra.link import LINKS, Link
 from zonal.errors import ZonalError
-from zonal.execution import native
+from zonal.formula import FORMULAS
 from zonal.kernels.cpp import build, library, recipe
 
 DESCRIPTION = """\
@@ -28,8 +27,7 @@ class Build:
 
 def run(options: Build, command: str) -> int:
     """Run the command. Returns 0 when every kernel is built and loads, 1 when one failed."""
-    links = [link for kind in LINKS.values() if isinstance(link := kind(), Link)]
-    codes = [code for link in links if (code := native.code_of(link)) is not None]
+    codes = list(FORMULAS.values())
     compiler = build.compiler()
     if compiler is None and (options.again or build.built(codes[0]) is None):
         build.target(codes[0])  # says what to install

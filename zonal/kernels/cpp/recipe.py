@@ -55,8 +55,8 @@ def defines(code: Formula) -> str:
     """The link as what stands in front of the template."""
     low, high = code.domain or (0.0, 0.0)
     lines = {
-        "ZONAL_LOG": str(int(code.log)), "ZONAL_CLAMP": str(int(code.domain is not None)), "ZONAL_LOW": f"{low!r}f", "ZONAL_HIGH": f"{high!r}f",
-        "ZONAL_VALUE": code.cpp_value or "x", "ZONAL_DERIVATIVE": code.cpp_derivative or "x", "ZONAL_BASE": code.cpp_base or "1.f",
+        "ZONAL_LOG": str(int(code.log)), "ZONAL_MAP": str(int(code.log and bool(code.cpp_value))), "ZONAL_CLAMP": str(int(code.domain is not None)), "ZONAL_LOW": f"{low!r}f",
+        "ZONAL_HIGH": f"{high!r}f", "ZONAL_VALUE": code.cpp_value or "x", "ZONAL_DERIVATIVE": code.cpp_derivative or "spread(1.f)", "ZONAL_BASE": code.cpp_base or "1.f",
     }  # fmt: skip
     if code.cpp_value == "horner(x, c, n)":
         lines["ZONAL_HORNER"] = "1"

@@ -149,7 +149,7 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
     for (int lane = 0; lane < C; ++lane) {
       const int64_t t = t0 + i * C + lane;
       const B* q = at.q + std::min(t, c.T - 1) * at.q_step;
-      gains[i * C + lane] = t < c.T ? query_scale(c, q, at.scale) * (ZONAL_LOG ? LOG2E : 1.f) : 0.f;
+      gains[i * C + lane] = t < c.T ? query_scale(c, q, at.scale) * UNIT : 0.f;
       for (int64_t d = 0; d < c.D; d += 2) std::memcpy(column + d * C + 2 * lane, q + d, 4);
     }
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
