@@ -1,14 +1,18 @@
 """The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's machinery)."""
 
 import copy
+import importlib
 import os
 import stat
+import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from kernels import documented
 from matrix import CASES, OPERATORS, Case, inputs, randomised
 from torch import Tensor
 
@@ -20,7 +24,6 @@ from zonal.errors import PathError
 from zonal.execution import native, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
-from zonal.formula import Formula
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
 from zonal.models import CausalLM, ModelConfig
@@ -421,36 +424,30 @@ def test_refusals_say_why(call, reason: str) -> None:
 # -- a link of one's own -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StudentT(Link):
-    """l(x) = 1 / (1 + a (1 - x)): heavy tails in the cosine."""
-
-    domain = (-1.0, 1.0)
-    sharpness: float = 4.0
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def formula(self) -> Formula:
-        below = "(1.f + c[0] - c[0] * x)"
-        return Formula("student_t", f"1.f / {below}", f"c[0] / ({below} * {below})", constants=(self.sharpness,))
-
-    def value(self, x: Tensor, c: Tensor) -> Tensor:
-        return 1 / (1 + self.sharpness * (1 - x))
-
-    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
-        return self.sharpness * self.value(x, c).square()
+@pytest.fixture
+def student_t(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    """The link of docs/paths.md, from a module that holds what the page shows and nothing else."""
+    pytest.importorskip("triton", reason="the page's module imports triton")
+    (tmp_path / "student_t.py").write_text(documented.student_t(), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("student_t").StudentT(sharpness=3.0)
+    del sys.modules["student_t"]
 
 
-def test_a_new_link_is_a_few_lines() -> None:
-    operator = Operator(score.Cosine(), StudentT(), anchor.Row())
-    tensors = sample(100)
-    assert native.refusal(prepare(operator, *tensors, causal=True)) is None
-    double = [x.detach().double().requires_grad_() for x in tensors]
-    y = zonal.attention(*double, operator, causal=True, path="dense")
-    expected = [y, *torch.autograd.grad(y.square().sum(), double)]
+def test_a_new_link_is_thirty_lines() -> None:
+    lines = [line for line in documented.student_t().splitlines() if line.strip()]
+    assert len(lines) <= 30
+    text = "\n".join(lines)
+    assert all(part in text for part in ("@triton.jit", "Formula(", "def value", "def derivative"))
+
+
+@pytest.mark.parametrize("tiles", ["kernel", "torch"])
+def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in test_triton.py."""
+    monkeypatch.setenv(native.VARIABLE, "on" if tiles == "kernel" else "off")
+    operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
+    assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
+    expected = dense(operator, [x.detach().double().requires_grad_() for x in tensors])
     for a, b in zip(run(operator, tensors), expected, strict=True):
         assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
 
