@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint types format bench results clean install
+.PHONY: demo test wheel lint types format bench results clean install
 
 install: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about
 
 test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow tests of what is in it
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wheel tests/kernels/test_wheel.py
 
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import zonal
-from zonal import Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 
 OPERATORS: dict[str, Callable[[], Operator]] = {
@@ -34,6 +34,8 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "yat-decay": lambda: m.yat(eps=0.1).replace(prior=prior.Decay()),
     "yat-raw": lambda: m.yat(eps=0.1).replace(anchor=anchor.Raw()),
     "distance": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Row()),
+    "distance-squared": lambda: Operator(score.NegativeDistance(metric.SquaredEuclidean(), temperature=3.0), link.Exp(), anchor.Row()),
+    "distance-count": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Count()),
     "ridge-yat": lambda: m.yat(eps=0.1).replace(anchor=anchor.Ridge(eps=0.5)),
     "koopman-exp": lambda: m.cosine(temperature=1.0).replace(anchor=anchor.Koopman(power=1, eps=0.5)),
     "ridge-chunk": lambda: m.ridge(chunk=4),

@@ -14,6 +14,7 @@ from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.dense import dense
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
+from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.base import same_declaration
 
@@ -100,6 +101,8 @@ def _run(call: Call, path: str) -> Tensor:
 
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
+    if transforms.active():
+        raise ArgumentError("attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot be kept. Leave both out.")
     if call.visibility.packed:
         raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. Pass one of the two.")
     if memory is None:

@@ -90,7 +90,7 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 
 MUST_RUN = {
-    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance"],
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance", "distance-squared"],
     "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"],
     "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat"],
 }
@@ -102,7 +102,7 @@ def test_path_is_offered(path: str, name: str) -> None:
     check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
 
 
-BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention"]
+BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention", "distance", "distance-squared"]
 KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0}
 
 
@@ -110,7 +110,8 @@ KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0}
 def condition(operator: Operator, exact: Inputs, path: str) -> float:
     """How much a path must magnify rounding, whoever writes it: the condition number of what it computes, up to a small factor."""
     if operator.tags.log_space:  # exp turns an absolute error of a score into a relative one
-        return max(1.0, (exact.q @ exact.k.mT).abs().max().item() / 8**0.5 / 8)
+        score = operator.score
+        return max(1.0, score.pair(score.prepare_query(exact.q, {}, None), score.prepare_key(exact.k, {})).abs().max().item() / 8)
     if path == "tiled":
         return 1.0
     keys = exact.k.shape[2]

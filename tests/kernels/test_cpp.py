@@ -1,26 +1,29 @@
 """The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's machinery)."""
 
 import copy
+import importlib
 import os
 import stat
+import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from kernels import documented
 from matrix import CASES, OPERATORS, Case, inputs, randomised
 from torch import Tensor
 
 import zonal
-from zonal import Operator, anchor, link, prior, score
+from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
 from zonal.errors import PathError
 from zonal.execution import native, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
-from zonal.formula import Formula
 from zonal.kernels import ops
 from zonal.kernels.cpp import build, library
 from zonal.models import CausalLM, ModelConfig
@@ -156,7 +159,9 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["q", "k"])
-@pytest.mark.parametrize("name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count", "distance", "distance-squared"]
+)
 def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> None:
     """A NaN key poisons the queries that see it, a NaN query itself, and nothing else; with and without gradients."""
     operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
@@ -168,6 +173,38 @@ def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> Non
         expected = torch.zeros_like(bad)
         expected[0, 1, slice(30, 31) if where == "q" else slice(30, None)] = True
         assert torch.equal(bad, expected)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("name", ["distance", "distance-squared", "distance-count"])
+def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the definition in float32 is."""
+    monkeypatch.setenv(native.VARIABLE, kernels)
+    operator = KINDS[name]()  # type: ignore[operator]
+    q, _, v = (x.detach() for x in sample(60))
+    q[:, :, 30:] = q[:, :, :30]
+    found = []
+    for function, dtype in ((run, torch.float32), (dense, torch.float32), (dense, torch.float64)):
+        found.append(function(operator, [x.to(dtype, copy=True).requires_grad_() for x in (q, q, v)]))
+    for got, reference, truth in zip(*found, strict=True):
+        assert torch.isfinite(got).all()
+        error, allowed = (got - truth).abs().max(), (reference - truth).abs().max()
+        # a distance of zero is the root of rounding in any float32
+        assert error <= 2 * allowed + 1e-4 * (1 + truth.abs().max())
+
+
+@pytest.mark.parametrize("name", ["distance", "distance-squared"])
+def test_points_far_from_the_origin(name: str) -> None:
+    """Distances do not change when everything is moved, nor does their precision by much."""
+    operator, tensors = KINDS[name](), sample(100)  # type: ignore[operator]
+    q, k, v = (x.detach() for x in tensors)
+    found = []
+    for shift in (0.0, 64.0):  # a power of two, so that moving is nearly exact
+        moved = [(q + shift).requires_grad_(), (k + shift).requires_grad_(), v.clone().requires_grad_()]
+        found.append([x.double() for x in run(operator, moved)])
+        exact = dense(operator, [x.detach().double().requires_grad_() for x in moved])
+        for a, b in zip(found[-1], exact, strict=True):
+            assert (a - b).abs().max() < 2e-5 * (1 + b.abs().max())
 
 
 def test_every_link_with_a_formula_is_met() -> None:
@@ -185,6 +222,11 @@ def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 4
 def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
     y = zonal.attention(*tensors, operator, causal=True, path="tiled")
     return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+
+
+def dense(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
+    y = zonal.attention(*tensors, operator, causal=True, path="dense")
+    return [y, *torch.autograd.grad(y.square().sum(), tensors)]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -383,6 +425,11 @@ def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
         build.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Angle(metric.Metric):
+    """A metric without a formula."""
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -390,7 +437,12 @@ def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
         (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
         (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
         (lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True), "1 to 256, this call has 300 and 300"),
-        (lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
+        (lambda: prepare(Operator(score.NegativeDistance(Angle()), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
+        (lambda: prepare(Operator(score.NegativeDistance(), link.PolynomialSquare(), anchor.Row()), *sample(9), causal=True), "with score NegativeDistance"),
+        (
+            lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *(torch.randn(1, 1, 4, 255) for _ in range(3)), causal=True),
+            "must be 1 to 254 and 1 to 256",
+        ),
     ],
 )
 def test_refusals_say_why(call, reason: str) -> None:
@@ -400,36 +452,30 @@ def test_refusals_say_why(call, reason: str) -> None:
 # -- a link of one's own -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StudentT(Link):
-    """l(x) = 1 / (1 + a (1 - x)): heavy tails in the cosine."""
-
-    domain = (-1.0, 1.0)
-    sharpness: float = 4.0
-
-    @property
-    def positive(self) -> bool:
-        return True
-
-    @property
-    def formula(self) -> Formula:
-        below = "(1.f + c[0] - c[0] * x)"
-        return Formula("student_t", f"1.f / {below}", f"c[0] / ({below} * {below})", constants=(self.sharpness,))
-
-    def value(self, x: Tensor, c: Tensor) -> Tensor:
-        return 1 / (1 + self.sharpness * (1 - x))
-
-    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
-        return self.sharpness * self.value(x, c).square()
+@pytest.fixture
+def student_t(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    """The link of docs/paths.md, from a module that holds what the page shows and nothing else."""
+    pytest.importorskip("triton", reason="the page's module imports triton")
+    (tmp_path / "student_t.py").write_text(documented.student_t(), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("student_t").StudentT(sharpness=3.0)
+    del sys.modules["student_t"]
 
 
-def test_a_new_link_is_a_few_lines() -> None:
-    operator = Operator(score.Cosine(), StudentT(), anchor.Row())
-    tensors = sample(100)
-    assert native.refusal(prepare(operator, *tensors, causal=True)) is None
-    double = [x.detach().double().requires_grad_() for x in tensors]
-    y = zonal.attention(*double, operator, causal=True, path="dense")
-    expected = [y, *torch.autograd.grad(y.square().sum(), double)]
+def test_a_new_link_is_thirty_lines() -> None:
+    lines = [line for line in documented.student_t().splitlines() if line.strip()]
+    assert len(lines) <= 30
+    text = "\n".join(lines)
+    assert all(part in text for part in ("@triton.jit", "Formula(", "def value", "def derivative"))
+
+
+@pytest.mark.parametrize("tiles", ["kernel", "torch"])
+def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in test_triton.py."""
+    monkeypatch.setenv(native.VARIABLE, "on" if tiles == "kernel" else "off")
+    operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
+    assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
+    expected = dense(operator, [x.detach().double().requires_grad_() for x in tensors])
     for a, b in zip(run(operator, tensors), expected, strict=True):
         assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
 

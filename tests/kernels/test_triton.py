@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels import documented
 from kernels.tile_cases import ANCHORS, CASES, LINKS, MASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,31 @@ def test_all_combinations_are_there() -> None:
 def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
     """The comparison can fail: p(x) in the place of p(x)^2."""
     assert "is off by" in (verdicts[BROKEN] or "")
+
+
+OWN = """
+import sys
+from kernels import interpreted, tile_cases
+from student_t import StudentT
+from zonal.execution import native
+
+link = StudentT(sharpness=3.0)
+tile_cases.LINKS["student_t"] = link, native.code_of(link), 0
+found = [tile_cases.Case("student_t", anchor, mask) for anchor in tile_cases.ANCHORS for mask in ("causal", "padding", "gqa", "decode")]
+tile_cases.CASES.update({case.name: case for case in found})
+interpreted.main([case.name for case in found])
+"""
+
+
+def test_the_documented_link(tmp_path: Path) -> None:
+    """The link that docs/paths.md shows, from a module of its own, in the interpreter: y and all gradients."""
+    (tmp_path / "student_t.py").write_text(documented.student_t(), encoding="utf-8")
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    done = python(str(tmp_path / "own.py"), interpret=True, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 12
+    assert not [row["wrong"] for row in rows if row["wrong"] is not None]
 
 
 def test_package_imports_without_triton(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ LINKS: dict[str, tuple[link.Link, Formula, int]] = {
     "identity": (link.Identity(), Formula("identity", triton=_LINKS + "identity"), 0),
     "horner": (link.Gegenbauer((3.0,), 4), Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 4),
     "yat": (link.Yat(0.1), Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.1,)), 0),
+    "euclidean": (link.Exp(), Formula("euclidean", triton=_LINKS + "euclidean", log=True, constants=(0.1,)), 0),
     "squared_affine": (link.SquaredAffine(learn_bias=True), Formula("squared_affine", triton=_LINKS + "squared_affine"), 1),
     "polynomial_square": (
         link.PolynomialSquare((0.04, 1.0, 0.3), floor=0.01, learn=True),
@@ -112,7 +113,7 @@ def _cases() -> dict[str, Case]:
         found.append(Case(name, kind, mask, torch.bfloat16))
         if index % 3 == 0:
             found.append(Case(name, kind, mask, torch.float16))
-    found += [Case(name, "row", "strict", size=size) for name in ("exp", "yat", "squared_affine") for size in (1e-4, 10.0)]
+    found += [Case(name, "row", "strict", size=size) for name in ("exp", "euclidean", "yat", "squared_affine") for size in (1e-4, 10.0)]
     return {case.name: case for case in found}
 
 
@@ -193,11 +194,21 @@ def defined(case: Case, data: Inputs, dtype: torch.dtype) -> list[Tensor]:
         rules.queries, rules.keys, priors, causal=rules.causal, include_self=rules.include_self, key_padding_mask=data.key_mask,
         cu_seqlens=data.cu_seqlens,
     )
-    bound = replace(bound, link=LINKS[case.link][0])
+    bound = replace(bound, link=LINKS[case.link][0], score=_Negative(LINKS[case.link][1].constants[0]) if case.link == "euclidean" else bound.score)
     weights = definition.weights(bound, coefficients.T[:, :, None, None], q, k, seen, prior.Bias())
     y = (weights @ v.repeat_interleave(bound.groups, 1)).to(dtype)
     found = torch.autograd.grad(y, leaves, data.dy.to(y), allow_unused=True)
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
+
+
+@dataclass(frozen=True)
+class _Negative(score.Score):
+    """eps - sqrt(max(x, 0) + eps^2) of the dot product x of prepared vectors."""
+
+    eps: float
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.eps - ((q @ k.transpose(-1, -2)).clamp_min(0) + self.eps**2).sqrt()
 
 
 def _unbounded(declared: link.Link) -> link.Link:

@@ -11,9 +11,15 @@ from zonal.algebra.prior import Bias, Visibility
 class _Clamp(torch.autograd.Function):
     """Clamp whose gradient passes: a cosine leaves [-1, 1] by rounding only, and rounding has no derivative."""
 
+    generate_vmap_rule = True  # torch.func may pass through
+
     @staticmethod
-    def forward(ctx, x: Tensor, low: float, high: float) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, low: float, high: float) -> Tensor:  # type: ignore[override]
         return x.clamp(low, high)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

@@ -6,7 +6,7 @@ coefficients c, a tensor (n, H, 1, 1) made once per call from what is learned. A
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
 from zonal.algebra.score import Params
-from zonal.formula import Formula
+from zonal.formula import FORMULAS, Formula
 
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 
@@ -114,7 +114,7 @@ class Exp(Link):
 
     @property
     def formula(self) -> Formula:
-        return Formula("exp", log=True)
+        return FORMULAS["exp"]
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
         return x.exp()
@@ -143,7 +143,7 @@ class Identity(Link):
 
     @property
     def formula(self) -> Formula:
-        return Formula("identity", "x", "spread(1.f)", triton="zonal.kernels.triton.links:identity")
+        return FORMULAS["identity"]
 
     def monomials(self, c: Tensor) -> Tensor:
         return torch.tensor([0.0, 1.0], dtype=torch.float64, device=c.device).view(2, 1, 1, 1)
@@ -199,9 +199,7 @@ class Gegenbauer(Link):
 
     @property
     def formula(self) -> Formula | None:
-        if self.clenshaw or self.degree > 32:
-            return None
-        return Formula("polynomial", "horner(x, c, n)", "horner_derivative(x, c, n)", "1.f", "zonal.kernels.triton.links:horner")
+        return None if self.clenshaw or self.degree > 32 else FORMULAS["polynomial"]
 
     def initial(self) -> dict[str, Tensor]:
         count = self.degree + 1
@@ -279,10 +277,7 @@ class Yat(Link):
 
     @property
     def formula(self) -> Formula:
-        gap = "(2.f + c[0] - 2.f * x)"
-        return Formula(
-            "yat", f"x * x / {gap}", f"2.f * x * (2.f + c[0] - x) / ({gap} * {gap})", triton="zonal.kernels.triton.links:yat", constants=(self.eps,)
-        )
+        return replace(FORMULAS["yat"], constants=(self.eps,))
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
         return x.square() / (2 + self.eps - 2 * x)
@@ -316,9 +311,7 @@ class SquaredAffine(Link):
 
     @property
     def formula(self) -> Formula:
-        return Formula(
-            "squared_affine", "(x + c[0]) * (x + c[0])", "2.f * (x + c[0])", "2.f * (x + c[0])", "zonal.kernels.triton.links:squared_affine"
-        )
+        return FORMULAS["squared_affine"]
 
     def initial(self) -> dict[str, Tensor]:
         return {"bias": row(self.bias)} if self.learn_bias else {}
@@ -373,11 +366,7 @@ class PolynomialSquare(Link):
 
     @property
     def formula(self) -> Formula:
-        p = "horner(x, c, n - 1)"  # the floor is the last
-        return Formula(
-            "polynomial_square", f"{p} * {p} + c[n - 1]", f"2.f * {p} * horner_derivative(x, c, n - 1)", f"2.f * {p}",
-            "zonal.kernels.triton.links:polynomial_square", constants=(self.floor,),
-        )
+        return replace(FORMULAS["polynomial_square"], constants=(self.floor,))
 
     def initial(self) -> dict[str, Tensor]:
         return {"coefficient": torch.tensor([self.polynomial], dtype=torch.float32)} if self.learn else {}

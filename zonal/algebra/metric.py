@@ -1,16 +1,42 @@
 """Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for tiles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, require
+from zonal.formula import FORMULAS, Formula
+
+
+class Lift(NamedTuple):
+    """A score that is no dot product as the tile kernels take it, under the link exp: log K = h(scale a(q) . b(k)).
+
+    formula: has h, in log space. extra: how many numbers a and b have more than q and k.
+    """
+
+    formula: Formula
+    scale: float
+    extra: int
 
 
 class Metric(Declaration):
-    """d(a, b) >= 0 on points of the last axis."""
+    """d(a, b) >= 0 on points of the last axis.
+
+    A metric that is a function of one dot product says so with ``lift`` and ``lifted``, and runs in the tile kernels. One that is not,
+    such as a sum of several, has ``lift`` None and runs in torch's tiles.
+    """
 
     slot = "metric"
+
+    def lift(self, temperature: float) -> Lift | None:
+        """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""
+        return None
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors a(q) and b(k): q (B, H, T, D), k (B, Hkv, S, D) -> (…, D + extra), differentiable."""
+        raise NotImplementedError(f"{type(self).__name__}.lifted")
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         """All distances: q (..., T, D), k (..., S, D) -> (..., T, S)."""
@@ -19,6 +45,38 @@ class Metric(Declaration):
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sum(grad * pair(q, k)) with respect to q and k."""
         raise NotImplementedError(f"{type(self).__name__}.pair_vjp")
+
+
+def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k less the mean key of each head: no difference changes, and what cancels in |q|^2 + |k|^2 - 2 q.k shrinks.
+
+    A mean that is not finite (of a poisoned key, which not all queries need see) is no centre.
+    """
+    centre = k.detach().mean(-2, keepdim=True) if k.shape[-2] else k.new_zeros(())
+    centre = torch.where(torch.isfinite(centre), centre, torch.zeros_like(centre))
+    k = k - centre
+    if centre.ndim > 2 and q.shape[-3] != centre.shape[-3]:  # key heads that serve several query heads
+        centre = centre.repeat_interleave(q.shape[-3] // centre.shape[-3], -3)
+    return q - centre, k
+
+
+def _squares(q: Tensor, k: Tensor) -> Tensor:
+    """|q_t - k_s|^2 (..., T, S), below zero by rounding only."""
+    q, k = _centred(q, k)
+    return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
+
+
+def _squares_vjp(q: Tensor, k: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of sum(grad * _squares(q, k)) / 2 with respect to q and k."""
+    q, k = _centred(q, k)
+    return grad.sum(-1, keepdim=True) * q - grad @ k, grad.sum(-2).unsqueeze(-1) * k - grad.transpose(-1, -2) @ q
+
+
+def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors (q, |q|^2, 1) and (-2k, 1, |k|^2), whose dot product is |q - k|^2."""
+    q, k = _centred(q, k)
+    one = torch.ones_like(q[..., :1]), torch.ones_like(k[..., :1])
+    return torch.cat([q, q.square().sum(-1, keepdim=True), one[0]], -1), torch.cat([-2 * k, one[1], k.square().sum(-1, keepdim=True)], -1)
 
 
 @dataclass(frozen=True)
@@ -34,19 +92,36 @@ class Euclidean(Metric):
         require(self.eps > 0, f"Euclidean: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        # centring on the mean key shrinks the terms that cancel in |q|^2 + |k|^2 - 2 q.k
-        centre = k.mean(-2, keepdim=True) if k.shape[-2] else k.new_zeros(())
-        q, k = q - centre, k - centre
-        square = q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
-        return (square.clamp_min(0) + self.eps**2).sqrt() - self.eps
+        return (_squares(q, k).clamp_min(0) + self.eps**2).sqrt() - self.eps
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weight = grad / (distance + self.eps)
-        dq = weight.sum(-1, keepdim=True) * q - weight @ k
-        dk = weight.sum(-2).unsqueeze(-1) * k - weight.transpose(-1, -2) @ q
-        return dq, dk
+        return _squares_vjp(q, k, grad / (distance + self.eps))
+
+    def lift(self, temperature: float) -> Lift:
+        # both roots divided by the temperature: it goes into the scale and into eps
+        return Lift(replace(FORMULAS["euclidean"], constants=(self.eps / temperature,)), temperature**-2, 2)
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return _squares_lifted(q, k)
 
 
-METRICS: dict[str, type[Declaration]] = {"Euclidean": Euclidean}
+@dataclass(frozen=True)
+class SquaredEuclidean(Metric):
+    """d(a, b) = |a - b|^2: with the link exp a Gaussian kernel. No metric in the strict sense (no triangle inequality)."""
 
-__all__ = ["METRICS", "Euclidean", "Metric"]
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return _squares(q, k)
+
+    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _squares_vjp(q, k, 2 * grad)
+
+    def lift(self, temperature: float) -> Lift:
+        return Lift(FORMULAS["exp"], -1 / temperature, 2)
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return _squares_lifted(q, k)
+
+
+METRICS: dict[str, type[Declaration]] = {"Euclidean": Euclidean, "SquaredEuclidean": SquaredEuclidean}
+
+__all__ = ["METRICS", "Euclidean", "Lift", "Metric", "SquaredEuclidean"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Move, require, row
-from zonal.algebra.metric import Euclidean, Metric
+from zonal.algebra.metric import Euclidean, Lift, Metric
 
 Params = dict[str, Tensor]
 
@@ -61,6 +61,15 @@ class Score(Declaration):
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared first."""
         return None
+
+    @property
+    def lift(self) -> Lift | None:
+        """How a score that is not ``bilinear`` follows from the dot product of ``lifted`` vectors, for the kernels; None: torch runs it."""
+        return None
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepared q (B, H, T, D) and k (B, Hkv, S, D) as the vectors of ``lift``."""
+        raise NotImplementedError(f"{type(self).__name__}.lifted")
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         """A prepared key in the place of a query: what the kernel among keys, K_kk, is made with."""
@@ -208,6 +217,13 @@ class NegativeDistance(Score):
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         return self.metric.pair(q, k) / -self.temperature
+
+    @property
+    def lift(self) -> Lift | None:
+        return self.metric.lift(self.temperature)
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.metric.lifted(q, k)
 
     def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return self.metric.pair_vjp(q, k, score * -self.temperature, grad / -self.temperature)

@@ -3,14 +3,14 @@
 import time
 from dataclasses import dataclass
 
-from zonal.algebra.link import LINKS, Link
 from zonal.errors import ZonalError
-from zonal.execution import native
-from zonal.kernels.cpp import build, library
+from zonal.formula import FORMULAS
+from zonal.kernels.cpp import build, library, recipe
 
 DESCRIPTION = """\
-Compile the CPU tile kernel for every link that has a formula, and check that each loads. Without this, a kernel is compiled
-when it is first used, which takes some seconds once. CXX names the compiler; ZONAL_CACHE the folder where libraries are kept.
+Say which library the CPU tile kernel of every link with a formula comes from, compile what is not there, and check that each
+loads. A library compiled here comes before one that came with the package. Without this, a kernel is compiled when it is first
+used, which takes some seconds once. CXX names the compiler; ZONAL_CACHE the folder where libraries are kept.
 
 Examples:
   zonal build
@@ -27,23 +27,23 @@ class Build:
 
 def run(options: Build, command: str) -> int:
     """Run the command. Returns 0 when every kernel is built and loads, 1 when one failed."""
-    links = [link for kind in LINKS.values() if isinstance(link := kind(), Link)]
-    codes = [code for link in links if (code := native.code_of(link)) is not None]
+    codes = list(FORMULAS.values())
     compiler = build.compiler()
-    if compiler is None:
+    if compiler is None and (options.again or build.built(codes[0]) is None):
         build.target(codes[0])  # says what to install
-    print(f"compiler  {compiler} {' '.join(build.flags())}")
+    print(f"compiler  {compiler or 'none'} {' '.join(build.flags())}")
     failed = 0
     for code in codes:
         for source in build.SOURCES:
             if source == "tile_bf16" and (library.failure(code) is not None or not library.load(code).zonal_has_bf16()):
                 continue
             name, start = f"{code.name} ({'bfloat16' if source == 'tile_bf16' else 'float32'})", time.perf_counter()
-            known = build.built(code, source) and not options.again
+            known = None if options.again else build.built(code, source)
             try:
                 path = build.build(code, source, again=options.again)
                 library.load(code, source)
-                print(f"{name:<28} {'was there' if known else f'{time.perf_counter() - start:.1f} s':>9}  {path}")
+                how = f"{time.perf_counter() - start:.1f} s" if known is None else "came with the package" if path.parent == recipe.SHIPPED else "was there"
+                print(f"{name:<28} {how:>21}  {path}")
             except ZonalError as error:
                 failed += 1
                 print(f"{name:<28} failed: {error}")

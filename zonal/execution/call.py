@@ -10,6 +10,7 @@ from zonal.algebra import Operator, Tags
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
+from zonal.kernels import transforms
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -182,6 +183,8 @@ def prepare(
     operator.check("attention")
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
+    if transforms.mapped(cu_seqlens):
+        raise ArgumentError("attention: cu_seqlens must be the same for all that torch.func.vmap runs over. Call attention once for each packing.")
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ArgumentError(f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens.")
     if scale is not None and (bound.link.domain is not None or tags.solves):
@@ -213,6 +216,8 @@ def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
 def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:
     if given is not None:
         decay = given.double()
+        if transforms.mapped(given):
+            raise ArgumentError("attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. Fold that axis into the batch.")
         if bool((decay > 0).any()):
             raise ArgumentError("attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
     elif bound.log_decay is not None:

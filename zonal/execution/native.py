@@ -11,10 +11,10 @@ from torch import Tensor
 from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Window
-from zonal.algebra.score import Fused
+from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import ops
+from zonal.kernels import ops, transforms
 from zonal.kernels.cpp import build, library
 from zonal.kernels.spec import TileSpec
 
@@ -30,23 +30,26 @@ def refusal(call: Call) -> str | None:
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
-    code = code_of(call.bound.link)
+    link, score = call.bound.link, call.bound.score
+    if not score.bilinear and score.lift is None:
+        return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
+    code = _code(link, score)
     if code is None:
-        return f"link {type(call.bound.link).__name__} has no formula for it"
+        return f"link {type(link).__name__} has no formula for it" + ("" if score.bilinear else f" with score {type(score).__name__} (link Exp has)")
     if type(call.bound.anchor) not in (Row, Count, Raw):
         return f"anchor {type(call.bound.anchor).__name__} is not in it"
-    if not call.bound.score.bilinear:
-        return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
     if not call.bias.empty:
         return "log priors (decay, ALiBi, key biases) are not in it"
-    if max(call.shape[4:]) > _LARGEST or min(call.shape[4:]) < 1:
-        return f"key and value dimensions must be 1 to {_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    extra = 0 if score.lift is None else score.lift.extra
+    if max(call.shape[4] + extra, call.shape[5]) > _LARGEST or min(call.shape[4:]) < 1:
+        limits = f"1 to {_LARGEST - extra} and 1 to {_LARGEST}" if extra else f"1 to {_LARGEST}"
+        return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
-        if not (code.triton or code.log):
-            return f"link {type(call.bound.link).__name__} has no Triton functions"
+        if not (code.triton or (code.log and not code.cpp_value)):
+            return f"link {type(link).__name__} has no Triton functions"
         return None if _has_triton() else "triton is not installed (pip install triton)"
-    if build.compiler() is None:
-        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
+    if build.compiler() is None and code.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library of this link came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
     failure = library.failure(code)
@@ -71,14 +74,24 @@ def _with_domain(link: Link) -> Formula | None:
 _kept_code = functools.lru_cache(maxsize=256)(_with_domain)  # which a tracer cannot follow
 
 
+def _code(link: Link, score: Score) -> Formula | None:
+    """The link of a score; where the score is a map of a dot product, that map with the link exp after it."""
+    code, lift = code_of(link), score.lift
+    if lift is None or code is None:
+        return code
+    return lift.formula if code.log and not code.cpp_value and code.domain is None else None
+
+
 def tiled(call: Call) -> Tensor:
     """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
     bound, seen = call.bound, call.visibility
-    code = code_of(bound.link)
+    code, lift = _code(bound.link, bound.score), bound.score.lift
     assert code is not None
     heads, dim = call.shape[1], call.shape[4]
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
-    if fused is None or call.raw is None:
+    if lift is not None:
+        fused, (q, k), v = Fused(False, 0.0, lift.scale), bound.score.lifted(call.q, call.k), call.v
+    elif fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
@@ -88,13 +101,14 @@ def tiled(call: Call) -> Tensor:
     if code.constants:
         coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
     window = next((p for p in bound.priors if isinstance(p, Window)), None)
+    func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
     spec = TileSpec(
         code, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
         call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
-        None if window is None else window.right, not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
+        None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
-    y, *_ = ops.tile(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
+    y, *_ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
     return y
 
 

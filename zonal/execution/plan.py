@@ -38,6 +38,10 @@ def choose(call: Call, *, memory: Memory | None = None, constants: Constants | N
         available: bytes that a path may use; None = what is free, asked only when a path needs a good part of what there is.
     """
     problem = problem_of(call, None if memory is None else Held.of(memory))
+    refused = dict(problem.refused)
+    if len(refused) == len(PATHS):
+        why = "; ".join(f"path {path!r}: {reason}" for path, reason in refused.items())
+        raise PathError(f"attention: no path can run operator {call.operator.name!r} here ({why}). Fold what is mapped into the batch and call it outside of torch.func.")
     return _traced(problem) if torch.compiler.is_compiling() else decide(problem, constants, available)
 
 
@@ -74,7 +78,8 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
     if reason is not None:
         refused = dict(refusals(call, held))
         others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
-        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {reason}. Use {others}, or path='auto'.")
+        instead = f"Use {others}, or path='auto'." if others else "No path can: fold what is mapped into the batch and call it outside of torch.func."
+        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {reason}. {instead}")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map
+from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
 
 PATHS = ("dense", "tiled", "chunked", "streaming")
@@ -193,16 +194,28 @@ def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
 def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
     """What keeps one path from running the call, or None."""
     if path == "streaming":
-        return streaming_refusal(call)
-    if path == "chunked":
+        reason = streaming_refusal(call)
+    elif path == "chunked":
         reason = chunked_refusal(call)
         if reason is None and held is not None and held.kind == "keys":
-            return "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
-        return reason
-    reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
-    if reason is None and held is not None and held.tokens and held.kind != "keys":
-        return f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
-    return reason
+            reason = "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
+    else:
+        reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
+        if reason is None and held is not None and held.tokens and held.kind != "keys":
+            reason = f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
+    return _untransformed(path, call) if reason is None and transforms.active() else reason
+
+
+def _untransformed(path: str, call: Call) -> str | None:
+    """Why torch.func's transforms (vmap, grad, jvp, …) cannot pass through a path, or None."""
+    if path == "dense":
+        return "its solve asks whether it went well, which torch.func.vmap cannot" if call.tags.solves else None
+    if path == "tiled":
+        reason = native.refusal(call)
+        return None if reason is None else f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
+    if path == "chunked":
+        return "its gradients are its own, which the transforms of torch.func do not know"
+    return "a memory asks for numbers, which torch.func.vmap cannot give"
 
 
 def _span(call: Call) -> Span:

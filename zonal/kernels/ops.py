@@ -5,6 +5,7 @@ The rules of a call (``TileSpec``) travel as one string, so that a traced graph 
 
 import ast
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,19 +113,28 @@ def _(
     )  # fmt: skip
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+NO_SECOND_DERIVATIVE = (
+    "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
+)
+
+
+def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What ``gradients`` will need."""
     q, k, v, scale, coefficients, key_mask, cu_seqlens, ctx.spec, ctx.learned = inputs
     ctx.save_for_backward(q, k, v, scale, coefficients, key_mask, cu_seqlens, *output)
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
-        raise PathError(
-            "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
-        )
+        raise PathError(NO_SECOND_DERIVATIVE)
+    return gradients(ctx, dy, tile_backward)
+
+
+def gradients(ctx: Any, dy: Tensor, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
+    """The gradients of the arguments of ``tile``, where ``backward`` is ``tile_backward`` in some form."""
     q, k, v, scale, coefficients, key_mask, cu_seqlens, y, factor, rest = ctx.saved_tensors
     learned = ctx.learned if ctx.needs_input_grad[4] else 0
-    dq, dk, dv, dscale, dc = tile_backward(
+    dq, dk, dv, dscale, dc = backward(
         dy, q, k, v, y, factor, rest, scale, coefficients, key_mask, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]
     )
     if learned:
@@ -132,6 +142,6 @@ def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, dscale if ctx.needs_input_grad[3] else None, dc if learned else None, None, None, None, None
 
 
-tile.register_autograd(_backward, setup_context=_setup)
+tile.register_autograd(_backward, setup_context=setup)
 
 __all__ = ["decode", "encode", "tile", "tile_backward"]

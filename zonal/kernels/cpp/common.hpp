@@ -2,7 +2,8 @@
 //
 // ZONAL_ROUNDED: weights are rounded before they meet values, and a row's sum is of the rounded ones, taken there.
 // The link comes as macros in front: ZONAL_LOG, ZONAL_CLAMP, ZONAL_LOW, ZONAL_HIGH and the expressions ZONAL_VALUE, ZONAL_DERIVATIVE,
-// ZONAL_BASE of x, c, n. ZONAL_LANES is the width of a vector. No header of torch is needed: OpenMP's team is the one torch has set up.
+// ZONAL_BASE of x, c, n: of K, or with ZONAL_LOG of log K, which is x itself unless ZONAL_MAP. ZONAL_LANES is the width of a vector. No header
+// of torch is needed: OpenMP's team is the one torch has set up.
 
 #include <algorithm>
 #include <atomic>
@@ -61,6 +62,10 @@ inline V spread(float x) {
 }
 inline V least(V a, V b) { return b < a ? b : a; }  // a NaN in a stays
 inline V most(V a, V b) { return b > a ? b : a; }
+inline V root(V x) {
+  for (int i = 0; i < L; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+}
 inline float sum(V x) {
   float total = 0;
   for (int i = 0; i < L / 2; ++i) total += x[i] + x[i + L / 2];
@@ -173,7 +178,6 @@ inline V exp2(V x) {
   return p * reinterpret_cast<const V&>(bits);
 }
 
-#if !ZONAL_LOG
 inline V value(V x, const float* c, int n) { (void)c; (void)n; return ZONAL_VALUE; }
 inline V derivative(V x, const float* c, int n) { (void)c; (void)n; return ZONAL_DERIVATIVE; }
 template <int N>
@@ -199,7 +203,6 @@ INLINE void values(V (&x)[N], V (&y)[N], const float* c, int n) {
 #endif
 }
 inline V base(V x, const float* c, int n) { (void)x; (void)c; (void)n; return V{} + (ZONAL_BASE); }
-#endif
 
 inline V in_domain(V x) {
 #if ZONAL_CLAMP
@@ -276,6 +279,7 @@ enum Anchor { ROW = 0, COUNT = 1, RAW = 2 };
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+constexpr float UNIT = ZONAL_LOG && !ZONAL_MAP ? LOG2E : 1.f;  // of scores: in log space to base 2, but where a map takes them first
 
 // to wake the other threads takes some ten microseconds, longer where the processor is busy
 bool worth_a_team(const Call& c) { return c.B * c.H * up(c.T, C) * c.S * (c.D + c.P) > (1 << 19); }
@@ -433,16 +437,16 @@ struct Reach {  // the keys that any of several columns sees
   }
 };
 
-// scores x, y of N keys from place s on through the link (not in log space), its mask and the column's sums, into weights (N, C)
+// scores x, y of N keys from place s on through the link (in log space through its map), its mask and the column's sums, into weights (N, C)
 template <int N>
 INLINE void record(const Call& c, const float* coefficients, const Sight& sight, int32_t s, V (&x)[N], V (&y)[N], float* weights, Column& column) {
-#if ZONAL_LOG
-  (void)c;
-  (void)coefficients;
-  const V nothing = spread(NONE);
-#else
-  const V nothing = V{};
+  const V nothing = ZONAL_LOG ? spread(NONE) : V{};
   values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+#if ZONAL_MAP
+  EACH_ROW {
+    x[r] *= LOG2E;
+    y[r] *= LOG2E;
+  }
 #endif
   if (s < sight.whole_first || s + N > sight.whole_last)
     EACH_ROW {

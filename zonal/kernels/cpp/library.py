@@ -2,12 +2,15 @@
 
 import ctypes
 import functools
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zonal.formula import Formula
+from zonal.kernels.cpp import recipe
 from zonal.kernels.cpp.build import BuildError, build
 from zonal.kernels.spec import TileSpec
 
@@ -57,6 +60,27 @@ def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
 @functools.lru_cache(maxsize=64)
 def _loaded(code: Formula, source: str) -> ctypes.CDLL:
     path = build(code, source)
+    if path.parent != recipe.SHIPPED:
+        return _opened(path)
+    try:
+        library = _opened(path)
+        if not _torchs_threads(library):
+            raise BuildError(f"build: the kernel {path} has another OpenMP runtime than torch, so that both would start threads.")
+    except BuildError as error:
+        warnings.warn(f"zonal: the kernel that came with the package is not used, one is compiled here. {error}", stacklevel=2)
+        return _opened(build(code, source, again=True))
+    return library
+
+
+def _torchs_threads(library: ctypes.CDLL) -> bool:
+    """Whether a library's OpenMP runtime is the one that torch has loaded: the same function at the same place."""
+    if sys.platform == "darwin":  # compiled without
+        return True
+    torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return len({ctypes.cast(there.omp_get_max_threads, ctypes.c_void_p).value for there in (library, torchs)}) == 1
+
+
+def _opened(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         found = library.zonal_version()

@@ -124,7 +124,7 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
   Column sums[COLUMNS];
   Reach reach;
   for (int64_t i = 0; i < columns; ++i) {
-    pack_queries(c, at, t0 + i * C, ZONAL_LOG ? LOG2E : 1.f, queries + i * C * c.D);
+    pack_queries(c, at, t0 + i * C, UNIT, queries + i * C * c.D);
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
     reach.add(sights[i]);
   }
@@ -215,16 +215,17 @@ inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, 
       const V score = load(scored + r * C + j * L);
       V ds = load(changed + r * C + j * L) - load(block.shared + column * C + j * L);
 #if ZONAL_LOG
-      V w = exp2(score * LOG2E - load(block.lse + column * C + j * L));
+      V w = exp2(value(score, at.coefficients, n) * LOG2E - load(block.lse + column * C + j * L));
       if (!whole) w = seen(sight, j, s + r) ? w : V{};
       ds *= w;
-      (void)partial;
 #else
       V w = value(score, at.coefficients, n);
       if (!whole) {
         w = seen(sight, j, s + r) ? w : V{};
         ds = seen(sight, j, s + r) ? ds : V{};
       }
+#endif
+#if !ZONAL_LOG || ZONAL_MAP
       if (partial != nullptr) {
         V term = ds * base(score, at.coefficients, n);
         for (int k = 0; k < c.learned; ++k) {
@@ -233,6 +234,8 @@ inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, 
         }
       }
       ds *= derivative(score, at.coefficients, n);
+#else
+      (void)partial;
 #endif
       if (at.key_scale != nullptr) ds *= at.key_scale[at.index[s + r]];
       store(weights + r * SPAN + j * L, w);

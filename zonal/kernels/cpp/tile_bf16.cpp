@@ -167,7 +167,7 @@ void forward_task(const Call& c, int64_t b, int64_t h, int64_t t0, int64_t t1, c
     for (int lane = 0; lane < C; ++lane) {
       const int64_t t = t0 + i * C + lane;
       const B* q = at.q + std::min(t, c.T - 1) * at.q_step;
-      gains[i * C + lane] = t < c.T ? query_scale(c, q, at.scale) * (ZONAL_LOG ? LOG2E : 1.f) : 0.f;
+      gains[i * C + lane] = t < c.T ? query_scale(c, q, at.scale) * UNIT : 0.f;
       for (int64_t d = 0; d < c.D; d += 2) std::memcpy(column + d * C + 2 * lane, q + d, 4);
     }
     sights[i] = sight_of(at.lo, at.hi, t0 + i * C, c.T);
@@ -275,7 +275,7 @@ inline void gradients(const Call& c, const Head<B>& at, const Sight& sight, cons
       const V score = load(scored + r * C + j * L);
       V ds = load(changed + r * C + j * L) * factor - shared;
 #if ZONAL_LOG
-      V w = exp2(score * LOG2E - load(block.lse + at_lane));
+      V w = exp2(value(score, at.coefficients, n) * LOG2E - load(block.lse + at_lane));
       if (!whole) w = seen(sight, j, s + r) ? w : V{};
       ds *= w;
 #else
@@ -284,6 +284,8 @@ inline void gradients(const Call& c, const Head<B>& at, const Sight& sight, cons
         w = seen(sight, j, s + r) ? w : V{};
         ds = seen(sight, j, s + r) ? ds : V{};
       }
+#endif
+#if !ZONAL_LOG || ZONAL_MAP
       if (c.learned != 0) {
         V term = ds * base(score, at.coefficients, n);
         for (int k = 0; k < c.learned; ++k) {

@@ -19,6 +19,7 @@ from zonal.kernels.triton.tiles import (
     between,
     first_query_past,
     first_query_seeing,
+    log2_kernel,
     put_rows,
     real_keys,
     row_numbers,
@@ -50,9 +51,9 @@ def row_terms(factor, delta, line, first, queries, traits: tl.constexpr, ROWS: t
 def weights(x, kept, visible, c, value: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
     """W of a tile from its scores; kept broadcasts over it."""
     if traits.online:
-        weight = tl.exp2(x - kept)
+        weight = tl.exp2(log2_kernel(x, c, value, traits) - kept)
     elif traits.log:
-        weight = tl.exp2(x) * kept
+        weight = tl.exp2(log2_kernel(x, c, value, traits)) * kept
     else:
         weight = value(x, c, traits.n) * kept
     if CUT:
@@ -62,12 +63,16 @@ def weights(x, kept, visible, c, value: tl.constexpr, traits: tl.constexpr, CUT:
 
 @triton.jit
 def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, traits: tl.constexpr, CUT: tl.constexpr):
-    """(g, dS) of a tile from its scores, W and dp = dy . v; kept and taken broadcast over it."""
+    """(what multiplies base in the gradient of a coefficient, dS) of a tile from its scores, W and dp = dy . v; kept and taken broadcast over it."""
     if traits.log:
         g = dp
         if traits.anchor == "row":
             g = dp - taken
-        return g, weight * g
+        g = weight * g
+        if traits.mapped:
+            return g, g * derivative(x, c, traits.n)
+        else:
+            return g, g
     else:
         g = dp * kept
         if traits.anchor == "row":
@@ -103,7 +108,7 @@ def add_queries(
         query_gain = gain
         if traits.normalise:
             query_gain = (gain * row_numbers(q_inverse, line, first, sizes.queries, QUERIES, 0.0))[None, :]
-        unit = query_gain * LOG2E if traits.log else query_gain
+        unit = query_gain * LOG2E if traits.bits else query_gain
         x = scores(k_tile, q_tile, unit, key_gain, traits)
         visible = None
         if CUT:
@@ -238,7 +243,7 @@ def queries_kernel(
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
     scale_of_head = tl.load(scale + head)
-    gain = scale_of_head * LOG2E if traits.log else scale_of_head
+    gain = scale_of_head * LOG2E if traits.bits else scale_of_head
     if traits.normalise:
         gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
     grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)

@@ -15,6 +15,7 @@ from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
     Tiling,
+    log2_kernel,
     put_rows,
     row_numbers,
     scores,
@@ -52,6 +53,7 @@ def absorb(
         if CUT or traits.key_mask:
             visible = visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits, CUT)
         if traits.log:
+            x = log2_kernel(x, c, value, traits)
             if CUT or traits.key_mask:
                 x = tl.where(visible, x, float("-inf"))
             if traits.online:
@@ -115,7 +117,7 @@ def forward_kernel(
     c = coefficients + head * STRIDE
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
     gain = tl.load(scale + head)
-    if traits.log:
+    if traits.bits:
         gain = gain * LOG2E
     if traits.normalise:
         gain = (gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0))[:, None]
@@ -173,7 +175,7 @@ def decode_kernel(
     start = q.start + tl.cast(batch, tl.int64) * q.batch + head.to(tl.int64) * q.head + t.to(tl.int64) * q.row
     q_tile = tl.load(start[:, None] + column.to(tl.int64)[None, :] * q.column, mask=inside[:, None] & (column < sizes.key_dim)[None, :], other=0.0)
     gain = tl.load(scale + head)
-    if traits.log:
+    if traits.bits:
         gain = gain * LOG2E
     slot = (tl.cast(batch, tl.int64) * sizes.heads + head) * sizes.queries + t
     if traits.normalise:

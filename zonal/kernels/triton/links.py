@@ -2,7 +2,7 @@
 
 x: a tile of scores. c: where the head's numbers stand, float32: the n coefficients, then the constants of the link. The derivative
 with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its Formula.
-exp has none: it is kept in log space, and the kernels know it.
+exp has none: it is kept in log space, and the kernels know it. Functions of a map before exp are of its logarithm.
 """
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -101,3 +101,21 @@ def polynomial_square_derivative(x, c, n: tl.constexpr):
 @triton.jit
 def polynomial_square_base(x, c, n: tl.constexpr):
     return 2 * horner_value(x, c, n)
+
+
+@triton.jit
+def euclidean_value(x, c, n: tl.constexpr):
+    """eps - sqrt(max(x, 0) + eps^2) of a squared distance x: the logarithm of evidence. eps: the map's one constant."""
+    eps = tl.load(c + n)
+    return eps - tl.sqrt(tl.maximum(x, 0.0) + eps * eps)
+
+
+@triton.jit
+def euclidean_derivative(x, c, n: tl.constexpr):
+    eps = tl.load(c + n)
+    return tl.where(x > 0, -0.5 / tl.sqrt(tl.maximum(x, 0.0) + eps * eps), 0.0)
+
+
+@triton.jit
+def euclidean_base(x, c, n: tl.constexpr):
+    return 1.0

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """A link's jit functions; None for links kept in log space."""
+    """A link's jit functions, in log space those of the map before exp; None for the link exp alone."""
 
     value: Any
     derivative: Any
@@ -61,12 +61,13 @@ class Functions(NamedTuple):
 class Traits:
     """What is known when a kernel is compiled.
 
-    n: the link's coefficients without its constants. low, high: the domain scores are clamped to, in the kernel's own unit.
+    mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the domain scores are clamped to, in the kernel's own unit.
     key_mask, packed: whether these tensors were given. narrow_key, narrow_value: D, P below the padded width.
     wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
     """
 
     log: bool
+    mapped: bool
     anchor: Literal["row", "count", "raw"]
     n: int
     clamped: bool
@@ -89,6 +90,11 @@ class Traits:
     def online(self) -> bool:
         """Whether the running maximum is taken out of the exponent."""
         return self.log and self.anchor == "row"
+
+    @property
+    def bits(self) -> bool:
+        """Whether scores are multiplied so that they are log2 K."""
+        return self.log and not self.mapped
 
     @property
     def edged(self) -> bool:
@@ -244,6 +250,15 @@ def scores(a, b, gain_a, gain_b, traits: tl.constexpr):
 
 
 @triton.jit
+def log2_kernel(x, c, value: tl.constexpr, traits: tl.constexpr):
+    """log2 K of a tile of scores, in log space."""
+    if traits.mapped:
+        return value(x, c, traits.n) * LOG2E
+    else:
+        return x
+
+
+@triton.jit
 def weighted(weight, rows, total, traits: tl.constexpr):
     """total + weight rows, in the type of the rows; float32 sums."""
     if traits.wide:
@@ -347,7 +362,7 @@ def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
 
 def functions(link: Formula) -> Functions:
     """The jit functions that a link names."""
-    if link.log:
+    if link.log and not link.triton:
         return Functions(None, None, None)
     module, _, prefix = link.triton.partition(":")
     found = import_module(module)
@@ -357,10 +372,12 @@ def functions(link: Formula) -> Functions:
 def traits(spec: TileSpec, q: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Traits:
     """What a call's kernels are compiled for."""
     low, high = spec.link.domain or (0.0, 0.0)
-    unit = LOG2E.value if spec.link.log else 1.0
+    mapped = spec.link.log and bool(spec.link.triton)
+    unit = LOG2E.value if spec.link.log and not mapped else 1.0
     online = spec.link.log and spec.anchor == "row"
     return Traits(
         log=spec.link.log,
+        mapped=mapped,
         anchor=spec.anchor,
         n=coefficients.shape[1] - len(spec.link.constants),
         clamped=spec.link.domain is not None,

@@ -1,0 +1,79 @@
+"""Wheels carry the CPU kernels of the library's own links, compiled, where a C++ compiler is there; pyproject.toml says everything else.
+
+torch is not needed: zonal/formula.py and zonal/kernels/cpp/recipe.py stand below it, and are imported without the package around them.
+"""
+
+import functools
+import os
+import shutil
+import sys
+import tempfile
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+# the package by its folder alone: its __init__ would import torch
+sys.modules["zonal"] = types.ModuleType("zonal")
+sys.modules["zonal"].__path__ = [str(ROOT / "zonal")]
+
+from zonal.formula import FORMULAS  # noqa: E402
+from zonal.kernels.cpp import recipe  # noqa: E402
+
+
+@functools.cache
+def compiled() -> Path | None:
+    """A folder with the library of every link, or None, with a note, when they cannot be compiled."""
+    compiler = recipe.find(os.environ.get("CXX") or None)
+    folder = Path(tempfile.mkdtemp(prefix="zonal-kernels-"))
+    try:
+        if compiler is None:
+            raise recipe.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
+        recipe.version(compiler)
+        jobs = [(formula, source, recipe.flags(source, recipe.is_x86())) for formula in FORMULAS.values() for source in recipe.SOURCES]
+        jobs = [job for job in jobs if job[1] == "tile" or recipe.is_x86()]  # bfloat16 products are x86's
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: recipe.make(compiler, *job, folder / recipe.file_name(*job)), jobs))
+    except (recipe.BuildError, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.stderr.write(f"zonal: the wheel carries no compiled kernels, they are compiled when first used. {error}\n")
+        return None
+    return folder
+
+
+class WithKernels(Distribution):
+    """Of this platform when kernels are in; an editable install compiles when a kernel is first used."""
+
+    def libraries_folder(self) -> Path | None:
+        return compiled() if "bdist_wheel" in self.commands else None
+
+    def has_ext_modules(self) -> bool:
+        return self.libraries_folder() is not None
+
+
+class BuildWithKernels(build_py):
+    """Puts the libraries beside the sources."""
+
+    def run(self) -> None:
+        super().run()
+        folder = self.distribution.libraries_folder()
+        place = Path(self.build_lib, *recipe.SHIPPED.relative_to(ROOT).parts)
+        shutil.rmtree(place, ignore_errors=True)  # of an earlier build
+        if folder is not None:
+            shutil.copytree(folder, place)
+            shutil.rmtree(folder)
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries have a C interface: one wheel for every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, interface, platform = super().get_tag()
+        return (python, interface, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+setup(distclass=WithKernels, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,110 @@
+"""Libraries that came with the package: which are used, which are not, and who says so. What a wheel holds is in test_wheel.py."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import zonal
+from zonal.algebra import link, metric
+from zonal.cli import build as command
+from zonal.execution import native
+from zonal.formula import FORMULAS
+from zonal.kernels.cpp import build, library, recipe
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel would hold of two links."""
+    folder, compiler = tmp_path_factory.mktemp("libraries"), build.compiler()
+    assert compiler is not None
+    for name in ("exp", "yat"):
+        for source in recipe.SOURCES if recipe.is_x86() else ("tile",):
+            job = FORMULAS[name], source, recipe.flags(source, recipe.is_x86())
+            recipe.make(compiler, *job, folder / recipe.file_name(*job))
+    return folder
+
+
+@pytest.fixture
+def as_installed(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process as if a wheel's libraries lay beside its sources, with an empty cache."""
+    folder = tmp_path / "shipped"
+    shutil.copytree(libraries, folder)
+    monkeypatch.setattr(recipe, "SHIPPED", folder)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
+    for cache in (library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear):
+        cache()
+    yield folder
+    for cache in (library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear):
+        cache()
+
+
+def first(folder: Path) -> Path:
+    """The library of exp in float32."""
+    (found,) = folder.glob("exp-tile-*.so")
+    return found
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "no record"])
+def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler another is made, and that is said; without one torch runs, and explain says so."""
+    path, code = first(as_installed), FORMULAS["exp"]
+    assert build.built(code) == path
+    data = path.read_bytes()
+    if damage == "no record":
+        path.with_suffix(".json").unlink()
+    else:
+        path.write_bytes(data[:1000] if damage == "cut" else data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "/nowhere/g++")
+        assert build.carried() == {"yat"}
+        assert "no good library" in zonal.explain(zonal.mechanisms.softmax(), (1, 1, 8, 4), causal=True).tiles
+        with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"), pytest.warns(UserWarning, match="is damaged"):
+            build.build(code)
+    with pytest.warns(UserWarning, match="came with the package is damaged"):
+        assert build.build(code).parent != as_installed
+    assert library.load(code) is not None
+
+
+def test_a_library_that_does_not_load_is_compiled(as_installed: Path) -> None:
+    """Whole, but not for this machine: its record is right and the loader refuses it."""
+    path, code = first(as_installed), FORMULAS["exp"]
+    path.write_bytes(b"no library")
+    path.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(b"no library").hexdigest()}))
+    with pytest.warns(UserWarning, match="is not used, one is compiled here"):
+        library.load(code)
+    assert build.built(code) == build.target(code)  # from now on
+
+
+def test_other_sources_flags_and_formulas_are_other_libraries(as_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = FORMULAS["yat"]
+    assert build.shipped(code) is not None
+    assert build.shipped(replace(code, cpp_value="x")) is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")  # a processor without AVX2
+    assert (build.shipped(code) is None) == recipe.is_x86()
+
+
+def test_build_says_which_it_would_use(as_installed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "FORMULAS", {name: FORMULAS[name] for name in ("exp", "yat")})
+    assert command.run(command.Build(), "zonal build") == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert all("came with the package" in line and str(as_installed) in line for line in lines)
+    build.build(FORMULAS["exp"], again=True)
+    assert command.run(command.Build(), "zonal build") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp (float32)")]
+    assert "was there" in line
+    assert str(as_installed) not in line
+
+
+def test_every_link_is_known() -> None:
+    """FORMULAS, which stand below links and metrics, are theirs."""
+    found = [native.code_of(kind()) for kind in link.LINKS.values()]  # type: ignore[arg-type]
+    found += [lift.formula for kind in metric.METRICS.values() if (lift := kind().lift(1.0)) is not None]  # type: ignore[attr-defined]
+    assert {replace(code, constants=()) for code in found if code is not None} == set(FORMULAS.values())

@@ -1,0 +1,117 @@
+"""How the CPU kernel of a link is compiled: sources, flags, compiler, and the record beside a library. It needs no torch: wheels are made with it."""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from zonal.errors import ZonalError
+from zonal.formula import Formula
+
+FOLDER = Path(__file__).parent
+SOURCES = ("tile", "tile_bf16")
+SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
+_NAMES = ("g++", "clang++", "c++")
+
+
+class BuildError(ZonalError, RuntimeError):
+    """The kernel could not be compiled or loaded; torch's path runs in its place."""
+
+
+@functools.lru_cache(maxsize=8)
+def find(chosen: str | None) -> str | None:
+    """The C++ compiler: ``chosen``, or else g++, clang++ or c++; None when there is none."""
+    for name in (chosen,) if chosen else _NAMES:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    return None
+
+
+def is_x86() -> bool:
+    """Whether processors of this kind may have AVX."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def flags(source: str, avx2: bool) -> tuple[str, ...]:
+    """Compiler flags of a source. Vectors of 256 bits are as fast as 512 here, and -march=native is slower (measured)."""
+    common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+    if avx2:
+        common += ("-march=x86-64-v3",)
+        if source == "tile_bf16":
+            common += ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16")
+    # the team of threads is torch's own: its OpenMP library is in the process already
+    return common if sys.platform == "darwin" else (*common, "-fopenmp")
+
+
+def defines(code: Formula) -> str:
+    """The link as what stands in front of the template."""
+    low, high = code.domain or (0.0, 0.0)
+    lines = {
+        "ZONAL_LOG": str(int(code.log)), "ZONAL_MAP": str(int(code.log and bool(code.cpp_value))), "ZONAL_CLAMP": str(int(code.domain is not None)), "ZONAL_LOW": f"{low!r}f",
+        "ZONAL_HIGH": f"{high!r}f", "ZONAL_VALUE": code.cpp_value or "x", "ZONAL_DERIVATIVE": code.cpp_derivative or "spread(1.f)", "ZONAL_BASE": code.cpp_base or "1.f",
+    }  # fmt: skip
+    if code.cpp_value == "horner(x, c, n)":
+        lines["ZONAL_HORNER"] = "1"
+    return "".join(f"#define {name} {value}\n" for name, value in lines.items())
+
+
+def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
+    """The name of a library: its link, its source, and a digest of all texts it is made of, its flags, and ``more``."""
+    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp")]
+    key = hashlib.sha256("\0".join((*texts, defines(code), " ".join(chosen), sys.platform, platform.machine(), *more)).encode()).hexdigest()
+    return f"{code.name}-{source}-{key[:16]}.so"
+
+
+@functools.lru_cache(maxsize=8)
+def version(compiler: str) -> str:
+    """What the compiler says of itself. Raises: BuildError when it does not run."""
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"build: the C++ compiler {compiler} does not run ({error}). Set CXX to one that does.") from error
+
+
+def good(library: Path) -> bool:
+    """Whether a library is there and is, to the bit, what was written down when it was compiled."""
+    try:
+        record = json.loads(library.with_suffix(".json").read_text(encoding="utf-8"))
+        return isinstance(record, dict) and record.get("sha256") == hashlib.sha256(library.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
+
+
+def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
+    """Compile a link's library. Two processes may do so at once: each file appears whole.
+
+    Raises: BuildError with the compiler's first words when it fails; OSError when the folder cannot be written.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        text, made, record = (Path(folder) / f"link{suffix}" for suffix in (".cpp", ".so", ".json"))
+        text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
+        try:
+            ran = subprocess.run([compiler, *chosen, str(text), "-o", str(made)], capture_output=True, text=True, timeout=600, check=False)
+        except subprocess.SubprocessError as error:
+            raise BuildError(f"build: {compiler} did not finish ({error}).") from error
+        if ran.returncode:
+            first = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[:300].strip())
+            raise BuildError(f"build: {compiler} failed on link {code.name!r} (exit {ran.returncode}): {first}")
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
+        about = {"sha256": digest, "link": code.name, "compiler": version(compiler).splitlines()[0], "flags": list(chosen)}
+        record.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        # the record last: a library without one is not used
+        for file, place in ((made, library), (record, library.with_suffix(".json"))):
+            staged = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+            shutil.move(file, staged)
+            os.replace(staged, place)
+
+
+__all__ = ["FOLDER", "SHIPPED", "SOURCES", "BuildError", "defines", "file_name", "find", "flags", "good", "is_x86", "make", "version"]
