@@ -129,27 +129,29 @@ def _block_mask(tokens: int) -> Any:
     return flex.create_block_mask(_causal, None, None, tokens, tokens, device="cpu")
 
 
-def _flex(score_mod: Callable[..., Tensor] | None, unit: bool, how: str) -> Peer:
+def _flex(body: Callable[..., Tensor], how: str) -> Peer:
+    """A peer of ``body(flex_attention, q, k, v, block_mask)``. Each needs code of its own: what torch compiles is kept by code, up to 8 programs."""
     _need_compiler("FlexAttention")
-    flex = _imported("torch.nn.attention.flex_attention", "torch")
-
-    def body(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        if unit:
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        return flex.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, scale=1.0 if unit else None)
-
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     # one program a length: with symbolic lengths it is slower, and a score function may not hold a number
-    compiled = torch.compile(body, dynamic=False)
+    compiled = torch.compile(body, dynamic=False, fullgraph=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return compiled(q, k, v, _block_mask(q.shape[2]) if causal else None)
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            # a refusal comes from here: code whose compilation has failed once is run uncompiled ever after
+            flex_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        return compiled(flex_attention, q, k, v, _block_mask(q.shape[2]) if causal else None)
 
-    return Peer("flex", torch.__version__, f"torch.compile(dynamic=False), {how}", attend)
+    return Peer("flex", torch.__version__, f"torch.compile(dynamic=False, fullgraph=True), {how}", attend)
 
 
 def flex_softmax() -> Peer:
     """FlexAttention as it comes: softmax, causal by a block mask."""
-    return _flex(None, False, "create_block_mask")
+
+    def body(flex_attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return flex_attention(q, k, v, block_mask=mask)
+
+    return _flex(body, "create_block_mask")
 
 
 def flex_yat() -> Peer:
@@ -159,7 +161,10 @@ def flex_yat() -> Peer:
     def log_yat(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.log(x * x / (2 + EPS - 2 * x) + tiny)
 
-    return _flex(log_yat, True, "create_block_mask, score_mod = log K, F.normalize inside")
+    def body(flex_attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return flex_attention(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, score_mod=log_yat, block_mask=mask, scale=1.0)
+
+    return _flex(body, "create_block_mask, score_mod = log K, F.normalize inside")
 
 
 # (peer, operator)
