@@ -51,7 +51,7 @@ def _imported(name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise PeerMissingError(f"the package {package} is not installed; pip install -e '.[bench]' -c constraints.txt") from error
+        raise PeerMissingError(f"the package {package} cannot be imported ({error}); pip install -e '.[bench]' -c constraints.txt") from error
 
 
 def _need_compiler(who: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zonal
-from benchmarks import common, peers, planner, tiled
+from benchmarks import common, linear_peers, peers, planner, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -202,7 +202,9 @@ def test_a_peer_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
     cases = [tiled.Case("yat", 127), tiled.Case("yat", 127, peer="keops")]
     assert tiled.present(cases) == cases[:1]
-    assert capsys.readouterr().out == "no rows against keops: the package pykeops is not installed; pip install -e '.[bench]' -c constraints.txt\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith("no rows against keops: the package pykeops cannot be imported (")
+    assert printed.endswith("; pip install -e '.[bench]' -c constraints.txt\n")
     monkeypatch.setattr(peers.shutil, "which", lambda name: None)
     with pytest.raises(peers.PeerMissingError, match="no compiler"):
         peers.load("flex", "yat")
@@ -250,3 +252,27 @@ def test_rows_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["against_keops"]["ratio"]["runs"] >= 1
     assert (row["peer"], row["peer_version"], row["peer_how"]) == ("keops", "1.0", "a stand-in")
     assert " of keops  yat, T=127" in tiled.line(row, replace(case, gradients=False))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", [name for name in linear_peers.PEERS if name != "keops yat"])  # it is peers.py's, checked above
+def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
+    try:
+        found = linear_peers.PEERS[name]()
+    except peers.PeerMissingError as error:
+        pytest.skip(str(error))
+    assert linear_peers.gate(name, found, causal) <= 2e-5
+    other = replace(found, definition=lambda q, k, v, causal: found.definition(q, k, v, not causal))
+    with pytest.raises(common.GateError):
+        linear_peers.gate(name, other, causal)
+
+
+def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are still checked and timed."""
+    for name in ("performer_pytorch", "linear_attention_transformer", "linear_attention_transformer.linear_attention_transformer", "pykeops"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
+    assert linear_peers.main(["--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("no rows")] == [f"no rows of {name}" for name in linear_peers.PEERS if name != "dense yat"]
+    assert sum(line.startswith("  T=128 ") for line in lines) == 2
