@@ -5,12 +5,13 @@ subject and a named peer in turns in one process, and writes ratios of the two (
 """
 
 import argparse
+import contextlib
 import datetime
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def prepare(options: argparse.Namespace) -> torch.device:
         raise ArgumentError("bench: --device cuda was asked for and torch sees none. Use --device cpu.")
     torch.manual_seed(0)
     return device
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Run the body with these environment variables; what they were before is put back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def gate(name: str, got: Tensor, reference: Tensor, tolerance: float) -> float:

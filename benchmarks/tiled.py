@@ -1,16 +1,15 @@
 """Tiles against torch's fused attention: compiled kernel and torch fallback, forward and with backward, float32 and bfloat16.
 
-B = 1, H = 8, d = 64, causal unless a row says otherwise. The peer of every ratio is
-``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call a document);
-backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
+B = 1, H = 8, d = 64, causal unless a row says otherwise. The peer of a ratio is
+``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call a document),
+or, where the row says so, KeOps or FlexAttention computing the same function as the subject (benchmarks/peers.py); backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
 """
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zonal
-from benchmarks import common
+from benchmarks import common, peers
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 from zonal.execution import native
@@ -42,6 +41,7 @@ class Case:
     dim: int = 64
     causal: bool = True
     documents: int = 1
+    peer: str = "sdpa"
     bound: float | None = None
     moonshot: float | None = None
 
@@ -50,7 +50,8 @@ class Case:
         parts = [self.operator, f"T={self.tokens}", "forward+backward" if self.gradients else "forward", self.dtype, "kernel" if self.kernel else "torch"]
         parts += [f"H={self.heads}" for _ in [0] if self.heads != plain.heads] + [f"kv={self.kv_heads}" for _ in [0] if self.kv_heads != self.heads]
         parts += [f"d={self.dim}" for _ in [0] if self.dim != plain.dim] + ["bidirectional" for _ in [0] if not self.causal]
-        return ", ".join(parts + [f"{self.documents} documents" for _ in [0] if self.documents > 1])
+        parts += [f"{self.documents} documents" for _ in [0] if self.documents > 1]
+        return ", ".join(parts + [f"against {self.peer}" for _ in [0] if self.peer != plain.peer])
 
     @property
     def edges(self) -> list[int]:
@@ -62,7 +63,7 @@ class Case:
 
 
 def table() -> list[Case]:
-    """The rows with bounds, then other shapes."""
+    """The rows with bounds, then other shapes, then other peers."""
     cases = []
     for tokens, bounds in ((1024, (0.70, 0.70, 0.75, 0.50, 0.80, 1.1)), (4096, (0.85, 0.85, 0.90, 0.45, 0.70, 1.1))):
         far = (0.58, 0.58, 0.60, 0.30, 0.50, 0.9) if tokens == 1024 else (0.70, 0.70, 0.72, 0.33, 0.45, 0.9)
@@ -78,6 +79,8 @@ def table() -> list[Case]:
         Case(tokens=127), Case(tokens=1000), Case(tokens=4099), Case(dim=48), Case(dim=80), Case(dim=128), Case(heads=1, kv_heads=1),
         Case(causal=False), Case(kv_heads=2), Case(tokens=4096, documents=20),
     ]  # fmt: skip
+    shapes += [Case("yat", tokens, causal=causal, peer="keops") for tokens in (1024, 4096) for causal in (True, False)]
+    shapes += [Case(operator, tokens, peer="flex") for tokens in (1024, 4096) for operator in ("softmax", "yat")]
     return cases + [Case(**{**asdict(case), "gradients": gradients}) for case in shapes for gradients in (False, True)]
 
 
@@ -106,17 +109,12 @@ class Work:
         return Work(case, draw(case.heads), draw(case.kv_heads), draw(case.kv_heads), operator, edges)
 
     def attend(self) -> Tensor:
-        before = os.environ.get(native.VARIABLE)
-        os.environ[native.VARIABLE] = "on" if self.case.kernel else "off"
-        try:
+        with common.environment(**{native.VARIABLE: "on" if self.case.kernel else "off"}):
             return zonal.attention(self.q, self.k, self.v, self.operator, causal=self.case.causal, cu_seqlens=self.edges, path="tiled")
-        finally:
-            if before is None:
-                del os.environ[native.VARIABLE]
-            else:
-                os.environ[native.VARIABLE] = before
 
-    def sdpa(self) -> Tensor:
+    def attend_by_peer(self) -> Tensor:
+        if self.case.peer != "sdpa":
+            return peers.load(self.case.peer, self.case.operator).attend(self.q, self.k, self.v, self.case.causal)
         parts, edges = [], self.case.edges
         for start, stop in itertools.pairwise(edges):
             q, k, v = (x[:, :, start:stop] for x in (self.q, self.k, self.v))
@@ -133,7 +131,7 @@ class Work:
         return self.done(self.attend, True)
 
     def peer(self) -> object:
-        return self.done(self.sdpa, False)
+        return self.done(self.attend_by_peer, False)
 
 
 def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
@@ -156,16 +154,79 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
             torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True
         ):
             common.gate(f"{name}, a gradient", a, b, tolerance)
+        if case.peer != "sdpa":
+            errors[f"{name}, the peer"] = peer_gate(short, device, tolerance)
     return errors
 
 
-def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+def peer_gate(case: Case, device: torch.device, tolerance: float) -> float:
+    """The peer's error of the output; its gradients are checked too, unless it refuses to make any: its row then says so."""
     work = Work.of(case, device)
+    exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
+    reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=case.causal, path="dense")
+    still = Work.of(replace(case, gradients=False), device)
+    error = common.gate(f"{case}, the peer", still.attend_by_peer(), reference.detach(), tolerance)
+    try:
+        found = torch.autograd.grad(work.attend_by_peer().sum(), [work.q, work.k, work.v])
+    except NotImplementedError:
+        return error
+    for a, b in zip(found, torch.autograd.grad(reference.sum(), exact), strict=True):
+        common.gate(f"{case}, a gradient of the peer", a, b, tolerance)
+    return error
+
+
+def present(cases: list[Case]) -> list[Case]:
+    """The cases whose peer is installed; what is not is said once for each peer."""
+    kept, missing = [], {}
+    for case in cases:
+        try:
+            if case.peer != "sdpa":
+                peers.load(case.peer, case.operator)
+            kept.append(case)
+        except peers.PeerMissingError as error:
+            missing[case.peer] = str(error)
+    for name, reason in missing.items():
+        print(f"no rows against {name}: {reason}", flush=True)
+    return kept
+
+
+def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+    """The row of a case; where the peer cannot do what is asked, its own words under "refused" in place of numbers."""
+    work = Work.of(case, device)
+    row: dict[str, Any] = {"row": str(case), **asdict(case)}
     with torch.set_grad_enabled(case.gradients):
-        row: dict[str, Any] = {"row": str(case), **asdict(case)}
-        row["against_sdpa"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
-        row["peak_bytes"], row["sdpa_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
+        if case.peer != "sdpa":
+            peer = peers.load(case.peer, case.operator)
+            row["peer_version"], row["peer_how"] = peer.version, peer.how
+            try:
+                theirs = work.attend_by_peer()
+            except NotImplementedError as error:
+                row["refused"] = str(error)
+                return row
+            # at full length, where the gate did not look; it also compiles what is timed
+            row["peer_difference"] = common.gate(f"{case}, peer and subject", theirs.detach(), work.attend().detach().double(), 1e-4)
+            del theirs
+            if case.gradients:
+                budget *= 2  # one call of a peer takes up to 4 s
+        row[f"against_{case.peer}"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
+        row["peak_bytes"], row[f"{case.peer}_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
     return row
+
+
+def line(row: dict[str, Any], case: Case) -> str:
+    """A row for people."""
+    if "refused" in row:
+        return f"no number  {case}: {row['refused']}"
+    found = row[f"against_{case.peer}"]
+    ratio, times = found["ratio"], " against ".join(common.milliseconds(found[who]["median"]) for who in ("subject", "peer"))
+    goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held(row, case) else 'MISSED'}"
+    memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row[f'{case.peer}_peak_bytes'] / 1e6:.0f}"
+    name = "SDPA" if case.peer == "sdpa" else case.peer
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {name}  {case} ({times}, {memory}){goal}"
+
+
+def held(row: dict[str, Any], case: Case) -> bool:
+    return case.bound is None or row[f"against_{case.peer}"]["ratio"]["median"] <= case.bound
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,18 +241,15 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [case for case in cases if case.tokens == 127]
+    cases = present(cases)
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(device, cases)
     rows, missed = [], []
     for case in cases:
         row = measured(case, device, 0.2 if options.quick else options.budget)
         rows.append(row)
-        ratio = row["against_sdpa"]["ratio"]
-        held = case.bound is None or ratio["median"] <= case.bound
-        missed += [] if held else [str(case)]
-        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
-        memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['sdpa_peak_bytes'] / 1e6:.0f}"
-        print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of SDPA  {case} ({memory}){goal}", flush=True)
+        missed += [] if held(row, case) else [str(case)]
+        print(line(row, case), flush=True)
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
     print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
     partial = options.quick or options.only

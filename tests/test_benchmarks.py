@@ -1,12 +1,16 @@
 """The benchmarks' shared parts, and that the planner's benchmark runs. What they measure is no test's business."""
 
 import json
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import common, planner, tiled
+import zonal
+from benchmarks import common, linear_peers, peers, planner, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -138,5 +142,137 @@ def test_the_table_of_tiles() -> None:
     cases = tiled.table()
     assert len({str(case) for case in cases}) == len(cases) >= 34
     assert sum(case.bound is not None for case in cases) == 14
+    assert {case.peer for case in cases} == {"sdpa", "keops", "flex"}
+    assert all((case.peer, case.operator) in peers.PEERS for case in cases if case.peer != "sdpa")
     packed = next(case for case in cases if case.documents == 20)
     assert (packed.edges[0], packed.edges[-1], len(packed.edges)) == (0, packed.tokens, 21)
+
+
+def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZONAL_TEST_A", "before")
+    monkeypatch.delenv("ZONAL_TEST_B", raising=False)
+    with common.environment(ZONAL_TEST_A="x", ZONAL_TEST_B="y"):
+        assert (os.environ["ZONAL_TEST_A"], os.environ["ZONAL_TEST_B"]) == ("x", "y")
+    assert os.environ["ZONAL_TEST_A"] == "before"
+    assert "ZONAL_TEST_B" not in os.environ
+
+
+def peer_or_skip(name: str, operator: str) -> peers.Peer:
+    try:
+        return peers.load(name, operator)
+    except peers.PeerMissingError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("name", "operator"), list(peers.PEERS))
+def test_peers_compute_the_same_function(name: str, operator: str, causal: bool) -> None:
+    """KeOps with a ragged block. Its gradients take a minute to compile: the benchmark's gate checks them before it times anything."""
+    peer = peer_or_skip(name, operator)
+    work = tiled.Work.of(tiled.Case(operator, 127, causal=causal, peer=name), CPU)
+    q, k, v = work.q, work.k, work.v
+    reference = zonal.attention(q.double(), k.double(), v.double(), work.operator, causal=causal, path="dense")
+    torch.testing.assert_close(peer.attend(q, k, v, causal).double(), reference, rtol=0, atol=2e-6 * float(reference.abs().max()))
+    if name == "flex":
+        with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+            peer.attend(q.requires_grad_(), k, v, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_blocks_of_keops_cover_what_is_seen_once(causal: bool) -> None:
+    """Both ways round: the keys of each query (forward) and the queries of each key (backward)."""
+    heads, tokens = 2, 150
+    place = torch.arange(heads * tokens)
+    same = place[:, None] // tokens == place // tokens
+    forward, backward = torch.zeros(2, heads * tokens, heads * tokens)
+    for part, (rows, ends, keys, columns, column_ends, queries) in enumerate(peers._keops_blocks(heads, tokens, causal)):
+        assert ends.tolist() == column_ends.tolist() == list(range(1, len(rows) + 1))
+        seen = place[:, None] >= place if part else torch.ones_like(same)  # the second part goes with step(i - j)
+        for (a, b), (c, d) in zip(rows.tolist(), keys.tolist(), strict=True):
+            forward[a:b, c:d] += seen[a:b, c:d]
+        for (a, b), (c, d) in zip(columns.tolist(), queries.tolist(), strict=True):
+            backward[c:d, a:b] += seen[c:d, a:b]
+    expected = (same & (place[:, None] >= place) if causal else same).float()
+    assert forward.equal(expected)
+    assert backward.equal(expected)
+
+
+def test_a_peer_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pykeops", None)
+    monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
+    cases = [tiled.Case("yat", 127), tiled.Case("yat", 127, peer="keops")]
+    assert tiled.present(cases) == cases[:1]
+    printed = capsys.readouterr().out
+    assert printed.startswith("no rows against keops: the package pykeops cannot be imported (")
+    assert printed.endswith("; pip install -e '.[bench]' -c constraints.txt\n")
+    monkeypatch.setattr(peers.shutil, "which", lambda name: None)
+    with pytest.raises(peers.PeerMissingError, match="no compiler"):
+        peers.load("flex", "yat")
+
+
+def double(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return zonal.attention(q, k, v, tiled.OPERATORS["yat"](), causal=causal, path="dense")
+
+
+def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return double(q, k, v, causal) * 1.001
+
+
+def wrong_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return double(q, k.detach() + 0 * k, v, causal)
+
+
+def refusing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    if q.requires_grad:
+        raise NotImplementedError("no gradients here")
+    return double(q, k, v, causal)
+
+
+def test_rows_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong peer is not timed; one that refuses gradients has its words in the row; others get a ratio."""
+    case = tiled.Case("yat", 127, gradients=True, peer="keops")
+
+    def use(attend: peers.Attend) -> None:
+        monkeypatch.setattr(peers, "load", lambda name, operator: peers.Peer(name, "1.0", "a stand-in", attend))
+
+    for attend in (wrong, wrong_gradient):
+        use(attend)
+        with pytest.raises(common.GateError, match="of the peer" if attend is wrong_gradient else "the peer"):
+            tiled.gate(CPU, [case])
+    use(wrong)
+    with pytest.raises(common.GateError, match="peer and subject"):
+        tiled.measured(case, CPU, 0.05)
+    use(refusing)
+    assert list(tiled.gate(CPU, [case])) == [str(case), f"{case}, the peer"]
+    row = tiled.measured(case, CPU, 0.05)
+    assert row["refused"] == "no gradients here"
+    assert "against_keops" not in row
+    assert tiled.line(row, case) == f"no number  {case}: no gradients here"
+    row = tiled.measured(replace(case, gradients=False), CPU, 0.05)
+    assert row["against_keops"]["ratio"]["runs"] >= 1
+    assert (row["peer"], row["peer_version"], row["peer_how"]) == ("keops", "1.0", "a stand-in")
+    assert " of keops  yat, T=127" in tiled.line(row, replace(case, gradients=False))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", [name for name in linear_peers.PEERS if name != "keops yat"])  # it is peers.py's, checked above
+def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
+    try:
+        found = linear_peers.PEERS[name]()
+    except peers.PeerMissingError as error:
+        pytest.skip(str(error))
+    assert linear_peers.gate(name, found, causal) <= 2e-5
+    other = replace(found, definition=lambda q, k, v, causal: found.definition(q, k, v, not causal))
+    with pytest.raises(common.GateError):
+        linear_peers.gate(name, other, causal)
+
+
+def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are still checked and timed."""
+    for name in ("performer_pytorch", "linear_attention_transformer", "linear_attention_transformer.linear_attention_transformer", "pykeops"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
+    assert linear_peers.main(["--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("no rows")] == [f"no rows of {name}" for name in linear_peers.PEERS if name != "dense yat"]
+    assert sum(line.startswith("  T=128 ") for line in lines) == 2

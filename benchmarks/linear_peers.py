@@ -1,0 +1,208 @@
+"""Attention of other libraries whose cost grows linearly with T, and the exact Yat forms beside them: f(q, k, v, causal) -> y, all (B, H, T, D).
+
+Each comes with a float64 definition of what it computes, T x T and slow, and is checked against it: random features against the same
+features multiplied out, not against the softmax they approximate (that error is printed, and is no error of the library).
+Run as a script it prints seconds a call and ratios to causal ``torch.nn.functional.scaled_dot_product_attention``; --out writes them.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zonal
+from benchmarks import common, peers
+from zonal import mechanisms
+
+FEATURES = 256  # of Performer; its own default for D = 64 is 266
+# Performer's: added to every feature, and (causal) to every sum of the keys' features; the second is far from nothing for the first tokens
+FAVOR_EPS, FAVOR_SUM_EPS = 1e-4, 1e-6
+# linear-attention-transformer's least denominator
+LEAST = 1e-3
+
+
+@dataclass(frozen=True)
+class LinearPeer:
+    """features: numbers a key becomes for each of its heads; None: none, all pairs are visited. definition: what it computes, for float64."""
+
+    peer: peers.Peer
+    features: int | None
+    definition: peers.Attend
+
+
+def _quietly_imported(name: str, package: str) -> Any:
+    """Both libraries import what Python and torch have deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peers._imported(name, package)
+
+
+def _visible(queries: int, causal: bool, bucket: int = 1) -> Tensor:
+    """(T, T): keys of the query's own bucket and later ones are hidden; a bucket of one hides later keys only."""
+    if not causal:
+        return torch.ones(queries, queries, dtype=torch.bool)
+    place = torch.arange(queries)
+    return place[:, None] >= place if bucket == 1 else place[:, None] // bucket > place // bucket
+
+
+def performer() -> LinearPeer:
+    """Performer's FAVOR+: positive random features of the softmax kernel, orthogonal, drawn once from a fixed seed.
+
+    Its causal form for a CPU keeps the T/128 x features x D running sums of a chunk; its other one is a CUDA kernel of another package.
+    """
+    library = _quietly_imported("performer_pytorch", "performer-pytorch")
+
+    @functools.cache
+    def module(dim: int, causal: bool) -> Any:
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # it prints that there is no CUDA kernel
+            torch.manual_seed(0)
+            return library.FastAttention(dim_heads=dim, nb_features=FEATURES, causal=causal).requires_grad_(False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return module(q.shape[-1], causal)(q, k, v)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        projection = module(q.shape[-1], causal).projection_matrix.double()
+
+        def features(x: Tensor, over: tuple[int, ...]) -> Tensor:
+            x = x * x.shape[-1] ** -0.25
+            exponent = x @ projection.mT
+            exponent = exponent - x.square().sum(-1, keepdim=True) / 2 - exponent.amax(over, keepdim=True)
+            return (exponent.exp() + FAVOR_EPS) * FEATURES**-0.5
+
+        phi = features(q, (-1,))
+        weight = (phi @ features(k, (-1, -2)).mT) * _visible(q.shape[2], causal)
+        total = weight.sum(-1, keepdim=True) + (FAVOR_SUM_EPS * phi.sum(-1, keepdim=True) if causal else 0)
+        return weight @ v / total
+
+    how = f"FastAttention(nb_features={FEATURES}, causal=…), without its CUDA kernel"
+    return LinearPeer(peers.Peer("performer", version("performer-pytorch"), how, attend), FEATURES, definition)
+
+
+def linear_attention_transformer(bucket: int) -> LinearPeer:
+    """softmax(q) times exp(k) as features. bucket: its blind spot, the past is summed for buckets of this many tokens and the own
+    bucket is not seen; 1 is the library's default, sees the own token too, and keeps a D x D sum for every token."""
+    library = _quietly_imported("linear_attention_transformer.linear_attention_transformer", "linear-attention-transformer")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return library.causal_linear_attn(q, k, v, bucket_size=bucket) if causal else library.linear_attn(q, k, v)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        q = q.softmax(-1) * q.shape[-1] ** -0.5
+        if not causal:
+            return q @ k.softmax(-2).mT @ v
+        weight = (q @ k.exp().mT) * _visible(q.shape[2], True, bucket)
+        return weight @ v / weight.sum(-1, keepdim=True).clamp(min=LEAST)
+
+    how = f"causal_linear_attn(bucket_size={bucket}), linear_attn"
+    return LinearPeer(peers.Peer("linear-attention-transformer", version("linear-attention-transformer"), how, attend), 64, definition)
+
+
+def _exact_yat(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return zonal.attention(q, k, v, mechanisms.yat(), causal=causal, path="dense")
+
+
+def dense_yat() -> LinearPeer:
+    """Yat as one writes it in torch, with the T x T matrix."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        x = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+        weight = x.square() / (2 + peers.EPS - 2 * x)
+        if causal:
+            weight = weight.tril()
+        return weight @ v / weight.sum(-1, keepdim=True)
+
+    return LinearPeer(peers.Peer("dense yat", torch.__version__, "torch, eager", attend), None, _exact_yat)
+
+
+def keops_yat() -> LinearPeer:
+    return LinearPeer(peers.load("keops", "yat"), None, _exact_yat)
+
+
+PEERS: dict[str, Callable[[], LinearPeer]] = {
+    "performer": performer,
+    "linear-attention-transformer": lambda: linear_attention_transformer(1),
+    "linear-attention-transformer, blind spot 64": lambda: linear_attention_transformer(64),
+    "dense yat": dense_yat,
+    "keops yat": keops_yat,
+}
+
+
+def draw(tokens: int) -> list[Tensor]:
+    """q, k, v with B = 1, H = 8, D = 64."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 8, tokens, 64, generator=generator) for _ in range(3)]
+
+
+def gate(name: str, found: LinearPeer, causal: bool) -> float:
+    """Error against the peer's own definition at 256 tokens."""
+    q, k, v = draw(256)
+    return common.gate(name, found.peer.attend(q, k, v, causal), found.definition(q.double(), k.double(), v.double(), causal), 2e-5)
+
+
+def softmax_error(found: LinearPeer, causal: bool) -> float:
+    """Mean distance from softmax attention as a share of its mean size, for q and k of unit variance over 1024 tokens."""
+    q, k, v = draw(1024)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    return float((found.peer.attend(q, k, v, causal) - exact).norm(dim=-1).mean() / exact.norm(dim=-1).mean())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check every peer that is installed, then print its time at each length."""
+    parser = common.parser(__doc__ or "", "linear_peers")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(out="-")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths, multiples of 64 (default: 1024 4096)")
+    parser.add_argument("--budget", type=float, default=1.5, help="seconds for a time (default: %(default)s)")
+    options = parser.parse_args(argv)
+    device = common.prepare(options)
+    start = common.circumstances(device)
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for name, make in PEERS.items():
+            try:
+                found = make()
+            except peers.PeerMissingError as error:
+                print(f"no rows of {name}: {error}", flush=True)
+                continue
+            print(f"{name} {found.peer.version}, {found.features or 'no'} features: {found.peer.how}", flush=True)
+            for causal in (True, False):
+                error = gate(f"{name}, {'causal' if causal else 'bidirectional'}", found, causal)
+                for tokens in [128] if options.quick else options.tokens:
+                    row = timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget)
+                    rows.append({**row, "error": error})
+            if name == "performer" and not options.quick:
+                print(f"  distance from softmax: {softmax_error(found, True):.2f} causal, {softmax_error(found, False):.2f} bidirectional", flush=True)
+    common.report("-" if options.quick else options.out, "linear_peers", __doc__ or "", {"budget_seconds": options.budget}, rows, {}, start)
+    return 0
+
+
+def timed(name: str, found: LinearPeer, tokens: int, causal: bool, device: torch.device, budget: float) -> dict[str, Any]:
+    """A row: seconds of the peer, and its ratio to causal SDPA of the same tensors."""
+    q, k, v = draw(tokens)
+    compared = common.compare(
+        lambda: found.peer.attend(q, k, v, causal), lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device, pairs=5, budget=budget
+    )
+    ratio, kind = compared.ratio, "causal" if causal else "bidirectional"
+    print(
+        f"  T={tokens} {kind}: {common.milliseconds(compared.subject.median)}, "
+        f"{ratio.median:.3g} [{ratio.low:.3g}-{ratio.high:.3g}] of causal SDPA ({ratio.runs} pairs)", flush=True,
+    )  # fmt: skip
+    return {
+        "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features, "tokens": tokens, "causal": causal,
+        "against_sdpa": compared.to_dict(),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
