@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.errors import ArgumentError
+from zonal.execution.calibration import seconds, synchronise
 from zonal.training.environment import describe_device, versions
 
 SCHEMA = 1
@@ -116,14 +117,9 @@ def gate(name: str, got: Tensor, reference: Tensor, tolerance: float) -> float:
 
 
 def once(work: Work, device: torch.device) -> float:
-    """Seconds of one run."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - start
+    """Seconds of one run, on CUDA by events."""
+    synchronise(device)
+    return seconds(device, work)
 
 
 def interleaved(works: Mapping[str, Work], device: torch.device, *, rounds: int = 7, budget: float = 2.0, cap: float = math.inf) -> dict[str, list[float]]:

@@ -44,22 +44,41 @@ _PRODUCTS = ((128, 16, 16, 16), (32, 64, 64, 64), (8, 128, 256, 64), (4, 512, 51
 _ORDERS = ((64, 16), (16, 64), (2, 256))
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def seconds(device: torch.device, work: Callable[[], object], repeat: int = 1) -> float:
+    """Seconds of ``repeat`` runs one after the other, until all of them are done.
+
+    On CUDA by events on the stream that the work is queued on: what waiting for the device costs is not in them, but the time in which
+    the device waits for the next launch is, as it is in any call.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        for _ in range(repeat):
+            work()
+        end.record(stream)
+        synchronise(device)
+        return begin.elapsed_time(end) * 1e-3
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    synchronise(device)
+    return time.perf_counter() - start
 
 
 def _fastest(device: torch.device, work: Callable[[], object], budget: float) -> float:
     """The least seconds of one run: others' load only ever adds. Short work is timed many times over; at least three samples."""
     work()
-    _synchronise(device)
+    synchronise(device)
     repeat, best, samples, start = 1, math.inf, 0, time.perf_counter()
     while samples < 3 or time.perf_counter() - start < budget:
-        begin = time.perf_counter()
-        for _ in range(repeat):
-            work()
-        _synchronise(device)
-        took = time.perf_counter() - begin
+        took = seconds(device, work, repeat)
         if took < 5e-5 and repeat < 1 << 12:
             repeat *= 4  # too short for the clock: this sample does not count
             continue
@@ -155,7 +174,7 @@ def _calls(device: torch.device, budget: float) -> tuple[float, float, float, fl
 
 def measure(device: torch.device, budget: float = 0.006) -> Constants:
     """Measure the constants of a device. ``budget``: seconds for one number, about eighty of them. Nothing random is drawn."""
-    many = threads(device)
+    many = threads(device) if device.type == "cpu" else 1  # a device spreads its work itself
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         contended = False
         if many > 1:
@@ -179,7 +198,7 @@ def measure(device: torch.device, budget: float = 0.006) -> Constants:
         matmul.append(max(seconds - product - moved * traffic, seconds / 2) / batch)
     curves = {kind: Curve(tuple(float(n) for n in _ELEMENTS), values) for kind, values in rates.kinds.items()}
     return Constants(
-        machine=machine(device), threads=many, torch=torch.__version__, call=call, record=record,
+        machine=machine(device), threads=threads(device), torch=torch.__version__, call=call, record=record,
         simple=curves["simple"], select=curves["select"], exp=curves["exp"], reduce=curves["reduce"], fresh=fresh, product=product,
         matmul=Curve(tuple(2.0 * m * n * k for _, m, n, k in _PRODUCTS), tuple(matmul)), traffic=traffic,
         cholesky=Curve(tuple(n**3 / 3 for _, n in _ORDERS), tuple(max(s - factor, s / 2) / b for (b, _), s in zip(_ORDERS, rates.factors, strict=True))),
@@ -188,15 +207,20 @@ def measure(device: torch.device, budget: float = 0.006) -> Constants:
     )
 
 
+# heads and tokens of a call that keeps every thread or processor busy for some milliseconds
+_TILES = {"cpu": (8, 256), "cuda": (32, 2048)}
+
+
 def _tile(device: torch.device, budget: float) -> tuple[float, float]:
     """(a call, an operation) of the compiled tile kernel, compiled now where it is not there yet; zeros where that cannot be."""
-    if device.type != "cpu":
+    if device.type not in _TILES:
         return 0.0, 0.0
-    heads, tokens, many = 8, 256, threads(device)
+    heads, tokens = _TILES[device.type]
 
     def work(length: int) -> Callable[[], object] | None:
-        x = torch.full((1, heads, length, 64), 0.5, dtype=torch.float32)
-        call = prepare(Operator(score=Cosine(), link=Gegenbauer(learn_weights=False), anchor=Count()), x, x, x, causal=False)
+        x = torch.full((1, heads, length, 64), 0.5, dtype=torch.float32, device=device)
+        operator = Operator(score=Cosine(), link=Gegenbauer(learn_weights=False), anchor=Count()).to(device)
+        call = prepare(operator, x, x, x, causal=False)
         return functools.partial(native.tiled, call) if native.refusal(call) is None else None
 
     small, large = work(1), work(tokens)
@@ -204,17 +228,23 @@ def _tile(device: torch.device, budget: float) -> tuple[float, float]:
         return 0.0, 0.0
     try:
         call = _fastest(device, small, budget)  # too little for a second thread
-        several = _fastest(device, large, budget)
-        torch.set_num_threads(1)
-        single = _fastest(device, large, budget)
+        seconds = _fastest(device, large, budget)
+        if device.type == "cpu":
+            seconds = _uncontended(device, large, budget, seconds)
     except BuildError:
         return 0.0, 0.0
+    return call, max(seconds - call, seconds / 2) / (4.0 * heads * tokens * tokens * 64)
+
+
+def _uncontended(device: torch.device, work: Callable[[], object], budget: float, several: float) -> float:
+    """``several`` threads' seconds, or what they usually take: as for torch's own work, where several threads lost, others had the processor."""
+    many = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        usual = _fastest(device, work, budget) / (1 + 0.7 * (many - 1))
     finally:
         torch.set_num_threads(many)
-    # as for torch's own work: where several threads lost, others had the processor
-    usual = single / (1 + 0.7 * (many - 1))
-    seconds = several if several <= 1.3 * usual else usual
-    return call, max(seconds - call, seconds / 2) / (4.0 * heads * tokens * tokens * 64)
+    return several if several <= 1.3 * usual else usual
 
 
 def _fresh(device: torch.device) -> float:
@@ -248,6 +278,9 @@ def machine(device: torch.device) -> str:
 
 
 def threads(device: torch.device) -> int:
+    """What works at once on a call: torch's threads, or the multiprocessors of a CUDA device."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 

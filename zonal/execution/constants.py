@@ -34,6 +34,7 @@ class Curve:
 class Constants:
     """Seconds of one machine for float32 work.
 
+    threads: of torch on a CPU, multiprocessors of a CUDA device.
     call: a torch call that moves nothing (a view). record: what a call that autograd records costs more, forward and backward.
     simple (add, multiply, clamp), select (masked fill), exp, reduce (a sum or maximum of rows): one call, by elements.
     fresh: a byte of new memory in a buffer too big to be reused (the operating system clears its pages); 0 where memory is pooled.

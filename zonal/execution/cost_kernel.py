@@ -3,8 +3,10 @@
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
-# queries go in columns of sixteen, whatever their number; sixteen columns are a task, which reads its keys and values once
+# on the CPU queries go in columns of sixteen, whatever their number; sixteen columns are a task, which reads its keys and values once
 _COLUMN = _TASK = 16
+# on CUDA a block of 64 float32 queries is a program; keys of sixteen queries or fewer are split over up to 32 programs of 256 or more
+_CUDA_COLUMN, _FEW, _SPLIT, _SPLITS = 64, 16, 256, 32
 # an exponential in registers, counted in multiplications
 _EXPONENTIAL = 14.0
 
@@ -13,15 +15,20 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     """Forward two products a tile, backward five, each with the link in registers."""
     constants = tally.constants
     heads = p.B * p.H
-    blocks = p.span.blocks(p.T, p.S, _COLUMN)
-    pairs = heads * float(sum(_COLUMN * (block.hi - block.lo) for block in blocks))
+    column, task, splits = _COLUMN, _TASK, 1
+    if p.device.type == "cuda":
+        column, task = _CUDA_COLUMN, 1
+        if p.T <= _FEW:
+            column, splits = _FEW, min(max(p.S // _SPLIT, 1), _SPLITS)
+    blocks = p.span.blocks(p.T, p.S, column)
+    pairs = heads * float(sum(column * (block.hi - block.lo) for block in blocks))
     each = _EXPONENTIAL if p.tags.log_space else p.operations + 2
     forward = pairs * (2 * (p.D + p.P) + 2 * each)
     backward = pairs * (4 * p.D + 2 * p.P + 2 * (p.D + p.P) + 2 * (2 * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
     # a task is a head and some queries; backward goes by key heads, split where they are few
-    busy = min(constants.threads, max(1, heads * len(blocks)))
-    moved = p.itemsize * (heads * p.T * (p.D + p.P) + len(blocks) / _TASK * p.B * p.Hkv * p.S * (p.D + p.P))
+    busy = min(constants.threads, max(1, heads * len(blocks) * splits))
+    moved = p.itemsize * (heads * p.T * (p.D + p.P) + len(blocks) / task * p.B * p.Hkv * p.S * (p.D + p.P))
     tally.add(constants.tile_call or 50 * constants.call, calls=8)
     tally.add(max(forward * rate * constants.threads / busy, moved * constants.traffic), flops=forward, moved=moved)
     peak = heads * p.T * (p.P + 1.0)

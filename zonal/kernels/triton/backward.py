@@ -83,25 +83,33 @@ def slopes(x, weight, dp, kept, taken, visible, c, derivative: tl.constexpr, tra
 
 
 @triton.jit
-def through_norm(grad, raw, eps):
-    """The gradient of raw from that of raw / max(|raw|, eps)."""
-    norm = tl.sqrt(tl.sum(raw * raw, 1))
+def through_norm(grad, raw, along, square, eps):
+    """The gradient of raw from that of raw / max(|raw|, eps). along = grad . raw, square = |raw|^2."""
+    norm = tl.sqrt(square)
     inverse = 1 / tl.maximum(norm, eps)
     # below eps the map is linear, above it a step along raw changes nothing
-    along = tl.where(norm >= eps, tl.sum(grad * raw, 1) * inverse * inverse, 0.0)
+    along = tl.where(norm >= eps, along * inverse * inverse, 0.0)
     return (grad - along[:, None] * raw) * inverse[:, None]
 
 
 @triton.jit
 def add_queries(
-    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, head, q, dy, q_inverse, factor, delta, gain, c, edges, sizes,
-    value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, CUT: tl.constexpr,
+    dk, dv, k_tile, v_tile, key_gain, first_key, begin, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale, coefficients, edges,
+    sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Add queries [begin, stop) of one head to the gradients of a block of keys. Tiles lie on their side: (keys, queries)."""
-    line = batch * sizes.heads + head
+    """Add queries [begin, stop) of the heads that share a key head to the gradients of a block of keys. Tiles lie on their side: (keys, queries)."""
     s = first_key + tl.arange(0, KEYS)
-    for first in tl.range(begin, stop, QUERIES):
+    blocks = tl.maximum(tl.cdiv(stop - begin, QUERIES), 0)
+    # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
+    for index in tl.range(0, blocks * sizes.groups):
+        head, block = kv_head, index
+        if traits.grouped:
+            head, block = kv_head * sizes.groups + index // blocks, index % blocks
+        first = begin + block * QUERIES
+        line = batch * sizes.heads + head
+        gain = tl.load(scale + head)
+        c = coefficients + head * STRIDE
         q_tile = tile_rows(q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key)
         dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value)
         kept, taken = row_terms(factor, delta, line, first, sizes.queries, traits, QUERIES)
@@ -148,31 +156,29 @@ def keys_kernel(
     whole = tl.maximum(inner, first_query_past(begin, edges, sizes, traits) // QUERIES * QUERIES)
     dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    for member in tl.range(0, sizes.groups):
-        head = kv_head * sizes.groups + member
-        gain = tl.load(scale + head)
-        c = coefficients + head * STRIDE
-        dk_tile, dv_tile = add_queries(
-            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, head, q, dy, q_inverse, factor, delta,
-            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-        )  # fmt: skip
-        dk_tile, dv_tile = add_queries(
-            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, head, q, dy, q_inverse, factor, delta,
-            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
-        )  # fmt: skip
-        dk_tile, dv_tile = add_queries(
-            dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, head, q, dy, q_inverse, factor, delta,
-            gain, c, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
-        )  # fmt: skip
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    )  # fmt: skip
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, inner, whole, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
+    )  # fmt: skip
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, key_gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    )  # fmt: skip
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
-        s = begin + tl.arange(0, KEYS)
-        real = real_keys(s, batch, key_mask, sizes)[:, None]
+        real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
         dv_tile = tl.where(real, dv_tile, 0.0)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
-        dk_tile = through_norm(dk_tile, tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH), traits.eps)
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
+        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
+        dk_tile = through_norm(dk_tile, raw, along, square, traits.eps)
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
@@ -204,10 +210,9 @@ def add_keys(
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
         x = scores(q_tile, k_tile, gain, key_gain, traits)
         dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
-        s = first + tl.arange(0, KEYS)
         visible = None
         if CUT or traits.key_mask:
-            visible = visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits, CUT)
+            visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT)
         masked: tl.constexpr = CUT or traits.key_mask
         weight = weights(x, kept, visible, c, value, traits, masked)
         g, ds = slopes(x, weight, dp, kept, taken, visible, c, derivative, traits, masked)
@@ -267,18 +272,20 @@ def queries_kernel(
         grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
         key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
-    # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
-    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
-    along = tl.sum(grad * raw, 1)
-    if traits.normalise:
-        along = along * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
     part = tl.cast(line, tl.int64) * blocks + block
-    tl.store(dscale + part, tl.sum(along, 0))
     for j in tl.static_range(LEARNED):
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
+    # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
+    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
+    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+    unit = along
+    if traits.normalise:
+        unit = along * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+    tl.store(dscale + part, tl.sum(unit, 0))
     grad = grad * scale_of_head
     if traits.normalise:
-        grad = through_norm(grad, raw, traits.eps)
+        raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
+        grad = through_norm(grad, raw, along * scale_of_head, square, traits.eps)
     put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
 
 
@@ -313,13 +320,13 @@ def backward(
         code = {"value": call.functions.value, "derivative": call.functions.derivative, "traits": call.traits, "STRIDE": coefficients.shape[1]}
         if needs[1] or needs[2]:
             dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            tiling = tiles.choose("keys", q, v)
+            tiling = tiles.choose("keys", q, v, call.traits)
             programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
             outputs = tiles.rows_of(dk), tiles.rows_of(dv)
             tiles.launch(keys_kernel, programs, (*inputs, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling)
         if needs[0] or needs[3] or needs[4]:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            tiling = tiles.choose("queries", q, v)
+            tiling = tiles.choose("queries", q, v, call.traits)
             blocks = tiles.ceil_div(queries, tiling.queries)
             scale_parts = torch.empty(batch, heads, blocks, dtype=torch.float32, device=q.device)
             parts = torch.empty(batch, heads, blocks, learned, dtype=torch.float32, device=q.device)

@@ -1,20 +1,25 @@
 """Compile the kernels for devices that are not here, and report registers, spills and shared memory of each.
 
-    python -m zonal.kernels.triton.compile --out report.json [--device 90] [--link horner] [--dtype bfloat16] [--dim 128]
+    python -m zonal.kernels.triton.compile --out report.json [--device 90] [--link horner] [--dtype bfloat16] [--dim 128] [--mask packed]
 
-What is compiled is what a call would start: the launches of ``forward`` and ``backward`` on tensors without data.
+What is compiled is what a call would start: the launches of ``forward`` and ``backward`` on tensors without data. Without choices it is
+every link x mask x type x head size x device, over a thousand kernels: about half an hour on one core, less with ``--jobs``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -27,21 +32,71 @@ from zonal.formula import Formula
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.backward import backward
-from zonal.kernels.triton.forward import forward
+from zonal.kernels.triton.forward import DECODE_QUERIES, forward
 
 DEVICES = (80, 90)
-DIMS = (64, 128)
-DTYPES = ("bfloat16", "float32")
+# 80 is laid in tiles of 128 columns
+DIMS = (64, 80, 128)
+DTYPES = ("bfloat16", "float16", "float32")
+# bytes of shared memory a block can have
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+REGISTERS = 255
+# the largest head size at which nothing may spill
+UNSPILLED = 128
 _LINKS = "zonal.kernels.triton.links:"
-# the code of a link, its coefficients, and whether they are learned
-LINKS: dict[str, tuple[Formula, int]] = {
-    "horner": (Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 6),
-    "exp": (Formula("exp", log=True), 0),
-    "yat": (Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.01,)), 0),
+
+
+class Link(NamedTuple):
+    """A link as an operator uses it: its code, how many coefficients are learned, the anchor, and whether tokens are normalised."""
+
+    code: Formula
+    learned: int
+    anchor: Literal["row", "count", "raw"]
+    normalise: bool
+
+
+LINKS: dict[str, Link] = {
+    "horner": Link(Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 6, "count", True),
+    "exp": Link(Formula("exp", log=True), 0, "row", False),
+    "yat": Link(Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.01,)), 0, "row", True),
+    "squared_affine": Link(Formula("squared_affine", triton=_LINKS + "squared_affine"), 1, "row", True),
+}
+
+
+class Mask(NamedTuple):
+    """Who sees whom. queries: how many the decoding step has."""
+
+    causal: bool = True
+    left: int | None = None
+    right: int | None = None
+    key_mask: bool = False
+    packed: bool = False
+    groups: int = 1
+    queries: int = 1
+
+
+MASKS: dict[str, Mask] = {
+    "causal": Mask(),
+    "window": Mask(causal=False, left=512, right=512),
+    "padding": Mask(key_mask=True),
+    "packed": Mask(packed=True),
+    # as many rows a program as decoding ever has
+    "gqa": Mask(groups=4, queries=DECODE_QUERIES),
+    "all": Mask(causal=False, left=512, right=512, key_mask=True, packed=True, groups=4, queries=DECODE_QUERIES),
 }
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """What kernels are compiled for. device: compute capability times 10."""
+
+    link: str
+    mask: str
+    dtype: str
+    dim: int
+    device: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +105,7 @@ class Compiled:
 
     kernel: str
     link: str
+    mask: str
     dtype: str
     dim: int
     device: int
@@ -60,21 +116,38 @@ class Compiled:
     shared: int
     wgmma: bool
 
+    @property
+    def fits(self) -> bool:
+        """Whether a device of its kind runs it, and up to ``UNSPILLED`` all of its numbers stay in registers."""
+        held = self.stack == self.spills == 0 or self.dim > UNSPILLED
+        return held and self.registers <= REGISTERS and self.shared <= SHARED[self.device]
 
-def launches(link: str, dtype: torch.dtype, dim: int, device: int, queries: int = 4096) -> list[tiles.Launch]:
-    """The kernels of a causal forward, backward and decoding step with all gradients."""
-    code, learned = LINKS[link]
-    spec = TileSpec(code, "row" if code.log else "count", normalise=not code.log)
+
+def variants(
+    links: Iterable[str] = LINKS, masks: Iterable[str] = MASKS, dtypes: Iterable[str] = DTYPES, dims: Iterable[int] = DIMS, devices: Iterable[int] = DEVICES
+) -> Iterator[Variant]:
+    """All combinations."""
+    return itertools.starmap(Variant, itertools.product(links, masks, dtypes, dims, devices))
+
+
+def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
+    """The kernels of a forward, a backward with all gradients and a decoding step."""
+    link, mask, dtype = LINKS[variant.link], MASKS[variant.mask], getattr(torch, variant.dtype)
+    spec = TileSpec(link.code, link.anchor, link.normalise, causal=mask.causal, left=mask.left, right=mask.right)
+    batch, heads = 1 if mask.packed else 2, 8
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=kind, device="meta")
 
-    scale, coefficients = meta(8, kind=torch.float32), meta(8, learned + len(code.constants), kind=torch.float32)
-    q, k = meta(2, 8, queries, dim), meta(2, 8, queries, dim)
-    with tiles.recorded((device // 10, device % 10)) as found:
-        y, factor = forward(q, k, k, scale, coefficients, None, None, spec)
-        backward(y, q, k, k, y, factor, scale, coefficients, None, None, spec, learned, (True, True, True, True, True))
-        forward(meta(2, 8, 1, dim), k, k, scale, coefficients, None, None, spec)
+    scale, coefficients = meta(heads, kind=torch.float32), meta(heads, link.learned + len(link.code.constants), kind=torch.float32)
+    q, k = meta(batch, heads, tokens, variant.dim), meta(batch, heads // mask.groups, tokens, variant.dim)
+    padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
+    edges = meta(9, kind=torch.int32) if mask.packed else None
+    with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
+        y, factor = forward(q, k, k, scale, coefficients, padding, edges, spec)
+        backward(y, q, k, k, y, factor, scale, coefficients, padding, edges, spec, link.learned, (True, True, True, True, True))
+        # packed documents have as many queries as keys: they are never decoded
+        forward(meta(batch, heads, mask.queries, variant.dim), k, k, scale, coefficients, padding, None, spec)
     return list({launch.kernel: launch for launch in found}.values())
 
 
@@ -107,7 +180,7 @@ def source(launch: tiles.Launch) -> ASTSource:
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes: registers a thread, bytes of stack a thread, and its reads and writes of the stack inside loops."""
+    """What a compiled kernel takes: registers a thread, bytes of stack a thread, and how many instructions read or write the stack."""
 
     registers: int
     stack: int
@@ -115,7 +188,7 @@ class Usage(NamedTuple):
 
 
 def usage(cubin: bytes) -> Usage:
-    """Registers and stack of a kernel. A stack that no loop touches costs nothing: it holds what only the end of the kernel needs."""
+    """Registers and stack of a kernel. Nothing but numbers that found no register are on the stack."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -126,50 +199,72 @@ def usage(cubin: bytes) -> Usage:
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     if found is None:
         raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {listing[:200]!r}.")
-    lines = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", code)]
-    jumps = [(place, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for place, text in lines]
-    # a jump backwards closes a loop; the jump to itself at the end of every kernel is none
-    loops = [(int(jump[1], 16), place) for place, jump in jumps if jump is not None and int(jump[1], 16) < place]
-    stack = [place for place, text in lines if re.search(r"\b(LDL|STL)\b", text)]
-    return Usage(int(found[1]), int(found[2]), sum(any(start <= place <= end for start, end in loops) for place in stack))
+    return Usage(int(found[1]), int(found[2]), len(re.findall(r"\b(?:LDL|STL)\b", code)))
 
 
-def compiled(launch: tiles.Launch, link: str, dtype: str, dim: int, device: int) -> Compiled:
-    """Compile one kernel for compute capability ``device`` / 10."""
+def compiled(launch: tiles.Launch, variant: Variant) -> Compiled:
+    """Compile one kernel."""
     options = {"num_warps": launch.tiling.warps, "num_stages": launch.tiling.stages, "enable_fp_fusion": True}
-    result = triton.compile(source(launch), target=GPUTarget("cuda", device, 32), options=options)
+    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=options)
     used = usage(result.asm["cubin"])
-    name = launch.kernel.fn.__name__.removesuffix("_kernel")
-    return Compiled(name, link, dtype, dim, device, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
+    return Compiled(name_of(launch), *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
+
+
+def name_of(launch: tiles.Launch) -> str:
+    return launch.kernel.fn.__name__.removesuffix("_kernel")
+
+
+def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
+    """Compile a variant's kernels, or those named."""
+    return [compiled(launch, variant) for launch in launches(variant) if kernels is None or name_of(launch) in kernels]
+
+
+def summary(rows: list[Compiled]) -> str:
+    """A table in Markdown: the most that any link and mask takes."""
+    groups: dict[tuple[Any, ...], list[Compiled]] = {}
+    for row in rows:
+        groups.setdefault((row.kernel, row.dtype, row.dim, row.device), []).append(row)
+    lines = ["| kernel | type | d | sm | tiles (queries x keys) | warps | stages | registers | stack | spills | shared KB | compiled |", "|" + "---|" * 12]
+    for (kernel, dtype, dim, device), found in groups.items():
+        tilings = sorted({(f"{row.tiling.queries} x {row.tiling.keys}", row.tiling.warps, row.tiling.stages) for row in found})
+        shape, warps, stages = (", ".join(dict.fromkeys(str(tiling[i]) for tiling in tilings)) for i in range(3))
+        most = [max(getattr(row, name) for row in found) for name in ("registers", "stack", "spills", "shared")]
+        cells = kernel, dtype, dim, device, shape, warps, stages, *most[:3], f"{most[3] / 1024:.0f}", len(found)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile, write the report, and return 1 when a loop of a kernel for 16-bit types spills."""
+    """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
     parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile", description="Compile the tile kernels ahead of time.")
     parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
-    parser.add_argument("--device", type=int, action="append", help="compute capability times 10; repeat for several")
+    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
     parser.add_argument("--link", choices=list(LINKS), action="append")
+    parser.add_argument("--mask", choices=list(MASKS), action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--dim", type=int, action="append")
     parser.add_argument("--kernel", action="append", help="forward, decode, combine, keys, queries or row_products")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    rows = []
-    for dtype in chosen.dtype or DTYPES:
-        for dim in chosen.dim or DIMS:
-            for link in chosen.link or LINKS:
-                for device in chosen.device or DEVICES:
-                    for launch in launches(link, getattr(torch, dtype), dim, device):
-                        if chosen.kernel and launch.kernel.fn.__name__.removesuffix("_kernel") not in chosen.kernel:
-                            continue
-                        rows.append(compiled(launch, link, dtype, dim, device))
-                        sys.stdout.write(json.dumps(asdict(rows[-1])) + "\n")
+    wanted = list(variants(chosen.link or LINKS, chosen.mask or MASKS, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES))
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+        rows = list(itertools.chain.from_iterable(pool.map(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+    sys.stdout.write(summary(rows) + "\n")
+    misfits = [row for row in rows if not row.fits]
+    for row in misfits:
+        sys.stdout.write(f"does not fit: {row}\n")
+    sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
     if chosen.out is not None:
-        report = {"triton": triton.__version__, "kernels": [asdict(row) for row in rows]}
-        chosen.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    spilled = [row for row in rows if row.spills and row.dtype != "float32"]
-    return 1 if spilled else 0
+        report = {
+            "triton": triton.__version__, "limits": {"registers": REGISTERS, "shared": SHARED, "no_spills_up_to_dim": UNSPILLED},
+            "fit": not misfits, "kernels": "KERNELS",
+        }  # fmt: skip
+        # a line a kernel
+        lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
+        chosen.out.write_text(json.dumps(report, indent=1).replace('"KERNELS"', f"[\n{lines}\n ]") + "\n", encoding="utf-8")
+    return 1 if misfits else 0
 
 
 if __name__ == "__main__":

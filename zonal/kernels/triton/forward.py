@@ -38,12 +38,11 @@ def absorb(
 ):  # fmt: skip
     """Add keys [begin, stop) to the sums of a block of queries.
 
-    total (rows, P) = sum K v; mass (rows,) = sum K, or the number of visible keys for a count with a key mask; top (rows,) = the maximum
-    of log2 K that was taken out. CUT: the tiles hold keys that some query does not see.
+    total (rows, P) = sum K v; mass (rows,) = sum K for a row anchor; top (rows,) = the maximum of log2 K that was taken out. CUT: the
+    tiles hold keys that some query does not see.
     """
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
-        s = first + tl.arange(0, KEYS)
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
         v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
         key_gain = 1.0
@@ -51,7 +50,7 @@ def absorb(
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
         x = scores(q, k_tile, gain, key_gain, traits)
         if CUT or traits.key_mask:
-            visible = visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits, CUT)
+            visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, CUT)
         if traits.log:
             x = log2_kernel(x, c, value, traits)
             if CUT or traits.key_mask:
@@ -72,14 +71,12 @@ def absorb(
                 weight = tl.where(visible, weight, 0.0)
             if traits.anchor == "row":
                 mass += tl.sum(weight, 1)
-        if traits.anchor == "count" and traits.key_mask:
-            mass += tl.sum(visible.to(tl.float32), 1)
         total = weighted(weight, v_tile, total, traits)
     return total, mass, top
 
 
 @triton.jit
-def row_factor(mass, top, lo, hi, traits: tl.constexpr):
+def row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits: tl.constexpr):
     """(what total is multiplied by, what backward needs): the same number, but for a log link with the row anchor its log-sum-exp."""
     if traits.anchor == "row":
         scale = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
@@ -87,7 +84,12 @@ def row_factor(mass, top, lo, hi, traits: tl.constexpr):
         if traits.log:
             kept = tl.where(mass > 0, (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, float("inf"))
     elif traits.anchor == "count":
-        count = mass if traits.key_mask else tl.maximum(hi - lo, 0).to(tl.float32)
+        if traits.key_mask:
+            line = key_counts + tl.cast(batch, tl.int64) * (sizes.keys + 1)
+            count = tl.load(line + tl.maximum(hi, 0)) - tl.load(line + lo)
+        else:
+            count = hi - lo
+        count = tl.maximum(count, 0).to(tl.float32)
         scale = tl.where(count > 0, 1 / tl.maximum(count, 1.0), 0.0)
         kept = scale
     else:
@@ -98,7 +100,7 @@ def row_factor(mass, top, lo, hi, traits: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, y, factor, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
+    q, k, v, y, factor, scale, coefficients, q_inverse, k_inverse, key_mask, key_counts, edges, sizes,
     value: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +143,7 @@ def forward_kernel(
         total, mass, top, q_tile, gain, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
         value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
-    row, kept = row_factor(mass, top, lo, hi, traits)
+    row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
     put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
     place = begin + tl.arange(0, QUERIES)
     tl.store(factor + tl.cast(line, tl.int64) * sizes.queries + place, kept, mask=place < sizes.queries)
@@ -210,7 +212,9 @@ def decode_kernel(
 
 
 @triton.jit
-def combine_kernel(totals, masses, tops, y, factor, edges, sizes, splits, traits: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def combine_kernel(
+    totals, masses, tops, y, factor, key_counts, edges, sizes, splits, traits: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):
     """One row: the sum of its splits' sums, y and the factor."""
     row = tl.program_id(0)
     line, t = row // sizes.queries, row % sizes.queries
@@ -227,8 +231,9 @@ def combine_kernel(totals, masses, tops, y, factor, edges, sizes, splits, traits
         mass = mass * keep
         total = total * keep[:, None]
     lo, hi = visible_keys(t, edges, sizes, traits)
-    scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, traits)
-    start = y.start + tl.cast(line // sizes.heads, tl.int64) * y.batch + tl.cast(line % sizes.heads, tl.int64) * y.head + tl.cast(t, tl.int64) * y.row
+    batch = line // sizes.heads
+    scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, batch, key_counts, sizes, traits)
+    start = y.start + tl.cast(batch, tl.int64) * y.batch + tl.cast(line % sizes.heads, tl.int64) * y.head + tl.cast(t, tl.int64) * y.row
     tl.store(start + column * y.column, (tl.sum(total, 0) * scale).to(y.start.dtype.element_ty), mask=column < sizes.value_dim)
     tl.store(factor + row, kept)
 
@@ -257,12 +262,12 @@ def forward(
         if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
             decode(q, k, v, scale, coefficients, call, y, factor)
         else:
-            tiling = tiles.choose("forward", q, v)
+            tiling = tiles.choose("forward", q, v, call.traits)
             tiles.launch(
                 forward_kernel,
                 batch * heads * tiles.ceil_div(queries, tiling.queries),
                 (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, scale, coefficients,
-                 call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes),
+                 call.q_inverse, call.k_inverse, call.key_mask, call.key_counts, call.edges, call.sizes),
                 {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v), "STRIDE": coefficients.shape[1]},
                 tiling,
             )  # fmt: skip
@@ -272,7 +277,7 @@ def forward(
 def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, call: tiles.Call, y: Tensor, factor: Tensor) -> None:
     """Fill y and factor for few queries: each program takes some of the keys for all query heads that share them."""
     batch, heads, queries, _ = q.shape
-    tiling = tiles.choose("decode", q, v)
+    tiling = tiles.choose("decode", q, v, call.traits)
     tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.sizes.groups * queries)))
     programs = batch * k.shape[1] * tiles.ceil_div(call.sizes.groups * queries, tiling.queries)
     splits = max(1, min(tiles.ceil_div(k.shape[2], _SPLIT_KEYS), tiles.ceil_div(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
@@ -292,7 +297,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
     tiles.launch(
         combine_kernel,
         batch * heads * queries,
-        (totals, masses, tops, tiles.rows_of(y), factor, call.edges, call.sizes, splits),
+        (totals, masses, tops, tiles.rows_of(y), factor, call.key_counts, call.edges, call.sizes, splits),
         {"traits": call.traits, "SPLITS": tiles.power_of_two(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
         Tiling(1, splits, 4, 1),
     )

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,8 +62,9 @@ class Functions(NamedTuple):
 class Traits:
     """What is known when a kernel is compiled.
 
-    mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the domain scores are clamped to, in the kernel's own unit.
-    key_mask, packed: whether these tensors were given. narrow_key, narrow_value: D, P below the padded width.
+    mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the
+    domain scores are clamped to, in the kernel's own unit. grouped: several query heads share a key head. key_mask, packed: whether these
+    tensors were given. narrow_key, narrow_value: D, P below the padded width.
     wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
     """
 
@@ -75,6 +77,7 @@ class Traits:
     high: float
     normalise: bool
     eps: float
+    grouped: bool
     causal: bool
     strict: int
     chunked: bool
@@ -133,13 +136,15 @@ def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The same rows in float32, read once more: keeping them in registers while a loop runs would cost it their room."""
+def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr):
+    """The same rows in float32, read once more: keeping them in registers from one use to the next would cost their room.
+
+    CACHE: ".cg" or ".ca", where to look for them; each use has another, or the compiler would see that it is the same load.
+    """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
     place = start + (row[:, None] * x.row + column[None, :] * x.column)
-    # another cache policy, or the compiler would see that it is the same load
-    return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0, cache_modifier=".cg").to(tl.float32)
+    return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
@@ -191,21 +196,24 @@ def between(s, lo, hi, traits: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(x, s, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, CUT: tl.constexpr):
-    """Which keys s the queries of a tile of scores x see: between lo and hi where the tile is CUT, and not padding. Asked for one of both."""
+def visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr):
+    """Which keys from ``first`` on the queries of a tile of scores x see: between lo and hi where the tile is CUT, and not padding.
+
+    Asked for one of both.
+    """
     if CUT:
-        visible = between(s[None, :], lo[:, None], hi[:, None], traits)
+        visible = between((first + tl.arange(0, KEYS))[None, :], lo[:, None], hi[:, None], traits)
         if traits.key_mask:
-            visible = visible & real_keys(s, batch, key_mask, sizes)[None, :]
+            visible = visible & real_keys(first, batch, key_mask, sizes, KEYS)[None, :]
     else:
-        visible = tl.broadcast_to(real_keys(s, batch, key_mask, sizes)[None, :], x.shape)
+        visible = tl.broadcast_to(real_keys(first, batch, key_mask, sizes, KEYS)[None, :], x.shape)
     return visible
 
 
 @triton.jit
-def real_keys(s, batch, key_mask, sizes):
-    """Whether keys s are no padding."""
-    return tl.load(key_mask.start + tl.cast(batch, tl.int64) * key_mask.batch + s.to(tl.int64) * key_mask.row, mask=s < sizes.keys, other=0) != 0
+def real_keys(first, batch, key_mask, sizes, KEYS: tl.constexpr):
+    """Whether KEYS keys from ``first`` on are no padding."""
+    return row_numbers(key_mask, batch, first, sizes.keys, KEYS, 0) != 0
 
 
 @triton.jit
@@ -369,7 +377,7 @@ def functions(link: Formula) -> Functions:
     return Functions(getattr(found, prefix + "_value"), getattr(found, prefix + "_derivative"), getattr(found, prefix + "_base"))
 
 
-def traits(spec: TileSpec, q: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Traits:
+def traits(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Traits:
     """What a call's kernels are compiled for."""
     low, high = spec.link.domain or (0.0, 0.0)
     mapped = spec.link.log and bool(spec.link.triton)
@@ -385,6 +393,7 @@ def traits(spec: TileSpec, q: Tensor, v: Tensor, coefficients: Tensor, key_mask:
         high=high * unit,
         normalise=spec.normalise,
         eps=spec.eps,
+        grouped=q.shape[1] != k.shape[1],
         causal=spec.causal and not spec.chunk,
         strict=0 if spec.include_self else 1,
         chunked=spec.chunk > 0,
@@ -405,14 +414,20 @@ def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
 
 
 class Call(NamedTuple):
-    """A call's part that forward and backward share. q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise."""
+    """A call's part that forward and backward share.
+
+    q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise. key_mask (B, S) uint8. key_counts (B, S + 1)
+    int32: the keys before s that are no padding, for a count with a key mask (counting them tile by tile costs more registers than all else).
+    edges: ``document_edges``.
+    """
 
     functions: Functions
     traits: Traits
     sizes: Sizes
     q_inverse: Tensor | None
     k_inverse: Tensor | None
-    key_mask: Rows | None
+    key_mask: Tensor | None
+    key_counts: Tensor | None
     edges: Tensor | None
 
 
@@ -422,11 +437,12 @@ def call(
     """Prepare a call's kernels."""
     return Call(
         functions(spec.link),
-        traits(spec, q, v, coefficients, key_mask, cu_seqlens),
+        traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),
         sizes(spec, q, k, v),
         row_products(q, None, spec.eps) if spec.normalise else None,
         row_products(k, None, spec.eps) if spec.normalise else None,
-        None if key_mask is None else Rows(key_mask.view(torch.uint8), key_mask.stride(0), 0, key_mask.stride(1), 0),
+        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
+        None if key_mask is None or spec.anchor != "count" else F.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0)),
         document_edges(cu_seqlens, q.shape[2]),
     )
 
@@ -443,7 +459,7 @@ def document_edges(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 _WIDEST_STRIDE = 2**31 // 512
 
 # by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length.
-# The largest tiles whose loops stay in registers (see compile.py). Eight warps share 128 rows on Hopper: with 64 they would repeat work.
+# The largest tiles that stay in registers (see compile.py). On Hopper eight warps share 128 rows: with 64 they would repeat work.
 _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 4, 3),
     ("forward", 2, 128): Tiling(128, 64, 8, 3),
@@ -451,20 +467,20 @@ _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 4, 64): Tiling(64, 32, 8, 2),
     ("forward", 4, 128): Tiling(32, 32, 8, 1),
     ("forward", 4, 256): Tiling(16, 32, 8, 1),
-    ("decode", 2, 64): Tiling(64, 64, 4, 3),
-    ("decode", 2, 128): Tiling(64, 64, 4, 3),
+    ("decode", 2, 64): Tiling(64, 32, 4, 4),
+    ("decode", 2, 128): Tiling(32, 32, 4, 4),
     ("decode", 2, 256): Tiling(16, 32, 4, 2),
     ("decode", 4, 64): Tiling(16, 64, 4, 2),
     ("decode", 4, 128): Tiling(16, 32, 8, 1),
     ("decode", 4, 256): Tiling(16, 32, 4, 1),
     ("keys", 2, 64): Tiling(32, 128, 8, 2),
-    ("keys", 2, 128): Tiling(32, 128, 8, 3),
+    ("keys", 2, 128): Tiling(16, 128, 8, 2),
     ("keys", 2, 256): Tiling(32, 32, 8, 1),
     ("keys", 4, 64): Tiling(32, 32, 8, 1),
     ("keys", 4, 128): Tiling(16, 32, 8, 1),
     ("keys", 4, 256): Tiling(16, 16, 8, 1),
     ("queries", 2, 64): Tiling(128, 64, 8, 2),
-    ("queries", 2, 128): Tiling(128, 64, 8, 2),
+    ("queries", 2, 128): Tiling(128, 32, 8, 2),
     ("queries", 2, 256): Tiling(32, 32, 8, 1),
     ("queries", 4, 64): Tiling(32, 32, 8, 1),
     ("queries", 4, 128): Tiling(32, 16, 8, 1),
@@ -472,19 +488,31 @@ _TILINGS: dict[tuple[str, int, int], Tiling] = {
 }
 # before Hopper the matrix units take one side from registers
 _BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
-    ("keys", 2, 128): Tiling(64, 64, 8, 2),
-    ("queries", 2, 128): Tiling(128, 32, 8, 2),
+    ("forward", 2, 64): Tiling(128, 64, 8, 3),
+    ("keys", 2, 128): Tiling(32, 64, 8, 2),
+}
+# a key mask, a first key that moves, and weights that stay float32 take registers of their own
+_CROWDED: dict[tuple[str, int, int], Tiling] = {
+    ("forward", 2, 64): Tiling(128, 64, 8, 3),
+    ("forward", 2, 128): Tiling(128, 32, 8, 3),
+    ("queries", 2, 64): Tiling(128, 32, 8, 2),
+    ("queries", 2, 128): Tiling(128, 16, 8, 2),
 }
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
 
-def choose(kernel: str, q: Tensor, v: Tensor) -> Tiling:
-    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type and device."""
+def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
+    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and what its inner loop has to do."""
     key = kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3]))
     record = _record.get()
     capability = record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-    tiling = _BEFORE_HOPPER.get(key, _TILINGS[key]) if capability < (9, 0) else _TILINGS[key]
+    tables = [_TILINGS]
+    if capability < (9, 0):
+        tables.append(_BEFORE_HOPPER)
+    if traits.edged or traits.key_mask or traits.wide:
+        tables.append(_CROWDED)
+    tiling = next(table[key] for table in reversed(tables) if key in table)
     return tiling if capability in _ROOMY else replace(tiling, stages=1)
 
 
