@@ -62,31 +62,33 @@ def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Ten
     scale = float((weight * wanted.square()).sum().sqrt())
     require(math.isfinite(scale) and scale > 0, f"fit_square: {kernel} is zero or not finite on these angles.")
     wanted = wanted / scale
-    order = degree // 2
-    powers = torch.stack([x**j for j in range(order + 1)], -1)
+    powers = torch.stack([x**j for j in range(degree // 2 + 1)], -1)
     root = weight.sqrt()
+    # the floor enters linearly, so the bound c >= 0 is either met by the best c or stands at c = 0
+    searches = [_search(powers, root, wanted, start, floor) for start in _starts(powers, root, wanted, x) for floor in (False, True)]
+    at, cost = min((found for found in searches if found[0][-1] >= 0), key=lambda found: found[1])
+    polynomial = at[:-1] * math.sqrt(scale) * (1 if at[-2] >= 0 else -1)
+    return SquareFit(PolynomialSquare(tuple(polynomial.tolist()), floor=float(at[-1] * scale)), math.sqrt(cost))
+
+
+def _search(powers: Tensor, root: Tensor, wanted: Tensor, start: Tensor, floor: bool) -> tuple[Tensor, float]:
+    """([p, c], squared error) with the least squared error near p = ``start``; c = 0 unless ``floor``."""
 
     def residual(at: Tensor) -> tuple[Tensor, Tensor]:
-        p = powers @ at[:-1]
-        slope = torch.cat([2 * p[:, None] * powers, (2 * at[-1]).expand(len(x), 1)], -1)
-        return root * (p.square() + at[-1].square() - wanted), root[:, None] * slope
+        p = powers @ at[: powers.shape[1]]
+        value, slope = p.square(), 2 * p[:, None] * powers
+        if floor:
+            value, slope = value + at[-1], torch.cat([slope, torch.ones_like(p)[:, None]], -1)
+        return root * (value - wanted), root[:, None] * slope
 
-    best = min((levenberg_marquardt(residual, start) for start in _starts(powers, root, wanted, x)), key=lambda found: found[1])
-    at = best[0]
-    polynomial = at[:-1] * math.sqrt(scale) * (1 if at[-2] >= 0 else -1)
-    floor = float(at[-1].square())
-    # the bound c >= 0 is met at c = 0, which a search over the root of c only comes near
-    return SquareFit(PolynomialSquare(tuple(polynomial.tolist()), floor=floor * scale if floor > 1e-9 else 0.0), math.sqrt(best[1]))
+    at, cost = levenberg_marquardt(residual, torch.cat([start, start.new_zeros(1)]) if floor else start)
+    return (at if floor else torch.cat([at, at.new_zeros(1)])), cost
 
 
 def _starts(powers: Tensor, root: Tensor, wanted: Tensor, x: Tensor) -> list[Tensor]:
-    """p fitted to the square root of the kernel, which may change sign anywhere, with a small and a larger floor."""
-    found = []
-    for turn in (-1.0, -0.3, 0.0, 0.3):
-        signed = wanted.sqrt() * torch.where(x < turn, -1.0, 1.0)
-        p = torch.linalg.lstsq(root[:, None] * powers, (root * signed)[:, None], driver="gelsd").solution[:, 0]
-        found += [torch.cat([p, p.new_tensor([floor])]) for floor in (1e-3, 0.1)]
-    return found
+    """p fitted to the square root of the kernel, which may change sign anywhere."""
+    signed = [wanted.sqrt() * torch.where(x < turn, -1.0, 1.0) for turn in (-1.0, -0.3, 0.0, 0.3)]
+    return [torch.linalg.lstsq(root[:, None] * powers, (root * values)[:, None], driver="gelsd").solution[:, 0] for values in signed]
 
 
 __all__ = ["SquareFit", "fit_square", "histogram", "uniform_angles"]

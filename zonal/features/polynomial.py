@@ -100,10 +100,12 @@ class Polynomial(FeatureMap):
         phi = self._pick(self.powers(x), x.shape[-1])
         return phi * self._weights(x) if side == "query" else phi
 
+    @torch.no_grad()
     def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         phi = self._pick(self.powers.write(x), x.shape[-1])
         return phi * self._weights(x) if side == "query" else phi
 
+    @torch.no_grad()
     def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         if side == "query":
             grad = grad * self._weights(x)

@@ -70,6 +70,7 @@ class SymmetricPowers(FeatureMap):
         """phi(x): (…, d) -> (…, m). Differentiable once; backward recomputes instead of keeping features."""
         return x if self.trivial else _Powers.apply(x, self)
 
+    @torch.no_grad()
     def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """phi(x) without a graph."""
         if self.trivial:
@@ -87,6 +88,7 @@ class SymmetricPowers(FeatureMap):
             _write_powers(x, out[..., at + dim :], self.degree)
         return out
 
+    @torch.no_grad()
     def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """Gradient of sum(grad * phi(x)) with respect to x, without a graph."""
         if self.trivial:
