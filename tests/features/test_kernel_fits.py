@@ -1,5 +1,6 @@
 """Quadratures of 1/y and nonnegative polynomials fitted to a kernel."""
 
+import itertools
 import math
 
 import pytest
@@ -43,7 +44,7 @@ def test_minimax(count: int, eps: float, error: float) -> None:
     got = relative_error("minimax", count, eps)
     assert float(got.abs().max()) == pytest.approx(found.error, rel=1e-4)
     edges = [0, *((got[1:].sign() != got[:-1].sign()).nonzero()[:, 0] + 1).tolist(), len(got)]
-    peaks = [float(got[a:b].abs().max()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    peaks = [float(got[a:b].abs().max()) for a, b in itertools.pairwise(edges)]
     assert len(peaks) == 2 * count + 1
     assert min(peaks) == pytest.approx(max(peaks), rel=1e-4)
 

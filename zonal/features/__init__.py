@@ -4,6 +4,7 @@ from typing import Any
 
 from zonal.algebra.declaration import from_config
 from zonal.features.base import Claim, FeatureMap, repeat_heads
+from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
 from zonal.features.fit import SquareFit, fit_square
 from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
 from zonal.features.landmarks import Anchors, LowRankSquare, Nystrom
@@ -33,7 +34,8 @@ def features_from_config(config: dict[str, Any]) -> FeatureMap:
 
 
 __all__ = [
-    "FEATURES", "Anchors", "Claim", "FeatureMap", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial", "PositiveRandom",
-    "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct", "TensorSketch",
-    "distil", "feature_map", "features_from_config", "fit_square", "moments", "quadrature", "repeat_heads", "square", "taylor_exp",
+    "FEATURES", "Anchors", "Claim", "FeatureMap", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
+    "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct",
+    "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
+    "quadrature", "repeat_heads", "sample", "square", "taylor_exp",
 ]  # fmt: skip
