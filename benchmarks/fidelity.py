@@ -25,6 +25,7 @@ from zonal.features.fidelity import INPUTS, Sample, kernel_value
 _BOUND_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _GATE = 1e-10
 _RATE = 0.02
+_TRAINED_ON = 256
 
 
 def gate() -> dict[str, float]:
@@ -44,8 +45,9 @@ def buffers_for(found: Candidate, seen: Sample, eps: float, seed: int, steps: in
         return drawn
     yat = Yat(eps)
     single = {name: value.float() for name, value in drawn.items()}
+    q, k = (x[None, :, :_TRAINED_ON].float() for x in (seen.q, seen.k))
     trained = distil(
-        found.features, single, seen.q.float()[None], seen.k.float()[None], lambda x: kernel_value(yat, x.clamp(-1, 1)), causal=causal, steps=steps, rate=_RATE
+        found.features, single, q, k, lambda x: kernel_value(yat, x.clamp(-1, 1)), causal=causal, steps=steps, rate=_RATE
     )
     return {name: value.double() for name, value in trained.items()}
 
@@ -186,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=512, help="T (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="heads measured together (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="of data and of maps (default: %(default)s)")
-    parser.add_argument("--learn", type=int, default=150, metavar="STEPS", help="training steps of learned maps; 0 leaves them out (default: %(default)s)")
+    parser.add_argument("--learn", type=int, default=100, metavar="STEPS", help="training steps of learned maps; 0 leaves them out (default: %(default)s)")
     parser.add_argument("--mask", choices=("causal", "bidirectional", "both"), default="both", help="default: %(default)s")
     parser.add_argument("--checkpoint", type=Path, default=None, help="measure on q, k, v of a trained model (checkpoint or folder of a run) or of a safetensors file")
     parser.add_argument("--preset", choices=("slay-table10",), default=None, help="repeat a published protocol")
