@@ -20,7 +20,7 @@ from zonal.algebra.link import SquaredAffine, Yat
 from zonal.errors import ArgumentError
 from zonal.evaluation import spread
 from zonal.features import FeatureMap, average_error, distil, fidelity, mercer_bound, sample, square
-from zonal.features.fidelity import INPUTS, Sample, kernel_value
+from zonal.features.fidelity import INPUTS, Fidelity, Sample, feature_kernel, kernel_fidelity, kernel_value
 
 _BOUND_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _GATE = 1e-10
@@ -61,14 +61,17 @@ def point(found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, s
         "claim": features.claim.kind, "map": features.config(),
     }  # fmt: skip
     delta = float(getattr(features, "delta", 0.0))
-    for causal in modes:
-        results = [
-            fidelity(features, buffers_for(found, seen, eps, seed, steps, causal), measured, Yat(eps), causal=causal, delta=delta)
-            for seed, (measured, seen) in enumerate(data)
-        ]
-        total = spread([result.error for result in results])
+    results: dict[bool, list[Fidelity]] = {causal: [] for causal in modes}
+    for seed, (measured, seen) in enumerate(data):
+        kernel = None
+        for causal in modes:
+            if kernel is None or found.trained:  # what is trained is trained for a mask
+                kernel = feature_kernel(features, buffers_for(found, seen, eps, seed, steps, causal), measured)
+            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, delta=delta))
+    for causal, of_seeds in results.items():
+        total = spread([result.error for result in of_seeds])
         row["causal" if causal else "bidirectional"] = {
-            "error": total.mean, "sd": total.deviation, "negative": max(result.negative for result in results), "unsafe": max(result.unsafe for result in results),
+            "error": total.mean, "sd": total.deviation, "negative": max(result.negative for result in of_seeds), "unsafe": max(result.unsafe for result in of_seeds),
         }  # fmt: skip
     return row
 

@@ -60,6 +60,11 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
   data.masks.forEach((name) => mask.add(new Option(name)));
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // 1-2-5 within decades, written plainly: plotly's own logarithmic labels ("2", "5") mislead
+  const ticks = (decades) => {
+    const values = decades.flatMap((decade) => [1, 2, 5].map((step) => +(step * decade).toPrecision(3)));
+    return { tickvals: values, ticktext: values.map(String) };
+  };
   function draw() {
     const rows = data.rows.filter((row) => row.panel === panel.value);
     const reference = data.references[panel.value];
@@ -80,9 +85,9 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
     Plotly.react("chart", traces, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: css("--sans"), size: 12, color: css("--soft") },
       margin: { l: 56, r: 12, t: 12, b: 46 }, hovermode: "closest",
-      xaxis: { ...axis, title: { text: "features a token" }, range: span.map(Math.log10) },
-      yaxis: { ...axis, title: { text: "relative error of the outputs" }, range: [-2, 0.5] },
-    }, { responsive: true, displaylogo: false });
+      xaxis: { ...axis, title: { text: "features a token" }, range: span.map(Math.log10), ...ticks([1, 10, 100, 1000]) },
+      yaxis: { ...axis, title: { text: "relative error of the outputs" }, range: [-2, 0.5], ...ticks([0.01, 0.1, 1]) },
+    }, { responsive: true, displaylogo: false, displayModeBar: false });
   }
   panel.addEventListener("change", draw);
   mask.addEventListener("change", draw);

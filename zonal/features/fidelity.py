@@ -69,19 +69,28 @@ def kernel_value(kernel: Link, x: Tensor) -> Tensor:
     return kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
 
 
-def fidelity(features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
-    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
+def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tensor:
+    """phi_q(q_t) . phi_k(k_s) for all pairs, (H, T, T)."""
+    return features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
 
-    Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
-    """
+
+def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
+    """``fidelity`` of kernel values (H, T, T) that were made some other way."""
     x = (data.q @ data.k.mT).clamp(-1, 1)
     wanted = rows(kernel_value(kernel, x), causal) @ data.v
-    approximate = features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
     got = rows(approximate, causal, delta) @ data.v
     visible = torch.ones_like(approximate).tril() if causal else torch.ones_like(approximate)
     sums = (approximate * visible).sum(-1) + delta
     negative = float(((approximate < 0) & (visible > 0)).sum() / visible.sum())
     return Fidelity(float((got - wanted).norm() / wanted.norm()), negative, float((sums <= 0).double().mean()))
+
+
+def fidelity(features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
+    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
+
+    Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
+    """
+    return kernel_fidelity(feature_kernel(features, buffers, data), data, kernel, causal=causal, delta=delta)
 
 
 def average_error(data: Sample, kernel: Link, *, causal: bool = True) -> float:
@@ -110,4 +119,4 @@ def mercer_bound(kernel: Link, dim: int, size: int) -> float:
     return math.sqrt(max(0.0, 1 - kept / total))
 
 
-__all__ = ["INPUTS", "Fidelity", "Inputs", "Sample", "average_error", "fidelity", "kernel_value", "mercer_bound", "sample"]
+__all__ = ["INPUTS", "Fidelity", "Inputs", "Sample", "average_error", "feature_kernel", "fidelity", "kernel_fidelity", "kernel_value", "mercer_bound", "sample"]
