@@ -20,7 +20,7 @@ from zonal.algebra.link import SquaredAffine, Yat
 from zonal.errors import ArgumentError
 from zonal.evaluation import spread
 from zonal.features import FeatureMap, average_error, distil, fidelity, mercer_bound, sample, square
-from zonal.features.fidelity import INPUTS, Fidelity, Sample, feature_kernel, kernel_fidelity, kernel_value
+from zonal.features.fidelity import INPUTS, Fidelity, Readout, Sample, feature_kernel, kernel_fidelity, kernel_value
 
 _BOUND_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _GATE = 1e-10
@@ -52,7 +52,9 @@ def buffers_for(found: Candidate, seen: Sample, eps: float, seed: int, steps: in
     return {name: value.double() for name, value in trained.items()}
 
 
-def point(found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, steps: int, modes: Sequence[bool]) -> dict[str, Any]:
+def point(
+    found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, steps: int, modes: Sequence[bool], readouts: Sequence[Readout] | None = None
+) -> dict[str, Any]:
     """One map over all seeds: errors, shares of negative values and of rows that cannot be divided."""
     features: FeatureMap = found.features
     dim = data[0][0].q.shape[-1]
@@ -67,7 +69,7 @@ def point(found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, s
         for causal in modes:
             if kernel is None or found.trained:  # what is trained is trained for a mask
                 kernel = feature_kernel(features, buffers_for(found, seen, eps, seed, steps, causal), measured)
-            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, delta=delta))
+            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, delta=delta, readout=readouts[seed] if readouts else None))
     for causal, of_seeds in results.items():
         total = spread([result.error for result in of_seeds])
         row["causal" if causal else "bidirectional"] = {
@@ -76,11 +78,14 @@ def point(found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, s
     return row
 
 
-def references(data: Sequence[tuple[Sample, Sample]], eps: float, modes: Sequence[bool]) -> dict[str, Any]:
+def references(data: Sequence[tuple[Sample, Sample]], eps: float, modes: Sequence[bool], readouts: Sequence[Readout] | None = None) -> dict[str, Any]:
     """The mean of all visible values, and the bound, which holds for vectors without a preferred direction."""
     dim = data[0][0].q.shape[-1]
     average = {
-        "causal" if causal else "bidirectional": spread([average_error(measured, Yat(eps), causal=causal) for measured, _ in data]).mean for causal in modes
+        "causal" if causal else "bidirectional": spread(
+            [average_error(measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None) for seed, (measured, _) in enumerate(data)]
+        ).mean
+        for causal in modes
     }
     return {"average": average, "bound": {"m": list(_BOUND_SIZES), "error": [mercer_bound(Yat(eps), dim, size) for size in _BOUND_SIZES]}}
 
@@ -140,10 +145,11 @@ def repeat_table_10(options: argparse.Namespace) -> list[dict[str, Any]]:
         length, printed = TABLE_10[scale]
         for biases in (False, True):
             about = {"scale": scale, "length": length, "eps": eps, "dim": width // heads, "input": f"{scale}, {'biases' if biases else 'no biases'}"}
-            data = [(layer_inputs(width, heads, length, seed, biases), layer_inputs(width, heads, length, 1000 + seed, biases)) for seed in range(options.seeds)]
-            reference = {**about, "family": "reference", **references(data, eps, options.modes)}
+            layers = [layer(width, heads, length, seed, biases) for seed in range(options.seeds)]
+            data, readouts = [(inputs, inputs) for inputs, _ in layers], [readout for _, readout in layers]
+            reference = {**about, "family": "reference", **references(data, eps, options.modes, readouts)}
             found = [
-                {**about, **point(candidate, data, eps, 0, options.modes), "paper": printed.get(candidate.family)}
+                {**about, **point(candidate, data, eps, 0, options.modes, readouts), "paper": printed.get(candidate.family)}
                 for candidate in table_10(scale, eps, width // heads)
             ]
             body = [[row["family"], str(row["m"]), *(f"{row[name]['error']:.3g}" for name in names), "" if row["paper"] is None else f"{row['paper']:.4g}"] for row in found]
@@ -154,21 +160,22 @@ def repeat_table_10(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def layer_inputs(width: int, heads: int, length: int, seed: int, biases: bool) -> Sample:
-    """Normal inputs through random projections, uniform within 1/sqrt(width) as torch's linear layers start, split into heads."""
+def layer(width: int, heads: int, length: int, seed: int, biases: bool) -> tuple[Sample, Readout]:
+    """A layer's q, k, v for normal inputs, and its output projection; all weights uniform within 1/sqrt(width), as torch's linear layers start."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(length, width, generator=draw, dtype=torch.float64)
 
     def uniform(*shape: int) -> torch.Tensor:
         return (torch.rand(*shape, generator=draw, dtype=torch.float64) * 2 - 1) / math.sqrt(width)
 
-    def project() -> torch.Tensor:
-        weight, bias = uniform(width, width), uniform(width)
-        return (x @ weight + (bias if biases else 0)).unflatten(1, (heads, -1)).transpose(0, 1)
+    def linear() -> Readout:
+        weight, bias = uniform(width, width), uniform(width) * biases
+        return lambda inputs: inputs @ weight + bias
 
+    query, key, value, output = (linear() for _ in range(4))
     unit = torch.nn.functional.normalize
-    q, k = unit(project(), dim=-1), unit(project(), dim=-1)
-    return Sample(q, k, project())
+    q, k, v = (project(x).unflatten(1, (heads, -1)).transpose(0, 1) for project in (query, key, value))
+    return Sample(unit(q, dim=-1), unit(k, dim=-1), v), lambda y: output(y.transpose(0, 1).flatten(1))
 
 
 def numbers(option: str, text: str, kind: type, least: float) -> list[Any]:

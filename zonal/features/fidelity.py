@@ -1,6 +1,7 @@
 """How near the outputs of a feature map come to those of the kernel it stands for, and how near any map of its size could come."""
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from zonal.features.learned import rows
 
 Inputs = Literal["iid", "anisotropic", "peaked"]
 INPUTS: tuple[Inputs, ...] = ("iid", "anisotropic", "peaked")
+Readout = Callable[[Tensor], Tensor]
 _PEAK = 0.9
 _DEGREES = 64
 
@@ -74,11 +76,12 @@ def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tens
     return features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
 
 
-def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
-    """``fidelity`` of kernel values (H, T, T) that were made some other way."""
+def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0, readout: Readout | None = None) -> Fidelity:
+    """``fidelity`` of kernel values (H, T, T) that were made some other way. readout: what both outputs (H, T, P) go through before they are compared."""
+    read = readout or (lambda y: y)
     x = (data.q @ data.k.mT).clamp(-1, 1)
-    wanted = rows(kernel_value(kernel, x), causal) @ data.v
-    got = rows(approximate, causal, delta) @ data.v
+    wanted = read(rows(kernel_value(kernel, x), causal) @ data.v)
+    got = read(rows(approximate, causal, delta) @ data.v)
     visible = torch.ones_like(approximate).tril() if causal else torch.ones_like(approximate)
     sums = (approximate * visible).sum(-1) + delta
     negative = float(((approximate < 0) & (visible > 0)).sum() / visible.sum())
@@ -93,11 +96,9 @@ def fidelity(features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link,
     return kernel_fidelity(feature_kernel(features, buffers, data), data, kernel, causal=causal, delta=delta)
 
 
-def average_error(data: Sample, kernel: Link, *, causal: bool = True) -> float:
+def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: Readout | None = None) -> float:
     """The error of the plain mean of all visible values, which needs no map: what any map has to beat."""
-    x = (data.q @ data.k.mT).clamp(-1, 1)
-    wanted = rows(kernel_value(kernel, x), causal) @ data.v
-    return float((rows(torch.ones_like(x), causal) @ data.v - wanted).norm() / wanted.norm())
+    return kernel_fidelity(torch.ones_like(data.q @ data.k.mT), data, kernel, causal=causal, readout=readout).error
 
 
 def mercer_bound(kernel: Link, dim: int, size: int) -> float:
