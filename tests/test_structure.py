@@ -34,7 +34,7 @@ FLOORS = {
     "store": 0,
 }
 # neighbours on one floor, in this direction only
-NEIGHBOURS = {("report", "evaluation"), ("store", "errors"), ("kernels", "data")}
+NEIGHBOURS = {("report", "evaluation"), ("store", "errors"), ("kernels", "data"), ("mechanisms", "features")}
 # who may import the public face, `zonal` itself: it loads everything up to attention
 ABOVE_THE_FACE = {"cli", "__main__"}
 # imports inside functions that would close a circle at the top of the file: (importer, imported)

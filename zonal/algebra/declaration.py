@@ -75,7 +75,7 @@ def from_config(config: Mapping[str, Any], valid: Mapping[str, type[Declaration]
         elif isinstance(value, dict):
             from zonal.algebra import slots  # the table of all slots imports this module
 
-            values[key] = from_config(value, slots.ALL, key)
+            values[key] = from_config(value, {**valid, **slots.ALL}, key)
         else:
             values[key] = value
     return valid[name](**values)

@@ -1,7 +1,41 @@
-"""Finite feature maps of links: the kernel of a polynomial link as a dot product, so that sums over keys can be kept instead of keys."""
+"""Finite feature maps of kernels: phi_q(q) . phi_k(k), so that sums over keys can be kept instead of keys. Exact ones, random ones, learned ones."""
 
+from typing import Any
+
+from zonal.algebra.declaration import from_config
+from zonal.features.base import Claim, FeatureMap, repeat_heads
+from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
+from zonal.features.fit import SquareFit, fit_square
+from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
+from zonal.features.landmarks import Anchors, LowRankSquare, Nystrom
+from zonal.features.learned import LearnedExp, distil
 from zonal.features.moments import moments
+from zonal.features.polynomial import Polynomial, square, taylor_exp
+from zonal.features.quadrature import Quadrature, quadrature
+from zonal.features.random import Fourier, PositiveRandom, RandomMaclaurin, TensorSketch
 from zonal.features.serve import feature_map
+from zonal.features.slay import Slay
 from zonal.features.symmetric import SymmetricPowers
 
-__all__ = ["SymmetricPowers", "feature_map", "moments"]
+FEATURES: dict[str, type[FeatureMap]] = {
+    kind.__name__: kind
+    for kind in (
+        SymmetricPowers, Polynomial, PositiveRandom, Fourier, RandomMaclaurin, TensorSketch, Anchors, Nystrom, LowRankSquare,
+        TensorProduct, Hadamard, Sketched, SharedHadamard, LearnedExp, Slay,
+    )
+}  # fmt: skip
+
+
+def features_from_config(config: dict[str, Any]) -> FeatureMap:
+    """The map that ``config()`` described. Raises: ArgumentError for unknown types or fields."""
+    found = from_config(config, FEATURES, "features")
+    assert isinstance(found, FeatureMap)
+    return found
+
+
+__all__ = [
+    "FEATURES", "Anchors", "Claim", "FeatureMap", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
+    "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct",
+    "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
+    "quadrature", "repeat_heads", "sample", "square", "taylor_exp",
+]  # fmt: skip

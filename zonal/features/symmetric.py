@@ -11,23 +11,21 @@ degree below that starts at i, which is contiguous in the order used here.
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, require
+from zonal.algebra.declaration import require
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side
 
 
 @dataclass(frozen=True)
-class SymmetricPowers(Declaration):
-    """phi(x) = [Sym_lowest(x), …, Sym_degree(x)], lowest 0 or 1.
+class SymmetricPowers(FeatureMap):
+    """phi(x) = [Sym_lowest(x), …, Sym_degree(x)], lowest 0 or 1; the kernel is sum_k x^k, other coefficients come from ``scale``.
 
-    phi(x) (…, m) with m = C(d + degree, degree), one less when the constant is left out.
+    phi(x) (…, m) with m = C(d + degree, degree), one less when the constant is left out. Nothing to prepare; both sides are alike.
     """
-
-    slot: ClassVar[str] = "features"
 
     degree: int
     lowest: int = 0
@@ -44,16 +42,36 @@ class SymmetricPowers(Declaration):
         """m, the number of features of a vector of ``dim`` numbers."""
         return sum(self.sizes(dim))
 
+    def flops(self, dim: int) -> int:
+        return 0 if self.trivial else 2 * self.dimension(dim)
+
     @property
     def trivial(self) -> bool:
         """Whether phi(x) = x."""
         return self.degree == 1 and self.lowest == 1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def positive(self) -> bool:
+        # 1 + x + … + x^n = (x^(n + 1) - 1)/(x - 1), whose two factors have one sign when n is even
+        return self.lowest == 0 and self.degree % 2 == 0
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("exact", "Sym_k(q) . Sym_k(k) = (q . k)^k", 0.0)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return torch.stack([x**k for k in range(self.lowest, self.degree + 1)]).sum(0)
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """phi(x): (…, d) -> (…, m). Differentiable once; backward recomputes instead of keeping features."""
         return x if self.trivial else _Powers.apply(x, self)
 
-    def write(self, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """phi(x) without a graph."""
         if self.trivial:
             return x
@@ -70,7 +88,8 @@ class SymmetricPowers(Declaration):
             _write_powers(x, out[..., at + dim :], self.degree)
         return out
 
-    def vjp(self, x: Tensor, grad: Tensor) -> Tensor:
+    @torch.no_grad()
+    def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         """Gradient of sum(grad * phi(x)) with respect to x, without a graph."""
         if self.trivial:
             return grad

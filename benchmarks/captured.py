@@ -1,0 +1,103 @@
+"""Queries, keys and values of a trained model, layer by layer, or from a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zonal.cli.generate import checkpoint_in
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.features.fidelity import Sample
+from zonal.models import CausalLM
+from zonal.nn import Attention
+from zonal.tasks import registry
+from zonal.training import load_model
+
+
+def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k (B, H, T, d) and v (B, H, T, P) as each attention layer hands them to its operator, key heads repeated. tokens (B, T)."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    found: list[dict[str, Tensor]] = []
+    handles: list[Any] = []
+
+    def keep(name: str, heads: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            # projections are (B, T, H d); norms come after the split into heads
+            found[-1][name] = output if output.dim() == 4 else output.unflatten(2, (heads, -1)).transpose(1, 2)
+
+        return hook
+
+    def turned(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        # a layer turns its queries first, then its keys; layers may share the module
+        found[-1]["key" if "turned" in found[-1] else "query"] = output
+        found[-1]["turned"] = output
+
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(lambda module, inputs: found.append({})))
+        for name, module, heads in (
+            ("query", layer.query, layer.heads), ("key", layer.key, layer.kv_heads), ("value", layer.value, layer.kv_heads),
+            ("query", layer.query_norm, layer.heads), ("key", layer.key_norm, layer.kv_heads),
+        ):  # fmt: skip
+            if module is not None:
+                handles.append(module.register_forward_hook(keep(name, heads)))
+    handles += [module.register_forward_hook(turned) for module in {layer.rotary for layer in layers if layer.rotary is not None}]
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups = [layer.heads // layer.kv_heads for layer in layers]
+    return [
+        (kept["query"], kept["key"].repeat_interleave(group, 1), kept["value"].repeat_interleave(group, 1))
+        for kept, group in zip(found, groups, strict=True)
+    ]
+
+
+def samples(path: Path, length: int) -> list[tuple[str, Sample, Sample]]:
+    """(name, data to measure on, other data of the same kind) for each layer of a model or for the tensors of a file.
+
+    path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or a safetensors file
+    with q, k, v, (H, T, d) each: its first half is measured, its second half is what fits may look at.
+
+    Raises: FileFormatError for anything else.
+    """
+    own = _tensors(path)
+    if own is not None:
+        q, k, v = own
+        half = min(length, q.shape[1] // 2)
+        return [(path.stem, _sample(q[:, :half], k[:, :half], v[:, :half]), _sample(q[:, half : 2 * half], k[:, half : 2 * half], v[:, half : 2 * half]))]
+    model, config = load_model(checkpoint_in(path))
+    tokens = next(iter(registry.from_config(config["identity"]["task"]).evaluation_batches(2))).tokens[:2, :length]
+    if tokens.shape[0] < 2:
+        raise ArgumentError("bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer.")
+    return [
+        (f"layer {index}", _sample(q[0], k[0], v[0]), _sample(q[1], k[1], v[1])) for index, (q, k, v) in enumerate(of_layers(model, tokens), start=1)
+    ]
+
+
+def _tensors(path: Path) -> tuple[Tensor, Tensor, Tensor] | None:
+    """q, k, v of a plain safetensors file; None when the file holds something else."""
+    if path.is_dir():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            if not {"q", "k", "v"} <= set(file.keys()):
+                return None
+            q, k, v = (file.get_tensor(name) for name in "qkv")
+    except (OSError, SafetensorError) as error:
+        raise FileFormatError(f"bench fidelity: {path} cannot be read as safetensors ({error}).") from error
+    if q.dim() != 3 or q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[1] < 4:
+        raise FileFormatError(f"bench fidelity: q, k, v must be (H, T >= 4, d) with equal H and T, {path} has {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}.")
+    return q, k, v
+
+
+def _sample(q: Tensor, k: Tensor, v: Tensor) -> Sample:
+    unit = nn.functional.normalize
+    return Sample(unit(q.double(), dim=-1), unit(k.double(), dim=-1), v.double())
+
+
+__all__ = ["of_layers", "samples"]

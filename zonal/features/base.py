@@ -1,0 +1,225 @@
+"""What every feature map has in common: phi_q(q) . phi_k(k) stands for a kernel, and sums over keys stand for keys.
+
+A map is a frozen declaration. What it has to draw, choose or learn is made once, by ``prepare``, as a plain dict of tensors
+with one row a head. A module registers them (``learned`` names the parameters, the rest are buffers), so that they are saved
+with the model and never drawn again. The same seed gives the same numbers on every device and for every type.
+"""
+
+import abc
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Anchor
+from zonal.algebra.declaration import Declaration, require
+from zonal.errors import ArgumentError, PathError
+
+Side = Literal["query", "key"]
+Buffers = Mapping[str, Tensor]
+NONE: Buffers = MappingProxyType({})
+
+
+class Claim(NamedTuple):
+    """What is known of phi_q . phi_k against ``kernel(x)``.
+
+    kind: ``exact`` up to rounding; ``unbiased`` over seeds; ``biased``: ``kernel`` is only what it tends to, or what it was fitted to;
+    ``learned``: no kernel is claimed. text: why. error: the largest error relative to the kernel that is meant, where it is known.
+    """
+
+    kind: Literal["exact", "unbiased", "biased", "learned"]
+    text: str
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some. Everything is float64 on the CPU."""
+
+    seed: int
+    dim: int
+    heads: int
+    keys: Tensor | None  # (H, N, d)
+    prefix: str = ""
+
+    def child(self, name: str) -> "Source":
+        """The source of a part, with random numbers of its own."""
+        return Source(self.seed, self.dim, self.heads, self.keys, f"{self.prefix}{name}.")
+
+    def generator(self, name: str) -> torch.Generator:
+        """Seeded by SHA-256 of (seed, qualified name)."""
+        digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()
+        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def normal(self, name: str, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator(name), dtype=torch.float64)
+
+    def integers(self, name: str, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator(name))
+
+    def signs(self, name: str, *shape: int) -> Tensor:
+        return self.integers(name, 2, *shape).double() * 2 - 1
+
+    def units(self, name: str, count: int, orthogonal: bool = False) -> Tensor:
+        """(H, count, d) unit vectors, uniform on the sphere; ``orthogonal``: in blocks of d that are orthogonal to one another."""
+        if not orthogonal:
+            return torch.nn.functional.normalize(self.normal(name, self.heads, count, self.dim), dim=-1)
+        blocks = -(-count // self.dim)
+        q, r = torch.linalg.qr(self.normal(name, self.heads, blocks, self.dim, self.dim))
+        # the sign of R's diagonal makes Q uniform
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        return q.mT.reshape(self.heads, -1, self.dim)[:, :count].contiguous()
+
+    def need_keys(self, call: str, at_least: int) -> Tensor:
+        """The keys. Raises: ArgumentError when there are none or too few."""
+        if self.keys is None or self.keys.shape[-2] < at_least:
+            have = "none" if self.keys is None else f"{self.keys.shape[-2]}"
+            raise ArgumentError(f"{call}: at least {at_least} keys a head are required, received {have}. Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim).")
+        return self.keys
+
+
+class FeatureMap(Declaration, abc.ABC):
+    """phi_q and phi_k of a kernel. A subclass gives ``dimension``, ``flops``, ``claim``, ``kernel`` and ``__call__``.
+
+    Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads' rows repeated.
+    ``unit``: the claim and the positivity hold for vectors of length one. ``learned``: names in ``prepare`` that are trained.
+    """
+
+    slot: ClassVar[str] = "features"
+
+    @property
+    def trivial(self) -> bool:
+        """Whether phi(x) = x on both sides."""
+        return False
+
+    @property
+    def unit(self) -> bool:
+        return True
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def claim(self) -> Claim: ...
+
+    @property
+    def nonnegative(self) -> bool:
+        """Whether every single feature is >= 0: no rounding can then make phi_q . phi_k negative."""
+        return False
+
+    @property
+    def positive(self) -> bool:
+        """Whether phi_q(q) . phi_k(k) >= 0 for all q and k, in exact arithmetic."""
+        return self.nonnegative
+
+    @abc.abstractmethod
+    def dimension(self, dim: int) -> int:
+        """m, the number of features of a vector of ``dim`` numbers."""
+
+    @abc.abstractmethod
+    def flops(self, dim: int) -> int:
+        """Additions, multiplications and elementary functions for the features of one vector."""
+
+    @abc.abstractmethod
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        """The kernel of ``claim`` at x = q . k. Raises: ArgumentError for a map that claims none."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        """phi(x), with a graph for x and for what is learned in ``buffers``."""
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        """The buffers in float64 (or int64), one row a head."""
+        return {}
+
+    def prepare(
+        self, dim: int, heads: int = 1, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", keys: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Everything that the map draws, chooses or learns, (heads, …) each, for heads of size ``dim``.
+
+        keys: (N, dim) or (heads, N, dim), as the score prepares them; maps that choose landmarks from data require them.
+
+        Raises: ArgumentError for sizes that do not fit.
+        """
+        call = f"{type(self).__name__}.prepare"
+        require(dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.")
+        require(dtype.is_floating_point, f"{call}: a floating type is required, received {dtype}.")
+        if keys is not None:
+            require(
+                keys.shape[-1] == dim and (keys.dim() == 2 or (keys.dim() == 3 and keys.shape[0] == heads)),
+                f"{call}: keys must be (N, {dim}) or ({heads}, N, {dim}), received {tuple(keys.shape)}.",
+            )
+            keys = keys.detach().to("cpu", torch.float64).expand(heads, -1, -1)
+        drawn = self.draw(Source(seed, dim, heads, keys))
+        return {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in drawn.items()}
+
+    def query(self, q: Tensor, buffers: Buffers = NONE) -> Tensor:
+        """phi_q(q), with a graph."""
+        return self(q, buffers, "query")
+
+    def key(self, k: Tensor, buffers: Buffers = NONE) -> Tensor:
+        """phi_k(k), with a graph."""
+        return self(k, buffers, "key")
+
+    @torch.no_grad()
+    def write(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        """phi(x) without a graph."""
+        return self(x, buffers, side)
+
+    def vjp(self, x: Tensor, grad: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        """Gradient of sum(grad * phi(x)) with respect to x, without a graph; features are made again."""
+        return self.learned_vjp(x, grad, {name: value.detach() for name, value in buffers.items()}, side, names=())[0]
+
+    def learned_vjp(
+        self, x: Tensor, grad: Tensor, buffers: Buffers, side: Side = "key", names: tuple[str, ...] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """``vjp``, and the gradients with respect to the buffers of ``names`` (default: what is learned)."""
+        names = self.learned if names is None else names
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            leaves = {name: value.detach().requires_grad_(name in names) for name, value in buffers.items()}
+            phi = self(x, leaves, side)
+        wanted = [x, *(leaves[name] for name in names)]
+        found = torch.autograd.grad(phi, wanted, grad.expand(phi.shape), allow_unused=True, materialize_grads=True)
+        return found[0], dict(zip(names, found[1:], strict=True))
+
+    def refusal(self, anchor: Anchor) -> str | None:
+        """Why this map may not serve an anchor, or None. Signed features under an anchor that divides are refused."""
+        normalises = getattr(anchor, "normalises", False)
+        if self.positive or not normalises or getattr(anchor, "allow_signed", False):
+            return None
+        return (
+            f"features {type(self).__name__} can make kernel values negative, and anchor {type(anchor).__name__} divides by their sum: it may vanish or turn "
+            "negative, and outputs then grow without bound. Use a map whose positive is True, anchor.Count() or anchor.Raw(), "
+            "or Row(allow_signed=True) if you accept such rows"
+        )
+
+    def check(self, call: str, anchor: Anchor) -> None:
+        """Raise PathError when ``refusal`` has something to say."""
+        reason = self.refusal(anchor)
+        if reason is not None:
+            raise PathError(f"{call}: {reason}.")
+
+
+def part(buffers: Buffers, prefix: str) -> dict[str, Tensor]:
+    """The buffers of a part that were stored under ``prefix_``."""
+    return {name.removeprefix(f"{prefix}_"): value for name, value in buffers.items() if name.startswith(f"{prefix}_")}
+
+
+def under(prefix: str, buffers: Buffers) -> dict[str, Tensor]:
+    """The inverse of ``part``."""
+    return {f"{prefix}_{name}": value for name, value in buffers.items()}
+
+
+def repeat_heads(buffers: Buffers, groups: int) -> dict[str, Tensor]:
+    """Rows of key heads repeated for the query heads that share them: head h belongs to row h // groups."""
+    return {name: value.repeat_interleave(groups, 0) if value.shape[0] > 1 else value for name, value in buffers.items()}
+
+
+__all__ = ["NONE", "Buffers", "Claim", "FeatureMap", "Side", "Source", "part", "repeat_heads", "under"]

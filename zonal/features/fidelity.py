@@ -1,0 +1,123 @@
+"""How near the outputs of a feature map come to those of the kernel it stands for, and how near any map of its size could come."""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import gegenbauer
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Link
+from zonal.features.base import Buffers, FeatureMap
+from zonal.features.fit import uniform_angles
+from zonal.features.learned import rows
+
+Inputs = Literal["iid", "anisotropic", "peaked"]
+INPUTS: tuple[Inputs, ...] = ("iid", "anisotropic", "peaked")
+Readout = Callable[[Tensor], Tensor]
+_PEAK = 0.9
+_DEGREES = 64
+
+
+class Fidelity(NamedTuple):
+    """error: |y - y*| / |y*| over all rows. negative: share of visible kernel values below 0. unsafe: share of rows whose sum + delta is <= 0."""
+
+    error: float
+    negative: float
+    unsafe: float
+
+
+class Sample(NamedTuple):
+    """Unit q, k (H, T, d) and v (H, T, P) in float64."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def sample(kind: Inputs, heads: int, length: int, dim: int, seed: int, value_dim: int | None = None) -> Sample:
+    """Queries and keys of a known form, and independent normal values.
+
+    ``iid``: independent, uniform on the sphere. ``anisotropic``: the same after scaling the axes of a random frame, which queries and keys
+    share, by 1, 1/2, …, 1/d. ``peaked``: iid keys, and each query at cosine 0.9 of one of the keys up to its own place.
+    """
+    require(kind in INPUTS, f"sample: kind must be one of {', '.join(INPUTS)}, received {kind!r}.")
+    require(dim >= 2, f"sample: dim must be >= 2, received {dim}.")
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    unit = torch.nn.functional.normalize
+    q, k, v = normal(heads, length, dim), normal(heads, length, dim), normal(heads, length, value_dim or dim)
+    if kind == "anisotropic":
+        frame = torch.linalg.qr(normal(heads, dim, dim)).Q
+        scales = 1 / torch.arange(1, dim + 1, dtype=torch.float64)
+        q, k = (q * scales) @ frame, (k * scales) @ frame
+    q, k = unit(q, dim=-1), unit(k, dim=-1)
+    if kind == "peaked":
+        place = (torch.rand(heads, length, generator=draw, dtype=torch.float64) * torch.arange(1, length + 1)).long()
+        target = k.gather(1, place[..., None].expand_as(k))
+        aside = unit(q - (q * target).sum(-1, keepdim=True) * target, dim=-1)
+        q = _PEAK * target + math.sqrt(1 - _PEAK**2) * aside
+    return Sample(q, k, v)
+
+
+def kernel_value(kernel: Link, x: Tensor) -> Tensor:
+    """A link with nothing learned at x of any shape."""
+    require(not kernel.initial(), f"fidelity: a kernel with nothing learned is required, received {kernel}.")
+    return kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
+
+
+def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tensor:
+    """phi_q(q_t) . phi_k(k_s) for all pairs, (H, T, T)."""
+    return features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
+
+
+def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0, readout: Readout | None = None) -> Fidelity:
+    """``fidelity`` of kernel values (H, T, T) that were made some other way. readout: what both outputs (H, T, P) go through before they are compared."""
+    read = readout or (lambda y: y)
+    x = (data.q @ data.k.mT).clamp(-1, 1)
+    wanted = read(rows(kernel_value(kernel, x), causal) @ data.v)
+    got = read(rows(approximate, causal, delta) @ data.v)
+    visible = torch.ones_like(approximate).tril() if causal else torch.ones_like(approximate)
+    sums = (approximate * visible).sum(-1) + delta
+    negative = float(((approximate < 0) & (visible > 0)).sum() / visible.sum())
+    return Fidelity(float((got - wanted).norm() / wanted.norm()), negative, float((sums <= 0).double().mean()))
+
+
+def fidelity(features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
+    """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
+
+    Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
+    """
+    return kernel_fidelity(feature_kernel(features, buffers, data), data, kernel, causal=causal, delta=delta)
+
+
+def average_error(data: Sample, kernel: Link, *, causal: bool = True, readout: Readout | None = None) -> float:
+    """The error of the plain mean of all visible values, which needs no map: what any map has to beat."""
+    return kernel_fidelity(torch.ones_like(data.q @ data.k.mT), data, kernel, causal=causal, readout=readout).error
+
+
+def mercer_bound(kernel: Link, dim: int, size: int) -> float:
+    """The least root mean square error of the kernel, relative to its root mean square, over all maps of ``size`` features that do not look at the data.
+
+    For independent uniform unit vectors: the eigenfunctions are the harmonics, the eigenvalue of degree n is E k(x) R_n(x) with
+    multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. A bound on the kernel, which outputs follow closely.
+    """
+    require(dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}.")
+    x, weight = uniform_angles(dim)
+    value = kernel_value(kernel, x)
+    total = float((weight * value.square()).sum())
+    eigenvalues = [float((weight * value * r).sum()) for r in gegenbauer.basis(x, _DEGREES, dim - 1)]
+    counts = [gegenbauer.harmonic_dimension(n, dim - 1) for n in range(_DEGREES)]
+    kept, left = 0.0, size
+    for eigenvalue, count in sorted(zip(eigenvalues, counts, strict=True), key=lambda pair: -abs(pair[0])):
+        taken = min(left, count)
+        kept, left = kept + taken * eigenvalue**2, left - taken
+    return math.sqrt(max(0.0, 1 - kept / total))
+
+
+__all__ = ["INPUTS", "Fidelity", "Inputs", "Sample", "average_error", "feature_kernel", "fidelity", "kernel_fidelity", "kernel_value", "mercer_bound", "sample"]

@@ -1,0 +1,94 @@
+"""Nonnegative polynomials fitted to a zonal kernel: p(x)^2 + c, whose features are exact and whose rows cannot cancel."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Link, PolynomialSquare
+from zonal.features.least_squares import levenberg_marquardt
+
+_ANGLES = 4096
+_BINS = 4096
+
+
+class SquareFit(NamedTuple):
+    """A fitted link, and its root mean square error relative to the kernel's root mean square under the weights of the fit."""
+
+    link: PolynomialSquare
+    error: float
+
+
+def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
+    """Nodes x and weights of E f(u . v) for u, v independent and uniform on the sphere in R^dim, dim >= 2. Both (points,) float64.
+
+    The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, smooth enough for equal steps in theta.
+    """
+    require(dim >= 2, f"uniform_angles: dim must be >= 2, received {dim}.")
+    theta = (torch.arange(points, dtype=torch.float64) + 0.5) * (math.pi / points)
+    weight = theta.sin() ** (dim - 2)
+    return theta.cos(), weight / weight.sum()
+
+
+def histogram(angles: Tensor, bins: int = _BINS) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of a sample of q . k in [-1, 1]: bins of equal width, each at the mean of what fell into it."""
+    x = angles.detach().flatten().double().clamp(-1, 1)
+    require(x.numel() > 0 and bool(x.isfinite().all()), "fit_square: angles must be finite and at least one, as q @ k.mT of unit vectors gives them.")
+    place = ((x + 1) * (bins / 2)).long().clamp_max(bins - 1)
+    count = torch.zeros(bins, dtype=torch.float64, device=x.device).index_add_(0, place, torch.ones_like(x))
+    total = torch.zeros_like(count).index_add_(0, place, x)
+    full = count > 0
+    return (total[full] / count[full]).cpu(), (count[full] / x.numel()).cpu()
+
+
+def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Tensor | None = None) -> SquareFit:
+    """p(x)^2 + c nearest to ``kernel`` in weighted least squares, with p of degree ``degree`` / 2 and c >= 0.
+
+    Args:
+        kernel: a link without learned parts, such as Yat(eps=1.0).
+        degree: of the whole polynomial: 2, 4 or 6.
+        dim: weigh x as it falls for independent uniform unit vectors in R^dim.
+        angles: weigh x as it falls in this sample of q . k. One of ``dim`` and ``angles`` is required.
+
+    Raises: ArgumentError for other degrees, signed kernels, both or neither of ``dim`` and ``angles``.
+    """
+    require(degree in (2, 4, 6), f"fit_square: degree must be 2, 4 or 6, received {degree}.")
+    require(kernel.positive and not kernel.initial(), f"fit_square: a positive kernel with nothing learned is required, received {kernel}.")
+    require((dim is None) != (angles is None), "fit_square: pass dim=... for the angles of random vectors, or angles=... for your own, not both.")
+    x, weight = histogram(angles) if angles is not None else uniform_angles(dim or 0)
+    wanted = kernel.value(x.view(1, 1, 1, -1), kernel.coefficients({}))[0, 0, 0]
+    scale = float((weight * wanted.square()).sum().sqrt())
+    require(math.isfinite(scale) and scale > 0, f"fit_square: {kernel} is zero or not finite on these angles.")
+    wanted = wanted / scale
+    powers = torch.stack([x**j for j in range(degree // 2 + 1)], -1)
+    root = weight.sqrt()
+    # the floor enters linearly, so the bound c >= 0 is either met by the best c or stands at c = 0
+    searches = [_search(powers, root, wanted, start, floor) for start in _starts(powers, root, wanted, x) for floor in (False, True)]
+    at, cost = min((found for found in searches if found[0][-1] >= 0), key=lambda found: found[1])
+    polynomial = at[:-1] * math.sqrt(scale) * (1 if at[-2] >= 0 else -1)
+    return SquareFit(PolynomialSquare(tuple(polynomial.tolist()), floor=float(at[-1] * scale)), math.sqrt(cost))
+
+
+def _search(powers: Tensor, root: Tensor, wanted: Tensor, start: Tensor, floor: bool) -> tuple[Tensor, float]:
+    """([p, c], squared error) with the least squared error near p = ``start``; c = 0 unless ``floor``."""
+
+    def residual(at: Tensor) -> tuple[Tensor, Tensor]:
+        p = powers @ at[: powers.shape[1]]
+        value, slope = p.square(), 2 * p[:, None] * powers
+        if floor:
+            value, slope = value + at[-1], torch.cat([slope, torch.ones_like(p)[:, None]], -1)
+        return root * (value - wanted), root[:, None] * slope
+
+    at, cost = levenberg_marquardt(residual, torch.cat([start, start.new_zeros(1)]) if floor else start)
+    return (at if floor else torch.cat([at, at.new_zeros(1)])), cost
+
+
+def _starts(powers: Tensor, root: Tensor, wanted: Tensor, x: Tensor) -> list[Tensor]:
+    """p fitted to the square root of the kernel, which may change sign anywhere."""
+    signed = [wanted.sqrt() * torch.where(x < turn, -1.0, 1.0) for turn in (-1.0, -0.3, 0.0, 0.3)]
+    return [torch.linalg.lstsq(root[:, None] * powers, (root * values)[:, None], driver="gelsd").solution[:, 0] for values in signed]
+
+
+__all__ = ["SquareFit", "fit_square", "histogram", "uniform_angles"]

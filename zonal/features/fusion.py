@@ -1,0 +1,192 @@
+"""Two maps made one: phi_left ⊗ phi_right and its cheaper stand-ins, for the product of their kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
+from zonal.features.random import convolve, count_sketch
+
+
+@dataclass(frozen=True)
+class _Fusion(FeatureMap):
+    left: FeatureMap
+    right: FeatureMap
+
+    @property
+    def unit(self) -> bool:
+        return self.left.unit or self.right.unit
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return (*(f"left_{name}" for name in self.left.learned), *(f"right_{name}" for name in self.right.learned))
+
+    @property
+    def nonnegative(self) -> bool:
+        return self.left.nonnegative and self.right.nonnegative
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return self.left.kernel(x, dim) * self.right.kernel(x, dim)
+
+    def _product_claim(self, sampled: bool, text: str) -> Claim:
+        kinds = {self.left.claim.kind, self.right.claim.kind}
+        if "learned" in kinds:
+            return Claim("learned", text)
+        if "biased" in kinds:
+            return Claim("biased", f"{text}; {(self.left if self.left.claim.kind == 'biased' else self.right).claim.text}")
+        return Claim("exact" if kinds == {"exact"} and not sampled else "unbiased", text, 0.0 if kinds == {"exact"} and not sampled else None)
+
+    def _parts_drawn(self, source: Source) -> dict[str, Tensor]:
+        return {**under("left", self.left.draw(source.child("left"))), **under("right", self.right.draw(source.child("right")))}
+
+    def _both(self, x: Tensor, buffers: Buffers, side: Side) -> tuple[Tensor, Tensor]:
+        return self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side)
+
+
+@dataclass(frozen=True)
+class TensorProduct(_Fusion):
+    """phi = phi_left ⊗ phi_right, all m_left · m_right products: the product of the two kernels, as good as its factors."""
+
+    @property
+    def claim(self) -> Claim:
+        return self._product_claim(False, "a product of kernels is a tensor product of features")
+
+    @property
+    def positive(self) -> bool:
+        return self.left.positive and self.right.positive
+
+    def dimension(self, dim: int) -> int:
+        return self.left.dimension(dim) * self.right.dimension(dim)
+
+    def flops(self, dim: int) -> int:
+        return self.left.flops(dim) + self.right.flops(dim) + self.dimension(dim)
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        return self._parts_drawn(source)
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        left, right = self._both(x, buffers, side)
+        return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Hadamard(_Fusion):
+    """phi_i = sqrt(m) phi_left,i phi_right,i, for two maps of m features that are independent draws of one form each.
+
+    Unbiased for the product of kernels when each feature of both maps is unbiased on its own and they are independent of each other
+    (random Maclaurin with positive random features); it has m terms where the tensor product has m^2, so more variance.
+
+    Raises: ArgumentError for maps of different sizes, when the sizes are known.
+    """
+
+    @property
+    def claim(self) -> Claim:
+        if "exact" in (self.left.claim.kind, self.right.claim.kind):
+            return Claim("biased", "features of an exact map are not draws of one form: matching them by index mixes kernels")
+        return self._product_claim(True, "index by index, two independent draws")
+
+    def dimension(self, dim: int) -> int:
+        left, right = self.left.dimension(dim), self.right.dimension(dim)
+        require(left == right, f"Hadamard: two maps of equal size are required, received {left} and {right} features.")
+        return left
+
+    def flops(self, dim: int) -> int:
+        return self.left.flops(dim) + self.right.flops(dim) + 2 * self.dimension(dim)
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        self.dimension(source.dim)
+        return self._parts_drawn(source)
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        left, right = self._both(x, buffers, side)
+        return left * right * left.shape[-1] ** 0.5
+
+
+@dataclass(frozen=True)
+class Sketched(_Fusion):
+    """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution: unbiased, and signed even when both maps are not."""
+
+    size: int = 64
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"Sketched: size must be >= 1, received {self.size}.")
+
+    @property
+    def claim(self) -> Claim:
+        return self._product_claim(True, "a count sketch of the tensor product")
+
+    @property
+    def nonnegative(self) -> bool:
+        return False
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        transforms = 3 * 5 * self.size * self.size.bit_length() // 2
+        return self.left.flops(dim) + self.right.flops(dim) + 2 * (self.left.dimension(dim) + self.right.dimension(dim)) + transforms
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        drawn = self._parts_drawn(source)
+        for name, of in (("left", self.left), ("right", self.right)):
+            count = of.dimension(source.dim)
+            drawn[f"{name}hash_bucket"] = source.integers(f"{name}.bucket", self.size, source.heads, count)
+            drawn[f"{name}hash_sign"] = source.signs(f"{name}.sign", source.heads, count)
+        return drawn
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        left, right = self._both(x, buffers, side)
+        sketches = [
+            count_sketch(phi, buffers[f"{name}hash_bucket"], buffers[f"{name}hash_sign"], self.size) for name, phi in (("left", left), ("right", right))
+        ]
+        return convolve(sketches)
+
+
+@dataclass(frozen=True)
+class SharedHadamard(FeatureMap):
+    """phi_i = D^-1/2 (w_i . u)^2 exp(sqrt(2 s) w_i . u - s |u|^2): SLAY's fast baseline, one w_i in both factors.
+
+    Its expectation is e^(2 s x) [(1 + m)^2 + 2 x^2 + 4 m x] with m = 2 s (1 + x)^2, not x^2 e^(2 s x).
+    """
+
+    draws: int
+    s: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self.draws >= 1, f"SharedHadamard: draws must be >= 1, received {self.draws}.")
+        require(self.s >= 0, f"SharedHadamard: s must be >= 0, received {self.s}.")
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("unbiased", "of another kernel than x^2 e^(2 s x)")
+
+    @property
+    def nonnegative(self) -> bool:
+        return True
+
+    def dimension(self, dim: int) -> int:
+        return self.draws
+
+    def flops(self, dim: int) -> int:
+        return self.draws * (2 * dim + 5) + 2 * dim
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return (2 * self.s * x).exp() * self.factor(x)
+
+    def factor(self, x: Tensor) -> Tensor:
+        """What stands in the place of x^2: (1 + m)^2 + 2 x^2 + 4 m x."""
+        m = 2 * self.s * (1 + x).square()
+        return (1 + m).square() + 2 * x.square() + 4 * m * x
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        return {"omega": source.normal("omega", source.heads, self.draws, source.dim)}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        along = x @ buffers["omega"].mT
+        exponent = along * (2 * self.s) ** 0.5 - self.s * x.square().sum(-1, keepdim=True)
+        return along.square() * torch.exp(exponent) * self.draws**-0.5
+
+
+__all__ = ["Hadamard", "SharedHadamard", "Sketched", "TensorProduct"]

@@ -1,0 +1,195 @@
+"""Features from landmarks: squared products with anchors, Nystrom with a stable whitening, and a projection with its diagonal rest."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Link, SquaredAffine
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+from zonal.features.polynomial import square
+
+Choice = Literal["random", "orthogonal", "kmeans"]
+_SQUARE = SquaredAffine(bias=0.0)
+_CHOICES = ("random", "orthogonal", "kmeans")
+
+
+def k_means(points: Tensor, count: int, generator: torch.Generator, rounds: int = 25) -> Tensor:
+    """Centres of ``points`` (N, d) by cosine, (count, d) unit vectors; a centre that loses its points takes the worst served one."""
+    unit = torch.nn.functional.normalize(points, dim=-1)
+    centres = unit[torch.randperm(len(unit), generator=generator)[:count]]
+    for _ in range(rounds):
+        nearest = (unit @ centres.T).max(-1)
+        total = torch.zeros_like(centres).index_add_(0, nearest.indices, unit)
+        empty = torch.bincount(nearest.indices, minlength=count) == 0
+        total[empty] = unit[nearest.values.argsort()[: int(empty.sum())]]
+        centres = torch.nn.functional.normalize(total, dim=-1)
+    return centres
+
+
+def landmarks(choice: Choice, count: int, source: Source, call: str) -> Tensor:
+    """(H, count, d) unit vectors."""
+    if choice == "kmeans":
+        keys = source.need_keys(call, count)
+        return torch.stack([k_means(rows, count, source.generator(f"kmeans{h}")) for h, rows in enumerate(keys)])
+    return source.units("anchors", count, orthogonal=choice == "orthogonal")
+
+
+def _check(call: str, count: int, choice: str) -> None:
+    require(count >= 1, f"{call}: count must be >= 1, received {count}.")
+    require(choice in _CHOICES, f"{call}: choice must be one of {', '.join(_CHOICES)}, received {choice!r}.")
+
+
+@dataclass(frozen=True)
+class Anchors(FeatureMap):
+    """phi(x)_i = P^-1/2 (x . a_i)^2 for P unit anchors: SLAY's default for the factor x^2. Never negative, and not x^2.
+
+    With anchors uniform on the sphere phi(u) . phi(v) tends to (1 + 2 x^2)/(d (d + 2)): near x = 0 it is a constant.
+
+    choice: ``random``, ``orthogonal`` in blocks of d, ``kmeans`` of given keys. learn: the anchors are trained.
+    """
+
+    count: int
+    choice: Choice = "random"
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        _check("Anchors", self.count, self.choice)
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ("anchors",) if self.learn else ()
+
+    @property
+    def claim(self) -> Claim:
+        if self.learn or self.choice == "kmeans":
+            return Claim("learned", "anchors follow the data")
+        return Claim("biased", "tends to (1 + 2 x^2)/(d (d + 2)), where x^2 is meant")
+
+    @property
+    def nonnegative(self) -> bool:
+        return True
+
+    def dimension(self, dim: int) -> int:
+        return self.count
+
+    def flops(self, dim: int) -> int:
+        return self.count * (2 * dim + 2)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return (1 + 2 * x.square()) / (dim * (dim + 2))
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        return {"anchors": landmarks(self.choice, self.count, source, "Anchors.prepare")}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        return (x @ buffers["anchors"].mT).square() * self.count**-0.5
+
+
+@dataclass(frozen=True)
+class Nystrom(FeatureMap):
+    """phi(x) = K(x, A) U diag(lam)^-1/2 with K(A, A) = U diag(lam) U^T: the best map within the span of the landmarks A. Signed.
+
+    Eigenvalues below ``cutoff`` times the largest are left out (their features are 0): a whitening with (K + ridge)^-1/2 instead
+    amplifies rounding in the directions that the landmarks do not tell apart. Exact once A spans the kernel's features.
+
+    kernel_link: any link over q . k with nothing learned; x^2 by default.
+    """
+
+    count: int
+    kernel_link: Link = _SQUARE
+    choice: Choice = "random"
+    cutoff: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check("Nystrom", self.count, self.choice)
+        require(0 < self.cutoff < 1, f"Nystrom: cutoff must lie between 0 and 1, received {self.cutoff}.")
+        require(not self.kernel_link.initial(), f"Nystrom: a kernel with nothing learned is required, received {self.kernel_link}.")
+
+    @property
+    def unit(self) -> bool:
+        return self.kernel_link.domain is not None
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("biased", "the projection of the kernel on its landmarks")
+
+    def dimension(self, dim: int) -> int:
+        return self.count
+
+    def flops(self, dim: int) -> int:
+        return self.count * (2 * dim + self.kernel_link.operations + 2 * self.count)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        c = self.kernel_link.coefficients({}).to(x)
+        return self.kernel_link.value(x.reshape(1, 1, 1, -1), c).reshape(x.shape)
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        at = landmarks(self.choice, self.count, source, "Nystrom.prepare")
+        lam, u = torch.linalg.eigh(self.kernel(at @ at.mT, source.dim))
+        kept = lam > self.cutoff * lam[:, -1:]
+        root = torch.where(kept, lam.clamp_min(1e-300), torch.inf).rsqrt()
+        return {"anchors": at, "whitening": u * root.unsqueeze(-2)}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        return self.kernel(x @ buffers["anchors"].mT, x.shape[-1]) @ buffers["whitening"]
+
+
+@dataclass(frozen=True)
+class LowRankSquare(FeatureMap):
+    """(x_P + b)^2 + (1 - |P q|^2)(1 - |P k|^2)/(d - r), x_P = P q . P k: a squared affine kernel in r directions and the mean of x^2 over the rest.
+
+    P (r, d) has orthonormal rows: ``random``, or ``pca``: the leading directions of given keys. m = (r + 1)(r + 2)/2 + 1, one less
+    for r = d, where it is (x + b)^2. Never negative on unit vectors.
+    """
+
+    rank: int
+    bias: float = 0.04
+    choice: Literal["random", "pca"] = "random"
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, f"LowRankSquare: rank must be >= 1, received {self.rank}.")
+        require(self.choice in ("random", "pca"), f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.")
+        require(self.bias != 0, "LowRankSquare: bias must not be 0; features.square() is the bare square.")
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("biased", "directions outside the projection are known by their length only")
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def dimension(self, dim: int) -> int:
+        self._fits(dim)
+        return square(self.bias).dimension(self.rank) + (self.rank < dim)
+
+    def flops(self, dim: int) -> int:
+        return 2 * self.rank * (dim + 1) + square(self.bias).flops(self.rank) + 2
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return (x + self.bias).square()
+
+    def _fits(self, dim: int) -> None:
+        require(self.rank <= dim, f"LowRankSquare: rank must be at most the dimension {dim}, received {self.rank}.")
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        self._fits(source.dim)
+        if self.choice == "random":
+            return {"projection": source.units("projection", self.rank, orthogonal=True)}
+        keys = source.need_keys("LowRankSquare.prepare", self.rank)
+        return {"projection": torch.linalg.eigh(keys.mT @ keys).eigenvectors.flip(-1)[..., : self.rank].mT.contiguous()}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        inside = x @ buffers["projection"].mT
+        phi = square(self.bias)(inside, NONE, side)
+        if self.rank == x.shape[-1]:
+            return phi
+        # rounding can bring the projection of a unit vector past length one
+        rest = (1 - inside.square().sum(-1, keepdim=True)).clamp_min(0)
+        return torch.cat([phi, rest * (x.shape[-1] - self.rank) ** -0.5], -1)
+
+
+__all__ = ["Anchors", "Choice", "LowRankSquare", "Nystrom", "k_means", "landmarks"]

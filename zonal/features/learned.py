@@ -1,0 +1,110 @@
+"""Features that are trained to reproduce the attention weights of a kernel, and the training."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.errors import ArgumentError, NonFiniteError
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+
+
+@dataclass(frozen=True)
+class LearnedExp(FeatureMap):
+    """phi(x) = softmax over features of [W x, -W x], or exp of it: positive, with W (m/2, d) trained a head. Claims no kernel.
+
+    size: m, even. activation: ``softmax`` (bounded) or ``exp``. shared: one W for queries and keys.
+
+    Source: Zhang et al. 2024 (Hedgehog).
+    """
+
+    size: int
+    activation: Literal["softmax", "exp"] = "softmax"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.size >= 2 and self.size % 2 == 0, f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.")
+        require(self.activation in ("softmax", "exp"), f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.")
+
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ("weight",) if self.shared else ("query_weight", "key_weight")
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("learned", "projections are trained to reproduce a kernel's rows")
+
+    @property
+    def nonnegative(self) -> bool:
+        return True
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        return self.size * (dim + 3)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        raise ArgumentError("LearnedExp.kernel: learned features claim no kernel of q.k. Compare their rows with those of the kernel they were trained on.")
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        # entries of W x are of size one for unit vectors
+        start = source.units("weight", self.size // 2, orthogonal=True) * source.dim**0.5
+        return {name: start.clone() for name in self.learned}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        along = x @ buffers["weight" if self.shared else f"{side}_weight"].mT
+        both = torch.cat([along, -along], -1)
+        return both.softmax(-1) if self.activation == "softmax" else both.exp()
+
+
+def rows(kernel: Tensor, causal: bool, delta: float = 0.0) -> Tensor:
+    """Weights K / (sum of the row + delta) of a kernel (…, T, S); ``causal``: keys 0 … t only. Rows whose sum is 0 give 0."""
+    if causal:
+        kernel = kernel.tril()
+    total = kernel.sum(-1, keepdim=True) + delta
+    return kernel / torch.where(total == 0, torch.inf, total)
+
+
+def distil(
+    features: FeatureMap,
+    buffers: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    kernel: Callable[[Tensor], Tensor],
+    *,
+    causal: bool = True,
+    steps: int = 200,
+    rate: float = 0.02,
+) -> dict[str, Tensor]:
+    """Buffers whose learned parts have been trained so that the rows of phi_q . phi_k are those of ``kernel``(q . k).
+
+    Minimises |W - W*|^2 / |W*|^2 over the weights of all rows with Adam, whose rate falls linearly to zero. q, k (B, H, T, d) as the score prepares them.
+
+    Raises: ArgumentError for a map without learned parts, NonFiniteError when the loss is not finite.
+    """
+    require(bool(features.learned), f"distil: {type(features).__name__} has nothing to learn; set its learn=True, or use LearnedExp.")
+    with torch.no_grad():
+        wanted = rows(kernel(q @ k.mT), causal)
+    values = {name: value.detach().clone().requires_grad_(name in features.learned) for name, value in buffers.items()}
+    optimiser = torch.optim.Adam([values[name] for name in features.learned], lr=rate)
+    size = wanted.square().sum()
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = rate * (1 - step / steps)
+        optimiser.zero_grad()
+        loss = (rows(features.query(q, values) @ features.key(k, values).mT, causal) - wanted).square().sum() / size
+        if not bool(loss.isfinite()):
+            raise NonFiniteError(f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. Use a smaller rate, or unit vectors.")
+        loss.backward()
+        optimiser.step()
+    return {name: value.detach() for name, value in values.items()}
+
+
+__all__ = ["LearnedExp", "distil", "rows"]

@@ -1,0 +1,222 @@
+"""Random features: positive ones of e^(2 s x), Fourier, random Maclaurin, TensorSketch."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+
+
+@dataclass(frozen=True)
+class PositiveRandom(FeatureMap):
+    """phi(u) = D^-1/2 exp(sqrt(2 s) w_i . u - s |u|^2), i = 1 … D: E phi(u) . phi(v) = e^(2 s u.v) for vectors of any length.
+
+    The relative variance for unit vectors is (e^(4 s (1 + x)) - 1)/D with independent w_i ~ N(0, I): it explodes with s.
+
+    draws: D. s: the scale. orthogonal: w_i in blocks of d that are orthogonal, with the lengths of Gaussian vectors. antithetic: each
+    w with -w, so D is even. learn: w is trained; the expectation then means nothing.
+
+    Source: Choromanski et al. 2021; SLAY, eq. 9.
+    """
+
+    draws: int
+    s: float = 0.5
+    orthogonal: bool = False
+    antithetic: bool = False
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.draws >= 1, f"PositiveRandom: draws must be >= 1, received {self.draws}.")
+        require(not (self.antithetic and self.draws % 2), f"PositiveRandom: antithetic draws come in pairs; an even number is required, received {self.draws}.")
+        require(self.s >= 0 and math.isfinite(self.s), f"PositiveRandom: s must be >= 0, received {self.s}.")
+
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ("omega",) if self.learn else ()
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("learned", "projections are trained") if self.learn else Claim("unbiased", "the mean of exp over Gaussian projections")
+
+    @property
+    def nonnegative(self) -> bool:
+        return True
+
+    def dimension(self, dim: int) -> int:
+        return self.draws
+
+    def flops(self, dim: int) -> int:
+        return self.draws * (2 * dim + 3) + 2 * dim
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return (2 * self.s * x).exp()
+
+    def relative_variance(self, x: Tensor) -> Tensor:
+        """Var(phi(u) . phi(v)) / e^(4 s x) for unit vectors and independent draws."""
+        return torch.expm1(4 * self.s * (1 + x)) / self.draws
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        count = self.draws // 2 if self.antithetic else self.draws
+        if self.orthogonal:
+            length = source.normal("length", source.heads, count, source.dim).norm(dim=-1, keepdim=True)
+            omega = source.units("omega", count, orthogonal=True) * length
+        else:
+            omega = source.normal("omega", source.heads, count, source.dim)
+        return {"omega": torch.cat([omega, -omega], 1) if self.antithetic else omega}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        # one exponent: the two factors apart would overflow where their product does not
+        exponent = x @ buffers["omega"].mT * math.sqrt(2 * self.s) - self.s * x.square().sum(-1, keepdim=True)
+        return (exponent - 0.5 * math.log(self.draws)).exp()
+
+
+@dataclass(frozen=True)
+class Fourier(FeatureMap):
+    """phi(x) = sqrt(2/D) [cos(W x), sin(W x)], W (D/2, d) ~ N(0, 1/width^2): E phi(u) . phi(v) = exp(-|u - v|^2 / (2 width^2)).
+
+    Signed: values may be negative though the Gaussian is not. On unit vectors the kernel is e^(-(1 - x)/width^2).
+
+    Raises: ArgumentError for an odd number of features. Source: Rahimi and Recht 2007.
+    """
+
+    size: int
+    width: float = 1.0
+    orthogonal: bool = False
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.size >= 2 and self.size % 2 == 0, f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.")
+        require(self.width > 0, f"Fourier: width must be > 0, received {self.width}.")
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ("omega",) if self.learn else ()
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("learned", "frequencies are trained") if self.learn else Claim("unbiased", "the Fourier transform of a Gaussian, sampled")
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        return self.size * (dim + 2)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return ((x - 1) / self.width**2).exp()
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        if self.orthogonal:
+            length = source.normal("length", source.heads, self.size // 2, source.dim).norm(dim=-1, keepdim=True)
+            return {"omega": source.units("omega", self.size // 2, orthogonal=True) * length / self.width}
+        return {"omega": source.normal("omega", source.heads, self.size // 2, source.dim) / self.width}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        angle = x @ buffers["omega"].mT
+        return torch.cat([angle.cos(), angle.sin()], -1) * math.sqrt(2 / self.size)
+
+
+@dataclass(frozen=True)
+class RandomMaclaurin(FeatureMap):
+    """phi(x)_i = D^-1/2 prod_j (r_ij . x), j = 1 … degree, with random signs r: E phi(u) . phi(v) = (u . v)^degree. Signed.
+
+    Source: Kar and Karnick 2012; SLAY, appendix C.
+    """
+
+    size: int
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"RandomMaclaurin: size must be >= 1, received {self.size}.")
+        require(1 <= self.degree <= 6, f"RandomMaclaurin: degree must be from 1 to 6, received {self.degree}.")
+
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("unbiased", "products of projections on independent random signs")
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        return self.size * self.degree * (2 * dim + 1)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return x**self.degree
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        return {"signs": source.signs("signs", source.heads, self.degree, self.size, source.dim)}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        out = x @ buffers["signs"][:, 0].mT
+        for j in range(1, self.degree):
+            out = out * (x @ buffers["signs"][:, j].mT)
+        return out * self.size**-0.5
+
+
+def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
+    """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets: (…, H, T, d) with (H, d) -> (…, H, T, size)."""
+    signed = x * sign.unsqueeze(-2)
+    return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(-1, bucket.unsqueeze(-2).expand(signed.shape), signed)
+
+
+def convolve(parts: list[Tensor]) -> Tensor:
+    """Circular convolution of sketches, which is the sketch of their outer product. In float32 or better."""
+    size, dtype = parts[0].shape[-1], parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    product = torch.fft.rfft(parts[0].to(wide))
+    for other in parts[1:]:
+        product = product * torch.fft.rfft(other.to(wide))
+    return torch.fft.irfft(product, n=size).to(dtype)
+
+
+@dataclass(frozen=True)
+class TensorSketch(FeatureMap):
+    """The count sketch of x ⊗ … ⊗ x, by convolution of count sketches of x: E phi(u) . phi(v) = (u . v)^degree, exactly unbiased. Signed.
+
+    Source: Pham and Pagh 2013.
+    """
+
+    size: int
+    degree: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"TensorSketch: size must be >= 1, received {self.size}.")
+        require(1 <= self.degree <= 6, f"TensorSketch: degree must be from 1 to 6, received {self.degree}.")
+
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("unbiased", "a count sketch of the tensor power")
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        return self.degree * 2 * dim + (self.degree + 1) * 5 * self.size * math.ceil(math.log2(self.size + 1)) // 2
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        return x**self.degree
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        shape = (source.heads, self.degree, source.dim)
+        return {"bucket": source.integers("bucket", self.size, *shape), "sign": source.signs("sign", *shape)}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        return convolve([count_sketch(x, buffers["bucket"][:, j], buffers["sign"][:, j], self.size) for j in range(self.degree)])
+
+
+__all__ = ["Fourier", "PositiveRandom", "RandomMaclaurin", "TensorSketch", "convolve", "count_sketch"]

@@ -1,0 +1,140 @@
+"""SLAY: the spherical Yat kernel through quadrature nodes, a polynomial factor and positive random features, with every published choice."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.errors import unknown_name
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
+from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
+from zonal.features.landmarks import Anchors
+from zonal.features.quadrature import Quadrature, Rule, quadrature
+from zonal.features.random import PositiveRandom
+
+Fusion = Literal["tensor", "hadamard", "shared", "sketch"]
+_ANCHORS = Anchors(8)
+_FUSIONS = ("tensor", "hadamard", "shared", "sketch")
+# (R, D, P) of the three scales of the paper's ablation
+_PRESETS = {"small": (2, 8, 8), "medium": (2, 16, 16), "large": (2, 32, 32)}
+
+
+@dataclass(frozen=True)
+class Slay(FeatureMap):
+    """phi(u) = [sqrt(w_r) S(phi_poly(u) ⊗ phi_PRF(u; s_r))]_r for x^2/(2 + eps - 2x) ~ sum_r w_r x^2 e^(2 s_r x).
+
+    Args:
+        eps: of the Yat kernel. nodes: R. rule: ``laguerre`` (the paper) or ``minimax``. tolerance: the largest quadrature error accepted.
+        polynomial: the map of x^2: Anchors(P) (the paper's default), square(), Nystrom, TensorSketch, RandomMaclaurin; None leaves the
+            factor out ("Laplace only", the kernel 1/(2 + eps - 2x)).
+        draws: D random features a node. orthogonal, antithetic, learn: of these.
+        fusion: ``tensor`` (all products), ``sketch`` (a count sketch of them, in ``sketch_size`` numbers), ``hadamard`` (index by index),
+            ``shared`` (index by index with the projections of the random features as anchors; ``polynomial`` is not used).
+        delta: what a row's sum is increased by before the division.
+
+    m = R · (P D, D or sketch_size). Source: SLAY (paper 001), eqs. 8-10; what was found about it: docs/slay.md.
+
+    Raises: ArgumentError for eps <= 0, a quadrature that misses ``tolerance`` (it says the error), sizes that do not fit the fusion.
+    """
+
+    eps: float = 0.01
+    nodes: int = 2
+    rule: Rule = "laguerre"
+    tolerance: float | None = None
+    polynomial: FeatureMap | None = _ANCHORS
+    draws: int = 8
+    orthogonal: bool = False
+    antithetic: bool = False
+    learn: bool = False
+    fusion: Fusion = "tensor"
+    sketch_size: int = 64
+    delta: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require(self.fusion in _FUSIONS, f"Slay: fusion must be one of {', '.join(_FUSIONS)}, received {self.fusion!r}.")
+        require(self.delta >= 0, f"Slay: delta must be >= 0, received {self.delta}.")
+        require(self.fusion != "shared" or not (self.orthogonal or self.antithetic or self.learn), "Slay: fusion='shared' has independent draws that are not learned only.")
+        quadrature(self.rule, self.nodes, self.eps, self.tolerance)
+        self._node(0.5)
+
+    @staticmethod
+    def preset(scale: str) -> "Slay":
+        """``small``, ``medium`` or ``large``: R = 2 and D = P = 8, 16, 32, as in the paper's table 10; change the rest with ``dataclasses.replace``."""
+        if scale not in _PRESETS:
+            raise unknown_name("Slay.preset", "scale", scale, _PRESETS)
+        nodes, draws, anchors = _PRESETS[scale]
+        return Slay(nodes=nodes, draws=draws, polynomial=Anchors(anchors))
+
+    @property
+    def rule_used(self) -> Quadrature:
+        """Nodes s_r, log w_r and the largest relative error over x."""
+        return quadrature(self.rule, self.nodes, self.eps)
+
+    def _node(self, s: float) -> FeatureMap:
+        random = PositiveRandom(self.draws, s, self.orthogonal, self.antithetic, self.learn)
+        if self.fusion == "shared":
+            return SharedHadamard(self.draws, s)
+        if self.polynomial is None:
+            return random
+        if self.fusion == "sketch":
+            return Sketched(self.polynomial, random, self.sketch_size)
+        return (TensorProduct if self.fusion == "tensor" else Hadamard)(self.polynomial, random)
+
+    @property
+    def _parts(self) -> list[FeatureMap]:
+        return [self._node(s) for s in self.rule_used.nodes]
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return tuple(f"node{r}_{name}" for r, of in enumerate(self._parts) for name in of.learned)
+
+    @property
+    def claim(self) -> Claim:
+        of = self._parts[0].claim
+        error = self.rule_used.error
+        return Claim(of.kind, f"at each of {self.nodes} {self.rule} nodes: {of.text}; the quadrature itself is off by {error:.3g} at most", error)
+
+    @property
+    def nonnegative(self) -> bool:
+        return self._parts[0].nonnegative
+
+    @property
+    def positive(self) -> bool:
+        return self._parts[0].positive
+
+    def dimension(self, dim: int) -> int:
+        return sum(of.dimension(dim) for of in self._parts)
+
+    def flops(self, dim: int) -> int:
+        return sum(of.flops(dim) + of.dimension(dim) for of in self._parts)
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        used = self.rule_used
+        # the exponential and its weight in one exponent; what is left of a node is its kernel at s = 0, except for shared draws
+        return torch.stack([(log_w + 2 * s * x).exp() * self._factor(x, dim, s) for s, log_w in zip(used.nodes, used.log_weights, strict=True)]).sum(0)
+
+    def _factor(self, x: Tensor, dim: int, s: float) -> Tensor:
+        if self.fusion == "shared":
+            return SharedHadamard(self.draws, s).factor(x)
+        return torch.ones_like(x) if self.polynomial is None else self.polynomial.kernel(x, dim)
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        drawn: dict[str, Tensor] = {}
+        for r, of in enumerate(self._parts):
+            drawn |= under(f"node{r}", of.draw(source.child(f"node{r}")))
+        return drawn
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        roots = [math.exp(log_w / 2) for log_w in self.rule_used.log_weights]
+        return torch.cat([of(x, part(buffers, f"node{r}"), side) * roots[r] for r, of in enumerate(self._parts)], -1)
+
+    def laplace_only(self) -> "Slay":
+        """The paper's baseline without x^2, with as many features: the draws make up for the anchors."""
+        factor = self.polynomial
+        return self if factor is None else replace(self, polynomial=None, draws=self.draws * (factor.count if isinstance(factor, Anchors) else 1))
+
+
+__all__ = ["Fusion", "Slay"]
