@@ -8,7 +8,6 @@ from zonal import link, mechanisms
 from zonal.errors import ArgumentError
 from zonal.features import Anchors, FeatureMap, Nystrom, RandomMaclaurin, Slay, TensorSketch, fit_square, square
 from zonal.mechanisms.slay import slay_features
-from zonal.mechanisms.yat import yat_polynomial
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,10 @@ def test_wrong_names() -> None:
 
 def test_polynomial_of_yat() -> None:
     """It is the fit, it can be made again from its spec, and its outputs are near those of Yat in linear time."""
-    operator = yat_polynomial()
+    operator = mechanisms.resolve("polynomial_square(degree=4, eps=1., d_qk=8)")
     assert operator.link == fit_square(link.Yat(1.0), 4, dim=8).link
-    assert mechanisms.resolve(operator.spec).config()["link"] == operator.config()["link"]
+    with pytest.raises(ArgumentError, match="both given"):
+        mechanisms.polynomial_square(coefficients=(1.0,), degree=2)
     q, k, v = torch.randn(3, 1, 2, 300, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind(0)
     wanted = zonal.attention(q, k, v, mechanisms.yat(eps=1.0), causal=True)
     found = zonal.attention(q, k, v, operator, causal=True, path="chunked")

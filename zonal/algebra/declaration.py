@@ -29,14 +29,17 @@ class Declaration:
 
     A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose first
     axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and hands
-    their current values back under the same names.
+    their current values back under the same names. What is drawn once and stays is ``fixed()``: buffers, saved with the rest.
     """
 
     slot: ClassVar[str]
     kv_rows: ClassVar[tuple[str, ...]] = ()
-    """Names in ``initial()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
+    """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
 
     def initial(self) -> dict[str, Tensor]:
+        return {}
+
+    def fixed(self) -> dict[str, Tensor]:
         return {}
 
     def moves(self) -> tuple[Move, ...]:

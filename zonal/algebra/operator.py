@@ -65,6 +65,7 @@ class Operator(nn.Module):
         prior: declared masks and biases, in any order.
         name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
         layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output).
+        qk_dim: the size that a layer should give q and k of one head; None = that of v.
 
     The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row
     for each head group; rows are repeated when an operator meets more heads, thinned evenly when it meets fewer, and made
@@ -81,6 +82,7 @@ class Operator(nn.Module):
         name: str | None = None,
         readout: Readout = None,
         layer_init: LayerInit = "default",
+        qk_dim: int | None = None,
         spec: str | None = None,
     ) -> None:
         super().__init__()
@@ -93,19 +95,29 @@ class Operator(nn.Module):
         self.spec = spec or self.name
         self.readout: Readout = readout
         self.layer_init: LayerInit = layer_init
+        self.qk_dim = qk_dim
         start = {slot: part.initial() for slot, part in self._parts()}
+        drawn = {slot: part.fixed() for slot, part in self._parts()}
         self._learned = {slot: tuple(values) for slot, values in start.items()}
+        self._fixed = {slot: tuple(values) for slot, values in drawn.items()}
+        self._kv_rows = {slot: frozenset(part.kv_rows) for slot, part in self._parts()}
         self._kept: dict[int, tuple[Params, Tensor]] = {}
         self.learned_parts = nn.ParameterDict({f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()})
+        self.fixed_parts = nn.Module()
+        for slot, values in drawn.items():
+            for key, value in values.items():
+                self.fixed_parts.register_buffer(f"{slot}_{key}", value)
 
     def _parts(self) -> list[tuple[str, Declaration]]:
         return [("score", self.score), ("link", self.link), ("anchor", self.anchor), *((f"prior{i}", p) for i, p in enumerate(self.prior))]
 
-    def _params(self, slot: str, part: Declaration, heads: int, kv_heads: int) -> Params:
-        return {
-            key: expand_rows(self.learned_parts[f"{slot}_{key}"], kv_heads if key in part.kv_rows else heads, f"{slot}.{key}")
-            for key in self._learned[slot]
-        }
+    def _params(self, slot: str, heads: int, kv_heads: int) -> Params:
+        rows = {key: kv_heads if key in self._kv_rows[slot] else heads for key in (*self._learned[slot], *self._fixed[slot])}
+        return {key: expand_rows(self._value(slot, key), count, f"{slot}.{key}") for key, count in rows.items()}
+
+    def _value(self, slot: str, key: str) -> Tensor:
+        name = f"{slot}_{key}"
+        return self.learned_parts[name] if key in self._learned[slot] else self.fixed_parts.get_buffer(name)
 
     @property
     def tags(self) -> Tags:
@@ -155,9 +167,9 @@ class Operator(nn.Module):
         return Bound(
             score=self.score, link=self.link, anchor=self.anchor, priors=self.prior, heads=heads, kv_heads=kv_heads,
             coefficients=self._coefficients(heads),
-            score_params=self._params("score", self.score, heads, kv_heads),
-            anchor_params=self._params("anchor", self.anchor, heads, kv_heads),
-            log_decay=None if decay is None else decay[1].log_decay(self._params(*decay, heads, kv_heads), kv_heads),
+            score_params=self._params("score", heads, kv_heads),
+            anchor_params=self._params("anchor", heads, kv_heads),
+            log_decay=None if decay is None else decay[1].log_decay(self._params(decay[0], heads, kv_heads), kv_heads),
             slopes=None if alibi is None else alibi.for_heads(heads),
         )
 
@@ -190,24 +202,33 @@ class Operator(nn.Module):
         """A new operator with some slots swapped; parts that stay keep their learned values."""
         new = Operator(
             score or self.score, link or self.link, anchor or self.anchor, self.prior if prior is None else prior,
-            name=self.name, readout=self.readout, layer_init=self.layer_init, spec=None,
+            name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim, spec=None,
         )
         kept = {slot for slot, part in self._parts() if dict(new._parts()).get(slot) == part}
         for key, value in self.learned_parts.items():
             if key.split("_", 1)[0] in kept:
                 new.learned_parts[key] = nn.Parameter(value.detach().clone())
+        for key, value in self.fixed_parts.named_buffers():
+            if key.split("_", 1)[0] in kept:
+                new.fixed_parts.register_buffer(key, value.clone())
         return new
 
-    def for_heads(self, heads: int, kv_heads: int | None = None) -> "Operator":
-        """A copy whose learned parts have one row of their own for each head."""
+    def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
+        """A copy whose learned parts have one row of their own for each head. dim: the size of a head, where the score had left it open."""
+        kv_heads = kv_heads or heads
+        score = self.score if dim is None else self.score.sized(dim, kv_heads)
         new = Operator(
-            self.score, self.link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, spec=self.spec
-        )
+            score, self.link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
+            spec=self.spec,
+        )  # fmt: skip
         for slot, part in self._parts():
-            for key in part.initial():
-                rows = (kv_heads or heads) if key in part.kv_rows else heads
-                value = expand_rows(self.learned_parts[f"{slot}_{key}"].detach(), rows, f"{slot}.{key}")
-                new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.clone())
+            if part is self.score and score is not self.score:
+                continue  # its numbers were drawn just now, for these heads
+            for key, value in self._params(slot, heads, kv_heads).items():
+                if key in self._learned[slot]:
+                    new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.detach().clone())
+                else:
+                    new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
         return new
 
     def moves(self) -> tuple[Move, ...]:
@@ -224,7 +245,7 @@ class Operator(nn.Module):
         """The declaration as plain JSON values (learned values are not in it)."""
         return {
             "name": self.name, "spec": self.spec, "readout": self.readout, "layer_init": self.layer_init,
-            "score": self.score.config(), "link": self.link.config(), "anchor": self.anchor.config(),
+            "qk_dim": self.qk_dim, "score": self.score.config(), "link": self.link.config(), "anchor": self.anchor.config(),
             "prior": [p.config() for p in self.prior],
         }
 
@@ -241,7 +262,8 @@ class Operator(nn.Module):
         prior = tuple(from_config(p, slots.ALL, "prior") for p in config["prior"])
         return Operator(
             read["score"], read["link"], read["anchor"], prior,  # type: ignore[arg-type]
-            name=config.get("name"), readout=config.get("readout"), layer_init=config.get("layer_init", "default"), spec=config.get("spec"),
+            name=config.get("name"), readout=config.get("readout"), layer_init=config.get("layer_init", "default"),
+            qk_dim=config.get("qk_dim"), spec=config.get("spec"),
         )
 
     @torch.no_grad()

@@ -52,6 +52,14 @@ class Score(Declaration):
         """Whether a prepared key is the key as it came: it then loses nothing when it is kept in the type it came in."""
         return False
 
+    def width(self, dim: int) -> int:
+        """How many numbers a prepared vector has, from heads of size ``dim``."""
+        return dim
+
+    def sized(self, dim: int, heads: int) -> "Score":
+        """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
+        return self
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_query")
 

@@ -54,6 +54,7 @@ class Call:
     causal: bool
     include_self: bool
     dtype: torch.dtype  # of the result
+    head_dim: int  # of queries and keys as they came
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -87,9 +88,10 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """(B, H, T, S, D, P); of the raw tokens where they are at hand, which preparing does not reshape."""
+        """(B, H, T, S, D, P), with D that of prepared tokens."""
         q, k, v = self.tokens if self.raw is None else self.raw[:3]
-        return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        dim = q.shape[3] if self.raw is None else self.bound.score.width(q.shape[3])
+        return q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3]
 
     @property
     def requires_grad(self) -> bool:
@@ -206,6 +208,7 @@ def prepare(
     return Call(
         operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
+        head_dim=q.shape[3],
     )
 
 

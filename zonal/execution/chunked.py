@@ -42,10 +42,10 @@ def chunked_refusal(call: Call) -> str | None:
             return "the ridge follows the largest key seen so far, so every token has an inverse of its own; add prior.ChunkCausal or use mode='constant'"
         return reason
     if call.windowed or call.bias.slope is not None:
-        return features_refusal(call.bound, call.shape[4]) or "positions weigh in, and a sum over keys has forgotten them"
+        return features_refusal(call.bound, call.head_dim) or "positions weigh in, and a sum over keys has forgotten them"
     if call.log_decay is not None and call.chunk is not None:
         return "a decay together with whole chunks is not carried"
-    return features_refusal(call.bound, call.shape[4])
+    return features_refusal(call.bound, call.head_dim)
 
 
 def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None) -> tuple[Tensor, Memory | None]:
@@ -82,8 +82,8 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
     """The memory of a call's operator before its first token, for keys and values in ``dtype`` (that of the call's result)."""
-    batch, heads, _, dim = call.k.shape
-    return Memory.empty(call.operator, batch, heads, dim, call.v.shape[3], dtype or call.dtype, call.k.device)
+    batch, heads = call.k.shape[:2]
+    return Memory.empty(call.operator, batch, heads, call.head_dim, call.v.shape[3], dtype or call.dtype, call.k.device)
 
 
 def tail(call: Call, first: int) -> Call:
@@ -112,10 +112,10 @@ def check_memory(call: Call, memory: Memory) -> None:
             f"attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, received {call.q.shape[2]} and {call.k.shape[2]}."
         )
     form = memory.form
-    if (form.batch, form.heads, form.key_dim, form.value_dim) != (call.k.shape[0], call.k.shape[1], call.k.shape[3], call.v.shape[3]):
+    if (form.batch, form.heads, form.key_dim, form.value_dim) != (call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3]):
         raise ArgumentError(
             f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(form[:4])}, "
-            f"the call has {(call.k.shape[0], call.k.shape[1], call.k.shape[3], call.v.shape[3])}."
+            f"the call has {(call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3])}."
         )
 
 

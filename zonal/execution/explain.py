@@ -135,7 +135,7 @@ def explain(
         raise ArgumentError(f"explain: memory must be True, False or a number of tokens, received {memory!r}.")
     call = _call(operator, shapes, causal, dtype, gradients, key_padding, packed)
     with torch.set_grad_enabled(gradients):
-        heads, key_dim, value_dim = call.k.shape[1], call.k.shape[3], call.v.shape[3]
+        heads, key_dim, value_dim = call.k.shape[1], call.head_dim, call.v.shape[3]
         kind = Memory.kind_for(operator, key_dim)
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
         problem = problem_of(call, held, place)

@@ -180,7 +180,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
-        kind=Memory.kind_for(call.operator, key_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
+        kind=Memory.kind_for(call.operator, call.head_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=native.refusal(call), refused=refused,
     )  # fmt: skip
 

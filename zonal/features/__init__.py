@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from zonal.algebra import slots
 from zonal.algebra.declaration import from_config
 from zonal.features.base import Claim, FeatureMap, repeat_heads
 from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
@@ -13,6 +14,7 @@ from zonal.features.moments import moments
 from zonal.features.polynomial import Polynomial, square, taylor_exp
 from zonal.features.quadrature import Quadrature, quadrature
 from zonal.features.random import Fourier, PositiveRandom, RandomMaclaurin, TensorSketch
+from zonal.features.score import Features
 from zonal.features.serve import feature_map
 from zonal.features.slay import Slay
 from zonal.features.symmetric import SymmetricPowers
@@ -26,6 +28,10 @@ FEATURES: dict[str, type[FeatureMap]] = {
 }  # fmt: skip
 
 
+# what an operator's configuration may contain, from here on
+slots.ALL.update({**FEATURES, "Features": Features})
+
+
 def features_from_config(config: dict[str, Any]) -> FeatureMap:
     """The map that ``config()`` described. Raises: ArgumentError for unknown types or fields."""
     found = from_config(config, FEATURES, "features")
@@ -34,7 +40,7 @@ def features_from_config(config: dict[str, Any]) -> FeatureMap:
 
 
 __all__ = [
-    "FEATURES", "Anchors", "Claim", "FeatureMap", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
+    "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
     "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct",
     "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
     "quadrature", "repeat_heads", "sample", "square", "taylor_exp",

@@ -10,11 +10,13 @@ from zonal.errors import ArgumentError, ZonalError, unknown_name
 from zonal.mechanisms.echo import ridge, ska
 from zonal.mechanisms.linear import linear, retention
 from zonal.mechanisms.sko import sko
+from zonal.mechanisms.slay import hedgehog, of_features, performer, slay
 from zonal.mechanisms.softmax import cosine, softmax
 from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 _MECHANISMS: dict[str, Callable[..., Operator]] = {
-    f.__name__: f for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, ridge, ska)
+    f.__name__: f
+    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska)
 }
 _SHORT = {"sq": "squared_affine"}
 
@@ -61,4 +63,4 @@ def resolve(spec: str) -> Operator:
     return operator
 
 
-__all__ = ["cosine", "linear", "names", "polynomial_square", "resolve", "retention", "ridge", "ska", "sko", "softmax", "squared_affine", "yat"]
+__all__ = ["cosine", "hedgehog", "linear", "names", "of_features", "performer", "polynomial_square", "resolve", "retention", "ridge", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]

@@ -6,8 +6,22 @@ kernel that is meant is ``yat(eps)``; what the features give instead, and what t
 
 from typing import Literal
 
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
 from zonal.algebra.declaration import require
-from zonal.features import Anchors, FeatureMap, Nystrom, RandomMaclaurin, Slay, TensorSketch, square
+from zonal.algebra.link import Identity
+from zonal.features import (
+    Anchors,
+    FeatureMap,
+    Features,
+    LearnedExp,
+    Nystrom,
+    PositiveRandom,
+    RandomMaclaurin,
+    Slay,
+    TensorSketch,
+    square,
+)
 from zonal.features.quadrature import Rule
 from zonal.features.slay import Fusion
 
@@ -63,4 +77,62 @@ def _factor(name: Factor, size: int, learn: bool) -> FeatureMap | None:
             return None
 
 
-__all__ = ["Factor", "slay_features"]
+def of_features(features: FeatureMap, dim: int | None = None, seed: int = 0, allow_signed: bool = False, name: str = "features") -> Operator:
+    """Row-normalised attention by a feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
+
+    dim: the size of a head, for which the map draws its numbers; None = what the layer has. seed: of what is drawn.
+    allow_signed: accept a map whose scores may be negative; a row's sum may then come near zero, and its output grow without bound.
+
+    Raises: PathError for a signed map without ``allow_signed``.
+    """
+    anchor = Row(allow_signed=allow_signed)
+    features.check(name, anchor)
+    return Operator(Features(features, dim=dim, seed=seed), Identity(), anchor, name=name)
+
+
+def slay(
+    scale: str = "medium",
+    eps: float = 0.01,
+    polynomial: Factor = "anchors",
+    nodes: int = 2,
+    rule: Rule = "laguerre",
+    size: int | None = None,
+    draws: int | None = None,
+    fusion: Fusion = "tensor",
+    sketch_size: int = 64,
+    orthogonal: bool = False,
+    antithetic: bool = False,
+    learn: bool = False,
+    delta: float = 1e-6,
+    dim: int | None = None,
+    seed: int = 0,
+    allow_signed: bool = False,
+) -> Operator:
+    """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
+
+    The first arguments are those of ``slay_features``; dim, seed and allow_signed those of ``of_features``. The row anchor divides by the
+    sum itself and gives zeros where it is zero, so that ``delta`` changes nothing here.
+    """
+    features = slay_features(
+        scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, delta
+    )  # fmt: skip
+    return of_features(features, dim, seed, allow_signed, "slay")
+
+
+def performer(dim: int, draws: int = 64, orthogonal: bool = True, seed: int = 0) -> Operator:
+    """Softmax attention at scale dim^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(dim)).
+
+    Source: Choromanski et al. 2021.
+    """
+    return of_features(PositiveRandom(draws, s=0.5 * dim**-0.5, orthogonal=orthogonal), dim, seed, name="performer")
+
+
+def hedgehog(size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int = 0) -> Operator:
+    """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
+
+    Source: Zhang et al. 2024 (Hedgehog).
+    """
+    return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")
+
+
+__all__ = ["Factor", "hedgehog", "of_features", "performer", "slay", "slay_features"]

@@ -6,6 +6,7 @@ so they also run chunked and from a constant-size memory. Paper: SLAY; the squar
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
+from zonal.algebra.declaration import require
 from zonal.algebra.link import PolynomialSquare, SquaredAffine, Yat
 from zonal.algebra.score import Cosine
 from zonal.features import fit_square
@@ -16,22 +17,31 @@ def yat(eps: float = 0.01) -> Operator:
     return Operator(Cosine(), Yat(eps=eps), Row(), name="yat")
 
 
-def squared_affine(bias: float = 0.04, learn_bias: bool = False) -> Operator:
-    """(x + b)^2: nonnegative, exact with (d + 1)(d + 2)/2 features."""
-    return Operator(Cosine(), SquaredAffine(bias=bias, learn_bias=learn_bias), Row(), name="squared_affine")
+def squared_affine(bias: float = 0.04, learn_bias: bool = False, d_qk: int | None = None) -> Operator:
+    """(x + b)^2: nonnegative, exact with (d + 1)(d + 2)/2 features. d_qk: the size that a layer gives its queries and keys."""
+    return Operator(Cosine(), SquaredAffine(bias=bias, learn_bias=learn_bias), Row(), name="squared_affine", qk_dim=d_qk)
 
 
-def polynomial_square(coefficients: tuple[float, ...] = (0.1, 0.3, 1.0), floor: float = 0.0, learn: bool = False) -> Operator:
-    """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k."""
-    return Operator(Cosine(), PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn), Row(), name="polynomial_square")
+def polynomial_square(
+    coefficients: tuple[float, ...] | None = None,
+    floor: float = 0.0,
+    learn: bool = False,
+    degree: int | None = None,
+    eps: float = 1.0,
+    d_qk: int | None = None,
+) -> Operator:
+    """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction.
 
+    Give coefficients, or ``degree`` (2, 4 or 6, of the whole in x): then the nearest to ``yat(eps)`` for random unit vectors in R^d_qk (16 unless
+    given). d_qk: the size that a layer gives its queries and keys; small ones have few features, C(d_qk + degree, degree), while values may
+    be wide. ``degree=4, d_qk=8`` and ``degree=2, d_qk=16`` are the recommended forms. How near they come: docs/slay.md.
 
-def yat_polynomial(eps: float = 1.0, dim: int = 8, degree: int = 4) -> Operator:
-    """The ``polynomial_square`` nearest to ``yat(eps)`` for random unit vectors in R^dim: 2, 4 or 6 is its degree in x.
-
-    The spec of the result holds the coefficients, so that a run can be repeated from it. How near it comes: docs/slay.md.
+    Raises: ArgumentError for both or a degree that cannot be fitted.
     """
-    link = fit_square(Yat(eps), degree, dim=dim).link
-    operator = polynomial_square(coefficients=link.polynomial, floor=link.floor)
-    operator.spec = f"polynomial_square(coefficients={link.polynomial!r}, floor={link.floor!r})"
-    return operator
+    require(coefficients is None or degree is None, "polynomial_square: coefficients and degree were both given. Pass one of the two.")
+    if degree is not None:
+        link = fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk).link
+        coefficients, floor = link.polynomial, link.floor
+    elif coefficients is None:
+        coefficients = (0.1, 0.3, 1.0)
+    return Operator(Cosine(), PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn), Row(), name="polynomial_square", qk_dim=d_qk)

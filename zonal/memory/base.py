@@ -51,7 +51,7 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     features = feature_map(parts.link)
     if features is None:
         return f"link {type(parts.link).__name__} has no finite feature map that is exact"
-    size = features.dimension(key_dim)
+    size = features.dimension(parts.score.width(key_dim))
     if size > MAX_FEATURES:
         return f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension {key_dim}, more than {MAX_FEATURES}"
     return None

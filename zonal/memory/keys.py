@@ -151,7 +151,7 @@ class KeyValues(Memory):
     def bytes_at(self, length: int) -> int:
         form, room = self.form, self.buffer.room
         held = length if self.reach is None else min(length, self.reach)
-        token = form.heads * (form.key_dim * _key_dtype(self.operator, form).itemsize + form.value_dim * form.dtype.itemsize)
+        token = form.heads * (self.operator.score.width(form.key_dim) * _key_dtype(self.operator, form).itemsize + form.value_dim * form.dtype.itemsize)
         token += 0 if room.mask is None else 1
         token += sum(form.heads * x.element_size() for x in (room.log_decay, room.key_bias) if x is not None)
         return form.batch * held * token
@@ -164,7 +164,7 @@ class KeyValues(Memory):
         held = Tokens(**tensors)
         n = held.length
         expected = Tokens(
-            held.k.new_empty(form.batch, form.heads, n, form.key_dim), held.v.new_empty(form.batch, form.heads, n, form.value_dim),
+            held.k.new_empty(form.batch, form.heads, n, operator.score.width(form.key_dim)), held.v.new_empty(form.batch, form.heads, n, form.value_dim),
             torch.empty(form.batch, n), torch.empty(form.batch, form.heads, n), torch.empty(form.batch, form.heads, n),
         )
         if any(x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)) or held.k.dtype != _key_dtype(operator, form):
@@ -181,7 +181,8 @@ def _key_dtype(operator: Operator, form: Form) -> torch.dtype:
 
 
 def _no_tokens(operator: Operator, form: Form) -> Tokens:
-    k = torch.empty(form.batch, form.heads, 0, form.key_dim, dtype=_key_dtype(operator, form), device=form.device)
+    width = operator.score.width(form.key_dim)
+    k = torch.empty(form.batch, form.heads, 0, width, dtype=_key_dtype(operator, form), device=form.device)
     return Tokens(k, torch.empty(form.batch, form.heads, 0, form.value_dim, dtype=form.dtype, device=form.device))
 
 

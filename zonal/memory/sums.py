@@ -67,14 +67,14 @@ def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
 
 
 def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
-    size = features_of(operator, form.key_dim).dimension(form.key_dim)
+    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     width = form.value_dim + (1 if operator.tags.normalises else 0)
     state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
     return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
 
 
 def _state_bytes(operator: Operator, form: Form) -> int:
-    size = features_of(operator, form.key_dim).dimension(form.key_dim)
+    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     return form.batch * (form.heads * size * (form.value_dim + (1 if operator.tags.normalises else 0)) * form.statistics.itemsize + 8)
 
 

@@ -29,9 +29,10 @@ class Attention(nn.Module):
         heads: H query heads.
         operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
-        head_dim: size of q, k and v of one head; None = dim / heads.
+        head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
+        qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
         rotary: rotary positions on q and k; a ``Rotary`` is shared with whoever else holds it.
-        qk_norm: RMSNorm on q and on k, per head, one gain of size head_dim each.
+        qk_norm: RMSNorm on q and on k, per head, one gain of size qk_dim each.
         readout_norm: RMSNorm on what the operator returns: "head" over each head with one gain shared by the heads, "concat"
             over all heads at once, None for none; "auto" takes what the operator declares.
         readout_eps: ε of that norm.
@@ -50,6 +51,7 @@ class Attention(nn.Module):
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        qk_dim: int | None = None,
         rotary: bool | Rotary = False,
         qk_norm: bool = False,
         readout_norm: ReadoutNorm | None = "auto",
@@ -77,17 +79,24 @@ class Attention(nn.Module):
 
         self.dim, self.heads, self.kv_heads, self.head_dim, self.causal = dim, heads, kv_heads, head_dim, causal
         resolved = mechanisms.resolve(operator) if isinstance(operator, str) else operator
-        self.operator: Operator = resolved.for_heads(heads, kv_heads)
+        if qk_dim is None:
+            qk_dim = resolved.qk_dim if resolved.qk_dim is not None else head_dim
+        if qk_dim < 1:
+            raise ArgumentError(f"nn.Attention: qk_dim must be at least 1, received {qk_dim}.")
+        self.qk_dim = qk_dim
+        self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=qk_dim)
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
-        self.query = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.key = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
+        self.key = nn.Linear(dim, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
-        self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(head_dim) if rotary else None
+        if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # shared with layers whose queries have another size
+            rotary = Rotary(qk_dim, rotary.base)
+        self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
-        self.query_norm = RMSNorm(head_dim) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim) if qk_norm else None
+        self.query_norm = RMSNorm(qk_dim) if qk_norm else None
+        self.key_norm = RMSNorm(qk_dim) if qk_norm else None
         if self.readout_norm == "head":
             self.readout: RMSNorm | None = RMSNorm(head_dim, readout_eps)
         elif self.readout_norm == "concat":
@@ -121,7 +130,7 @@ class Attention(nn.Module):
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
         return LayerMemory(
-            memory=Memory.empty(self.operator, batch, self.kv_heads, self.head_dim, self.head_dim, dtype, device),
+            memory=Memory.empty(self.operator, batch, self.kv_heads, self.qk_dim, self.head_dim, dtype, device),
             tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
         )
 
@@ -200,7 +209,7 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""
-        return x.unflatten(2, (heads, self.head_dim)).transpose(1, 2)
+        return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
     def _positions(
         self, length: int, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
@@ -227,4 +236,4 @@ class Attention(nn.Module):
         return self.output(y)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, readout_norm={self.readout_norm}"
+        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, qk_dim={self.qk_dim}, readout_norm={self.readout_norm}"
