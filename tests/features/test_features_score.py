@@ -14,7 +14,7 @@ from zonal.memory import Memory
 from zonal.models import CausalLM, ModelConfig
 from zonal.nn import Attention
 
-SPECS = ["slay(dim=8)", "slay(scale='small', polynomial='exact', dim=8)", "performer(dim=8, draws=24)", "hedgehog(size=12, dim=8)"]
+SPECS = ["slay", "slay(scale='small', polynomial='exact')", "performer(draws=24)", "hedgehog(size=12)"]
 
 
 def tokens(heads: int = 4, kv_heads: int = 2, length: int = 21, dim: int = 8, value_dim: int = 5) -> list[Tensor]:
@@ -25,8 +25,7 @@ def tokens(heads: int = 4, kv_heads: int = 2, length: int = 21, dim: int = 8, va
 
 def own_rows(spec: str, heads: int = 4, kv_heads: int = 2) -> Operator:
     """In float64, with numbers of its own for each key head."""
-    operator = m.resolve(spec.replace("dim=8, ", "").replace(", dim=8", "").replace("(dim=8)", "")) if "performer" not in spec else m.resolve(spec)
-    return operator.for_heads(heads, kv_heads, dim=8).double()
+    return m.resolve(spec).for_heads(heads, kv_heads, dim=8).double()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -117,8 +116,10 @@ def test_small_queries_beside_wide_values() -> None:
 
 def test_mistakes_are_said() -> None:
     q, k, v = (x.detach() for x in tokens())
-    with pytest.raises(ArgumentError, match=r"not been given a head size, and meet one of 8. Declare dim=8"):
-        zonal.attention(q, k, v, m.slay())
+    # left open, it takes the numbers that its seed gives for the size it meets
+    left_open = zonal.attention(q, k, v, m.slay(seed=3))
+    assert torch.allclose(left_open, zonal.attention(q, k, v, m.slay(seed=3, dim=8)), atol=1e-9)
+    assert not torch.allclose(left_open, zonal.attention(q, k, v, m.slay(seed=4)), atol=1e-3)
     with pytest.raises(ArgumentError, match="made for heads of size 16, and meet one of 8"):
         zonal.attention(q, k, v, m.slay(dim=16))
     with pytest.raises(PathError, match="grow without bound"):

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,10 +18,12 @@ from zonal.features.base import FeatureMap, repeat_heads
 class Features(Score):
     """S_ts = phi_q(q_t) . phi_k(k_s) for q and k, or for their unit vectors where the map is made for those (``features.unit``).
 
-    dim: the size of a head, for which the map draws its numbers; None = not known yet: a layer fills in its own. heads: how many key
-    heads have numbers of their own (1 = all share them). seed: of what is drawn. What the map draws is saved with the operator.
+    dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it, and what is learned
+    can be trained. None = left open: a layer fills in its own, and a bare call takes the start that ``seed`` gives for the size it meets.
+    heads: how many key heads have numbers of their own (1 = all share them). scaled: q and k are divided by D^(1/4), so that the map's
+    q.k is q.k / sqrt(D).
 
-    Raises: ArgumentError where it meets vectors of another size.
+    Raises: ArgumentError where it meets vectors of another size than dim.
     """
 
     bilinear: ClassVar[bool] = True
@@ -29,6 +32,7 @@ class Features(Score):
     dim: int | None = None
     heads: int = 1
     seed: int = 0
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         require(isinstance(self.features, FeatureMap), f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.")
@@ -56,21 +60,29 @@ class Features(Score):
         return self.features.dimension(dim)
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        rows = {name: value.to(q.dtype) if value.is_floating_point() else value for name, value in params.items()}
+        rows = self._numbers(q, params)
         kv_heads = max([1, *(value.shape[0] for value in rows.values())])
         phi = self.features.query(self._ready(q), repeat_heads(rows, q.shape[1] // kv_heads))
         return phi if scale is None else phi * scale
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return self.features.key(self._ready(k), {name: value.to(k.dtype) if value.is_floating_point() else value for name, value in params.items()})
+        return self.features.key(self._ready(k), self._numbers(k, params))
+
+    def _numbers(self, x: Tensor, params: Params) -> Params:
+        """What was drawn and learned, as the map takes it for x."""
+        dim = x.shape[-1]
+        if self.dim is None:
+            params = _drawn(replace(self, dim=dim))
+        elif self.dim != dim:
+            raise ArgumentError(
+                f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and meet one of {dim}. "
+                f"Declare dim={dim}, or leave it open and use the operator in nn.Attention, which gives its own."
+            )
+        return {name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype) for name, value in params.items()}
 
     def _ready(self, x: Tensor) -> Tensor:
-        if self.dim != x.shape[-1]:
-            what = "not been given a head size" if self.dim is None else f"been made for heads of size {self.dim}"
-            raise ArgumentError(
-                f"attention: {type(self.features).__name__} features have {what}, and meet one of {x.shape[-1]}. "
-                f"Declare dim={x.shape[-1]}, or use the operator in nn.Attention, which gives its own."
-            )
+        if self.scaled:
+            x = x * x.shape[-1] ** -0.25
         return F.normalize(x, dim=-1) if self.features.unit else x
 
     def moves(self) -> tuple[Move, ...]:
@@ -83,7 +95,10 @@ class Features(Score):
 
 @functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
 def _drawn(score: Features) -> dict[str, Tensor]:
-    return {} if score.dim is None else score.features.prepare(score.dim, score.heads, seed=score.seed)
+    if score.dim is None:
+        return {}
+    with torch.inference_mode(False):  # kept for calls with gradients, too
+        return score.features.prepare(score.dim, score.heads, seed=score.seed)
 
 
 __all__ = ["Features"]

@@ -77,17 +77,19 @@ def _factor(name: Factor, size: int, learn: bool) -> FeatureMap | None:
             return None
 
 
-def of_features(features: FeatureMap, dim: int | None = None, seed: int = 0, allow_signed: bool = False, name: str = "features") -> Operator:
-    """Row-normalised attention by a feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
+def of_features(
+    features: FeatureMap, dim: int | None = None, seed: int = 0, allow_signed: bool = False, scaled: bool = False, name: str = "features"
+) -> Operator:
+    """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
 
-    dim: the size of a head, for which the map draws its numbers; None = what the layer has. seed: of what is drawn.
-    allow_signed: accept a map whose scores may be negative; a row's sum may then come near zero, and its output grow without bound.
+    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative; a row's sum may then come near
+    zero, and its output grow without bound.
 
     Raises: PathError for a signed map without ``allow_signed``.
     """
     anchor = Row(allow_signed=allow_signed)
     features.check(name, anchor)
-    return Operator(Features(features, dim=dim, seed=seed), Identity(), anchor, name=name)
+    return Operator(Features(features, dim=dim, seed=seed, scaled=scaled), Identity(), anchor, name=name)
 
 
 def slay(
@@ -116,21 +118,21 @@ def slay(
     features = slay_features(
         scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, delta
     )  # fmt: skip
-    return of_features(features, dim, seed, allow_signed, "slay")
+    return of_features(features, dim, seed, allow_signed, name="slay")
 
 
-def performer(dim: int, draws: int = 64, orthogonal: bool = True, seed: int = 0) -> Operator:
-    """Softmax attention at scale dim^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(dim)).
+def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int = 0) -> Operator:
+    """Softmax attention at scale D^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(D)).
 
-    Source: Choromanski et al. 2021.
+    dim, seed: as for ``of_features``. Source: Choromanski et al. 2021.
     """
-    return of_features(PositiveRandom(draws, s=0.5 * dim**-0.5, orthogonal=orthogonal), dim, seed, name="performer")
+    return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")
 
 
 def hedgehog(size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int = 0) -> Operator:
     """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
 
-    Source: Zhang et al. 2024 (Hedgehog).
+    dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024 (Hedgehog).
     """
     return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")
 

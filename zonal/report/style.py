@@ -32,6 +32,9 @@ LOOKS = (
     Look("#66700e", "#c3cd5c", "pentagon", "dash"),
     Look("#7a5637", "#cba27d", "bowtie", "dot"),
     Look("#2b5d34", "#93c79a", "hourglass", "dot"),
+    Look("#3b3fbf", "#9aa0ff", "triangle-left", "dashdot"),
+    Look("#a8382c", "#f19a90", "triangle-right", "dashdot"),
+    Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot"),
 )
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
@@ -47,6 +50,9 @@ _KNOWN = {
     "cosine": (8, "Cosine", "softmax over cosines, with a learnt temperature, instead of dot products."),
     "ska:2": (9, "SKA K=2", "as SKA K=1, two steps further."),
     "ridge": (10, "Ridge", "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory."),
+    "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
+    "performer": (13, "Performer", "softmax by positive random features; constant memory."),
+    "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}
