@@ -24,6 +24,7 @@ from zonal.features import (
     taylor_exp,
 )
 from zonal.features.fidelity import Sample
+from zonal.features.fit import row_weights
 
 LARGEST = 6000
 SCALES = ("small", "medium", "large")
@@ -64,11 +65,13 @@ def candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Cand
 
 def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Candidate]:
     yat = Yat(eps)
-    angles = (seen.q @ seen.k.mT)[:, torch.ones(seen.q.shape[1], seen.k.shape[1]).tril().bool()]
+    x = seen.q @ seen.k.mT
+    seen_pairs = torch.ones_like(x).tril()
     for degree in (2, 4, 6):
-        by_density, by_data = fit_square(yat, degree, dim=dim).link, fit_square(yat, degree, angles=angles).link
-        yield Candidate("p(x)² + c, random angles", f"degree {degree}", Polynomial.of(by_density))
-        yield Candidate("p(x)² + c, own angles", f"degree {degree}", Polynomial.of(by_data))
+        label = f"degree {degree}"
+        yield Candidate("p(x)² + c, random angles", label, Polynomial.of(fit_square(yat, degree, dim=dim).link))
+        yield Candidate("p(x)² + c, own angles", label, Polynomial.of(fit_square(yat, degree, angles=x, weights=seen_pairs).link))
+        yield Candidate("p(x)² + c, own rows", label, Polynomial.of(fit_square(yat, degree, angles=x, weights=row_weights(yat, x)).link))
     yield Candidate("x² alone", "exact", square())
     for rank in sorted({max(2, dim // 4), max(2, dim // 2), (2 * dim) // 3}):
         yield Candidate("projected square, random", f"rank {rank}", LowRankSquare(rank))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zonal import link
 from zonal.errors import ArgumentError
-from zonal.features import Polynomial, fit_square, quadrature
+from zonal.features import Polynomial, fidelity, fit_square, quadrature, row_weights, sample
 from zonal.features.fit import histogram, uniform_angles
 
 
@@ -117,6 +117,28 @@ def test_fit_to_data() -> None:
     assert own.error < 0.1 * missed(kernel, random.link, x, weight)
 
 
+@pytest.mark.parametrize("degree", [4, 6])
+def test_fit_to_rows(degree: int) -> None:
+    """Rows are divided by their sums: a fit that knows it is nearer than one to all pairs alike, on data of the same kind that it did not see."""
+    kernel = link.Yat(0.01)
+    seen, data = sample("anisotropic", 4, 200, 8, 1), sample("anisotropic", 4, 200, 8, 0)
+    x = seen.q @ seen.k.mT
+    weights = row_weights(kernel, x)
+    value = kernel.value(x, kernel.coefficients({}))
+    assert torch.allclose((weights.sqrt() * value).sum(-1), torch.ones(4, 200, dtype=torch.float64))
+    assert bool((weights.triu(1) == 0).all())
+    by_rows, by_pairs = (fit_square(kernel, degree, angles=x, weights=w).link for w in (weights, torch.ones_like(x).tril()))
+    errors = [fidelity(Polynomial.of(found), {}, data, kernel).error for found in (by_rows, by_pairs)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+def test_weights_are_counts() -> None:
+    """An angle of weight 2 stands for two angles, one of weight 0 for none."""
+    x = torch.tensor([0.1, 0.1, 0.5, -0.3, 0.9], dtype=torch.float64)
+    twice = fit_square(link.Yat(1.0), 2, angles=torch.tensor([0.1, 0.5, -0.3, 0.9, 0.7]), weights=torch.tensor([2.0, 1, 1, 1, 0]))
+    assert twice.link.polynomial == pytest.approx(fit_square(link.Yat(1.0), 2, angles=x).link.polynomial, rel=1e-5)
+
+
 def test_other_kernels_can_be_fitted() -> None:
     """exp is positive everywhere and needs no floor; a square is found exactly."""
     assert fit_square(link.Exp(), 4, dim=8).error < 0.02
@@ -135,6 +157,9 @@ def test_bad_fits() -> None:
         (lambda: fit_square(link.SquaredAffine(learn_bias=True), 2, dim=8), "nothing learned"),
         (lambda: fit_square(link.Yat(), 2, angles=torch.tensor([math.nan])), "must be finite"),
         (lambda: fit_square(link.Yat(), 2, angles=torch.zeros(5)), "is zero or not finite"),
+        (lambda: fit_square(link.Yat(), 2, dim=8, weights=torch.ones(5)), "pass both"),
+        (lambda: fit_square(link.Yat(), 2, angles=torch.ones(4), weights=torch.ones(5)), "as many as angles"),
+        (lambda: fit_square(link.Yat(), 2, angles=torch.ones(2), weights=torch.tensor([1.0, -1.0])), "weights must be finite"),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrong()

@@ -6,7 +6,7 @@ from zonal.algebra import slots
 from zonal.algebra.declaration import from_config
 from zonal.features.base import Claim, FeatureMap, repeat_heads
 from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
-from zonal.features.fit import SquareFit, fit_square
+from zonal.features.fit import SquareFit, fit_square, row_weights
 from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
 from zonal.features.landmarks import Anchors, LowRankSquare, Nystrom
 from zonal.features.learned import LearnedExp, distil
@@ -43,5 +43,5 @@ __all__ = [
     "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
     "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct",
     "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
-    "quadrature", "repeat_heads", "sample", "square", "taylor_exp",
+    "quadrature", "repeat_heads", "row_weights", "sample", "square", "taylor_exp",
 ]  # fmt: skip

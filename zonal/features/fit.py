@@ -32,18 +32,32 @@ def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
     return theta.cos(), weight / weight.sum()
 
 
-def histogram(angles: Tensor, bins: int = _BINS) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of a sample of q . k in [-1, 1]: bins of equal width, each at the mean of what fell into it."""
+def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of a (weighed) sample of q . k in [-1, 1]: bins of equal width, each at the mean of what fell into it."""
     x = angles.detach().flatten().double().clamp(-1, 1)
+    share = torch.ones_like(x) if weights is None else weights.detach().flatten().double()
+    require(share.shape == x.shape, f"fit_square: weights must be as many as angles, {x.numel()}, received {share.numel()}.")
     require(x.numel() > 0 and bool(x.isfinite().all()), "fit_square: angles must be finite and at least one, as q @ k.mT of unit vectors gives them.")
+    require(bool((share.isfinite() & (share >= 0)).all()) and float(share.sum()) > 0, "fit_square: weights must be finite, >= 0 and not all 0.")
     place = ((x + 1) * (bins / 2)).long().clamp_max(bins - 1)
-    count = torch.zeros(bins, dtype=torch.float64, device=x.device).index_add_(0, place, torch.ones_like(x))
-    total = torch.zeros_like(count).index_add_(0, place, x)
-    full = count > 0
-    return (total[full] / count[full]).cpu(), (count[full] / x.numel()).cpu()
+    mass = torch.zeros(bins, dtype=torch.float64, device=x.device).index_add_(0, place, share)
+    total = torch.zeros_like(mass).index_add_(0, place, share * x)
+    full = mass > 0
+    return (total[full] / mass[full]).cpu(), (mass[full] / mass.sum()).cpu()
 
 
-def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Tensor | None = None) -> SquareFit:
+def row_weights(kernel: Link, x: Tensor, causal: bool = True) -> Tensor:
+    """1 / (sum of the row)^2 for kernel scores x (…, T, S), 0 for keys not seen: ``fit_square`` then fits rows after their normalisation.
+
+    Without it the few rows with the largest kernel values decide everything, and all rows count alike in the output.
+    """
+    value = kernel.value(x.reshape(1, 1, 1, -1), kernel.coefficients({}).to(x)).reshape(x.shape)
+    visible = torch.ones_like(x).tril() if causal else torch.ones_like(x)
+    total = (value * visible).sum(-1, keepdim=True)
+    return visible / torch.where(total > 0, total, torch.inf).square()
+
+
+def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Tensor | None = None, weights: Tensor | None = None) -> SquareFit:
     """p(x)^2 + c nearest to ``kernel`` in weighted least squares, with p of degree ``degree`` / 2 and c >= 0.
 
     Args:
@@ -51,13 +65,15 @@ def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Ten
         degree: of the whole polynomial: 2, 4 or 6.
         dim: weigh x as it falls for independent uniform unit vectors in R^dim.
         angles: weigh x as it falls in this sample of q . k. One of ``dim`` and ``angles`` is required.
+        weights: of each of ``angles``; ``row_weights`` for attention that divides by the sum of the row. Default: all alike.
 
     Raises: ArgumentError for other degrees, signed kernels, both or neither of ``dim`` and ``angles``.
     """
     require(degree in (2, 4, 6), f"fit_square: degree must be 2, 4 or 6, received {degree}.")
     require(kernel.positive and not kernel.initial(), f"fit_square: a positive kernel with nothing learned is required, received {kernel}.")
     require((dim is None) != (angles is None), "fit_square: pass dim=... for the angles of random vectors, or angles=... for your own, not both.")
-    x, weight = histogram(angles) if angles is not None else uniform_angles(dim or 0)
+    require(weights is None or angles is not None, "fit_square: weights are of angles; pass both.")
+    x, weight = histogram(angles, weights) if angles is not None else uniform_angles(dim or 0)
     wanted = kernel.value(x.view(1, 1, 1, -1), kernel.coefficients({}))[0, 0, 0]
     scale = float((weight * wanted.square()).sum().sqrt())
     require(math.isfinite(scale) and scale > 0, f"fit_square: {kernel} is zero or not finite on these angles.")
@@ -91,4 +107,4 @@ def _starts(powers: Tensor, root: Tensor, wanted: Tensor, x: Tensor) -> list[Ten
     return [torch.linalg.lstsq(root[:, None] * powers, (root * values)[:, None], driver="gelsd").solution[:, 0] for values in signed]
 
 
-__all__ = ["SquareFit", "fit_square", "histogram", "uniform_angles"]
+__all__ = ["SquareFit", "fit_square", "histogram", "row_weights", "uniform_angles"]
