@@ -80,7 +80,7 @@ def _in_pairs(q: Tensor, k: Tensor, v: Tensor, spec: TileSpec) -> ctypes.CDLL | 
         return None
 
 
-def _dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
@@ -94,7 +94,7 @@ class _Arguments:
     ) -> None:
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
-        q, k, v = (_dense_last(x, dtype) for x in (q, k, v))
+        q, k, v = (dense_last(x, dtype) for x in (q, k, v))
         by_batch = key_mask is not None
         if key_mask is None:
             index, hi = torch.arange(keys, dtype=torch.int32), torch.maximum(lo, hi)
@@ -169,4 +169,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["backward", "failure", "forward", "load"]
+__all__ = ["backward", "dense_last", "failure", "forward", "load"]

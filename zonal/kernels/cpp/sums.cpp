@@ -1,0 +1,618 @@
+// Sums over keys in time linear in their number, y_t = factor_t sum_{s <= t} l(S_ts) v_s, for links that are polynomials of a dot product:
+// l(x) = sum_k c_k x^k, so that l(q . k) = sum_a w_a psi_a(q) psi_a(k) over the monomials psi_a of degrees up to l's.
+//
+// A head's past is one state M = sum_s psi(k_s) [v_s, 1]^T (features x W) that stays in the second cache. Tokens go in blocks: queries
+// read the state and see the keys that are not in it yet directly, through the link. Features are made strip by strip for the tokens
+// at hand, and never kept. All tokens lie across the lanes of vectors, sixteen to a column:
+//
+//   read    U^T (W x 16)      += M^T psi(Q)^T        a strip of M, the features of a column of queries
+//   absorb  M (strip x W)     += psi(K)^T [V, 1]     six features against the rows of all keys at hand
+//   slope   G (strip x 16)     = M U'^T              the gradient of features, then that of the vectors they are made of
+//
+// Backward walks twice: forwards with M again for the queries' gradients (and everything between neighbours), then backwards with the
+// adjoint state dM = sum_t w psi(q_t) du_t^T for those of keys and values.
+
+#define ZONAL_LANES 8
+#include "common.hpp"
+
+#include <vector>
+
+#ifndef ZONAL_BLOCK
+#define ZONAL_BLOCK 64
+#endif
+
+namespace {
+
+constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 columns and a broadcast are 15 of 16 registers
+constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
+constexpr int PER = BLOCK / C;        // columns of a block
+constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
+constexpr int SLICE = 4 * R;         // features made at once for all tokens at hand
+
+}  // namespace
+
+extern "C" {
+
+// What zonal/kernels/cpp/sums_library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; present
+// (B or 1): how many; lo, hi (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1):
+// borders of segments among the queries; what one sees starts afresh in the next.
+// Feature a of F is the product of rows left[a] <= right[a] of the low features: 1, the vector, and products of earlier rows
+// (low_left, low_right); left rises, and up to run_end[a] it stays while right rises by one each. squares, roots: the number of ways to write the monomial, and its root; place: where it stands in a
+// memory, which holds roots * M.
+struct Sums {
+  const float *q, *k, *v, *scale, *coefficients, *monomials, *squares, *roots;
+  const int32_t *left, *right, *run_end, *degree, *place, *low_left, *low_right, *index, *present, *lo, *hi, *edges;
+  const float* initial;       // (B, Hkv, F, W) or null: the memory before the first key
+  const double* before;       // (B): keys in it, for the count anchor; null without
+  Strides qs, ks, vs;
+  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split;
+  float eps;
+  float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
+  const float *dy, *dfinal;   // as y and final
+  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P): zeros at first; as initial, or null
+  double *dscale, *dcoefficients, *dmonomials;  // (B, H), (tasks, H / Hkv, learned), (tasks, H / Hkv, powers) or null; zeros at first
+};
+}
+
+namespace {
+
+struct Span {  // a block: queries [t0, t1) read the state once keys [from, to) are in it, and see keys [to, last) directly
+  int64_t t0, t1;
+  int32_t from, to, last;
+  bool reads;
+};
+
+// One key head's segment and a part of its values: columns [p0, p1), and as the last column of [v, 1] the mass where it is summed here.
+struct Task {
+  const Sums& c;
+  int64_t b, kv, segment, part, p0, p1, mass, width, step, groups, strip;
+  const int32_t *index, *lo, *hi;
+  int32_t start, present;
+  std::vector<Span> spans;
+
+  Task(const Sums& call, int64_t number, bool sums_mass) : c(call) {
+    part = number % c.split;
+    segment = number / c.split % c.segments;
+    kv = number / c.split / c.segments % c.Hkv;
+    b = number / c.split / c.segments / c.Hkv;
+    p0 = part * c.P / c.split;
+    p1 = (part + 1) * c.P / c.split;
+    mass = c.anchor == ROW && (sums_mass || part == 0);
+    width = p1 - p0 + mass;
+    step = up(width, C);
+    groups = c.H / c.Hkv;
+    strip = std::max<int64_t>(SLICE, std::min<int64_t>(8 * SLICE, STRIP / width / SLICE * SLICE));
+    const int64_t m = c.by_batch ? b : 0;
+    index = c.index + m * c.S;
+    lo = c.lo + m * c.T;
+    hi = c.hi + m * c.T;
+    present = c.present[m];
+    plan();
+  }
+
+  // while few keys are behind, all of them directly: that is less work than to read the state
+  void plan() {
+    const int64_t first = c.edges[segment], end = c.edges[segment + 1];
+    start = end > first ? lo[first] : 0;
+    int32_t done = start;
+    const int64_t near = std::max<int64_t>(BLOCK, c.F * width / (c.D + width));
+    bool begun = c.initial != nullptr;
+    for (int64_t t0 = first; t0 < end; t0 += BLOCK) {
+      const int64_t t1 = std::min<int64_t>(t0 + BLOCK, end);
+      const int32_t last = std::max(hi[t1 - 1], done);
+      int32_t to = std::max(hi[t0], done);
+      if (!begun && last - start <= near) to = done;
+      begun = begun || to > done;
+      spans.push_back({t0, t1, done, to, last, begun});
+      done = to;
+    }
+    if (c.final != nullptr || c.dfinal != nullptr) spans.push_back({end, end, done, present, present, false});
+  }
+
+  int64_t head(int64_t g) const { return kv * groups + g; }
+  const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
+  const float* value_row(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token + p0; }
+  const float* query(int64_t g, int64_t t) const { return c.q + b * c.qs.batch + head(g) * c.qs.head + t * c.qs.token; }
+  const float* coefficients(int64_t g) const { return c.coefficients + head(g) * c.numbers; }
+};
+
+inline float dot(const float* a, const float* b, int64_t n) {
+  V total = V{};
+  int64_t i = 0;
+  for (; i + L <= n; i += L) total += load(a + i) * load(b + i);
+  float rest = sum(total);
+  for (; i < n; ++i) rest += a[i] * b[i];
+  return rest;
+}
+
+inline float unit(const Sums& c, const float* x) { return c.normalise ? 1.f / std::max(std::sqrt(dot(x, x, c.D)), c.eps) : 1.f; }
+
+// ---- packing -----------------------------------------------------------------------------------------------------------------------------
+
+// a vector times factor into lane ``lane`` of a column (low, C)
+inline void put(const float* x, int64_t n, float factor, float* column, int lane) {
+  for (int64_t d = 0; d < n; ++d) column[d * C + lane] = x[d] * factor;
+}
+
+// products of a column's rows up to the last low feature
+void extend(const Sums& c, float* column) {
+  for (int64_t r = c.D + 1; r < c.low; ++r)
+    for (int j = 0; j < C; j += L) store(column + r * C + j, load(column + c.low_left[r] * C + j) * load(column + c.low_right[r] * C + j));
+}
+
+// low features of a block's queries, (groups, PER, low, C); row 0 of a column tells which lanes are there
+void pack_queries(const Task& task, const Span& span, float* out) {
+  const Sums& c = task.c;
+  const int64_t queries = span.t1 - span.t0;
+  std::memset(out, 0, sizeof(float) * task.groups * PER * c.low * C);
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t i = 0; i < queries; ++i) {
+      const float* q = task.query(g, span.t0 + i);
+      float* column = out + (g * PER + i / C) * c.low * C;
+      const float factor = c.scale[task.head(g)] * unit(c, q);
+      column[i % C] = 1.f;
+      put(q, c.D, factor, column + C, i % C);
+      if (i % C == C - 1 || i == queries - 1) extend(c, column);
+    }
+}
+
+// low features of keys [s0, s1), (columns, low, C)
+void pack_keys(const Task& task, int32_t s0, int32_t s1, float* out) {
+  const Sums& c = task.c;
+  std::memset(out, 0, sizeof(float) * up(s1 - s0, C) * c.low);
+  for (int32_t s = s0; s < s1; ++s) {
+    const int32_t i = s - s0;
+    const float* k = task.key(s);
+    float* column = out + i / C * c.low * C;
+    column[i % C] = 1.f;
+    put(k, c.D, unit(c, k), column + C, i % C);
+    if (i % C == C - 1 || s == s1 - 1) extend(c, column);
+  }
+}
+
+// their rows of [v, 1], (BLOCK, step)
+void pack_values(const Task& task, int32_t s0, int32_t s1, float* rows) {
+  const int64_t values = task.p1 - task.p0;
+  for (int32_t s = s0; s < s1; ++s, rows += task.step) {
+    std::memcpy(rows, task.value_row(s), sizeof(float) * values);
+    std::fill(rows + values, rows + task.step, 0.f);
+    if (task.mass) rows[values] = 1.f;
+  }
+}
+
+// rows of keys times their norms, (BLOCK, D)
+void pack_rows(const Task& task, int32_t s0, int32_t s1, float* rows) {
+  for (int32_t s = s0; s < s1; ++s) {
+    const float* k = task.key(s);
+    const float factor = unit(task.c, k);
+    for (int64_t d = 0; d < task.c.D; ++d) rows[(s - s0) * task.c.D + d] = k[d] * factor;
+  }
+}
+
+// (columns, width, C) from rows (tokens, step)
+void turn(const float* rows, int64_t step, int64_t tokens, int64_t width, float* columns) {
+  std::memset(columns, 0, sizeof(float) * up(tokens, C) * width);
+  for (int64_t i = 0; i < tokens; ++i) put(rows + i * step, width, 1.f, columns + i / C * width * C, i % C);
+}
+
+// ---- products ----------------------------------------------------------------------------------------------------------------------------
+
+// sums (N rows of C) += a[i][r] * cols[i] over i < inner: N neighbouring numbers of each row against that row's column
+template <int N>
+APART void numbers_by_columns(const float* a, int64_t stride, const float* cols, int64_t step, int64_t inner, float* sums) {
+  V x[N], y[N];
+  EACH_ROW {
+    x[r] = load(sums + r * C);
+    y[r] = load(sums + r * C + L);
+  }
+  for (int64_t i = 0; i < inner; ++i) {
+    const V first = load(cols), second = load(cols + L);
+    EACH_ROW {
+      const V number = spread(a[r]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    a += stride;
+    cols += step;
+  }
+  EACH_ROW {
+    store(sums + r * C, x[r]);
+    store(sums + r * C + L, y[r]);
+  }
+}
+
+// the columns of a (inner, width) against columns (inner, C), added to sums (width, C)
+void columns_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t step, int64_t inner, float* sums) {
+  const int64_t tiles = (width + R - 1) / R;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t p = tile * width / tiles, rows = (tile + 1) * width / tiles - p;
+    with_rows<R>(rows, [&](auto n) { numbers_by_columns<decltype(n)::value>(a + p, stride, cols, step, inner, sums + p * C); });
+  }
+}
+
+// out (N rows of C) = rows (N, inner) against columns (inner, C)
+template <int N>
+APART void rows_by_columns(const float* rows, int64_t stride, const float* cols, int64_t step, int64_t inner, float* out, int64_t out_step) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  const float* at[N];
+  EACH_ROW at[r] = rows + r * stride;
+  for (int64_t i = 0; i < inner; ++i) {
+    const V first = load(cols), second = load(cols + L);
+    EACH_ROW {
+      const V number = spread(at[r][i]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    cols += step;
+  }
+  EACH_ROW {
+    store(out + r * out_step, x[r]);
+    store(out + r * out_step + L, y[r]);
+  }
+}
+
+// into (N rows of width) += tile (N, inner) against rows (inner, step)
+template <int N>
+INLINE void add_product(const float* tile, int64_t stride, const float* rows, int64_t step, int64_t inner, int64_t width, float* into, int64_t into_step) {
+  float sums[N * C];
+  for (int64_t p = 0; p < width; p += C) {
+    rows_by_columns<N>(tile, stride, rows + p, step, inner, sums, C);
+    EACH_ROW {
+      float* to = into + r * into_step + p;
+      if (p + C <= width) {
+        store(to, load(to) + load(sums + r * C));
+        store(to + L, load(to + L) + load(sums + r * C + L));
+      } else {
+        for (int64_t i = 0; i < width - p; ++i) to[i] += sums[r * C + i];
+      }
+    }
+  }
+}
+
+// into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
+// rows (tokens, step)
+template <int N>
+APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  for (; tokens > 0; tokens -= C, features += features_step) {
+    const int64_t lanes = std::min<int64_t>(tokens, C);
+    for (int64_t i = 0; i < lanes; ++i) {
+      const V first = load(rows), second = load(rows + L);
+      EACH_ROW {
+        const V number = spread(features[r * C + i]);
+        x[r] += number * first;
+        y[r] += number * second;
+      }
+      rows += step;
+    }
+  }
+  EACH_ROW {
+    float* to = into + r * into_step;
+    store(to, load(to) + x[r]);
+    store(to + L, load(to + L) + y[r]);
+  }
+}
+
+// ---- the state ---------------------------------------------------------------------------------------------------------------------------
+
+// features [a0, a1) of a column, times their weights (null: none), (a1 - a0, C)
+template <bool WEIGHTED>
+void features(const Sums& c, const float* column, const float* weights, int64_t a0, int64_t a1, float* out) {
+  for (int64_t a = a0; a < a1;) {
+    const int64_t end = std::min<int64_t>(c.run_end[a], a1);
+    const float *left = column + c.left[a] * C, *right = column + c.right[a] * C;
+    const V first = load(left), second = load(left + L);
+    for (; a < end; ++a, right += C, out += C) {
+      V x = first * load(right), y = second * load(right + L);
+      if constexpr (WEIGHTED) {
+        const V weight = spread(weights[a]);
+        x *= weight;
+        y *= weight;
+      }
+      store(out, x);
+      store(out + L, y);
+    }
+  }
+}
+
+// Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); where width is no multiple of
+// sixteen by one, the last column comes as ``last``, sixteen tokens to ``last_step`` numbers. room (columns, SLICE, C).
+void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
+            const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* room) {
+  const int64_t columns = (tokens + C - 1) / C;
+  const bool apart = width % C == 1;
+  const int64_t body = apart ? width - 1 : width;
+  for (int64_t s0 = a0; s0 < a1; s0 += SLICE) {
+    const int64_t s1 = std::min(s0 + SLICE, a1);
+    for (int64_t i = 0; i < columns; ++i) {
+      if (weights == nullptr) features<false>(c, low + i * c.low * C, nullptr, s0, s1, room + i * SLICE * C);
+      else features<true>(c, low + i * c.low * C, weights, s0, s1, room + i * SLICE * C);
+    }
+    for (int64_t a = s0; a < s1; a += R)
+      with_rows<R>(s1 - a, [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        float* state = strip + (a - a0) * width;
+        const float* at = room + (a - s0) * C;
+        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, state + p, width);
+        if (body % C != 0) {
+          float sums[N * C] = {};
+          const int64_t p = body / C * C;
+          columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, sums, C);
+          EACH_ROW
+            for (int64_t i = 0; p + i < body; ++i) state[r * width + p + i] += sums[r * C + i];
+        }
+        if (apart)
+          EACH_ROW {
+            V total = V{};
+            for (int64_t i = 0; i < columns; ++i)
+              total += load(at + (i * SLICE + r) * C) * load(last + i * last_step) + load(at + (i * SLICE + r) * C + L) * load(last + i * last_step + L);
+            state[r * width + width - 1] += sum(total);
+          }
+      });
+  }
+}
+
+// the gradient of features g (a1 - a0, C) back to the low features of their column
+void pull(const Sums& c, const float* column, const float* weights, const float* g, int64_t a0, int64_t a1, float* dcolumn) {
+  for (int64_t a = a0; a < a1;) {
+    const int32_t left = c.left[a];
+    const V first = load(column + left * C), second = load(column + left * C + L);
+    V x = V{}, y = V{};
+    for (; a < a1 && c.left[a] == left; ++a, g += C) {
+      V gx = load(g), gy = load(g + L);
+      if (weights != nullptr) {
+        const V weight = spread(weights[a]);
+        gx *= weight;
+        gy *= weight;
+      }
+      const float* other = column + c.right[a] * C;
+      float* to = dcolumn + c.right[a] * C;
+      x += gx * load(other);
+      y += gy * load(other + L);
+      store(to, load(to) + gx * first);
+      store(to + L, load(to + L) + gy * second);
+    }
+    float* to = dcolumn + left * C;
+    store(to, load(to) + x);
+    store(to + L, load(to + L) + y);
+  }
+}
+
+// the gradient of low features back to the vector, rows 1 … D
+void pull_low(const Sums& c, const float* column, float* dcolumn) {
+  for (int64_t r = c.low - 1; r > c.D; --r)
+    for (int j = 0; j < C; j += L) {
+      const int32_t a = c.low_left[r], b = c.low_right[r];
+      const V g = load(dcolumn + r * C + j), x = load(column + a * C + j), y = load(column + b * C + j);
+      store(dcolumn + a * C + j, load(dcolumn + a * C + j) + g * y);
+      store(dcolumn + b * C + j, load(dcolumn + b * C + j) + g * x);
+    }
+}
+
+// sums of squares g psi for each power, which are the gradients of the polynomial's coefficients
+void powers(const Sums& c, const float* column, const float* g, int64_t a0, int64_t a1, V* sums) {
+  for (int64_t a = a0; a < a1; ++a, g += C) {
+    const float *l = column + c.left[a] * C, *r = column + c.right[a] * C;
+    sums[c.degree[a]] += spread(c.squares[a]) * (load(l) * load(r) * load(g) + load(l + L) * load(r + L) * load(g + L));
+  }
+}
+
+// what each feature counts on the query's side, (groups, F)
+void weigh_features(const Task& task, float* weights) {
+  const Sums& c = task.c;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t a = 0; a < c.F; ++a) weights[g * c.F + a] = c.squares[a] * c.monomials[task.head(g) * c.powers + c.degree[a]];
+}
+
+// a state from its form in memory, and back; ``inverse``: of a gradient, whose form is the other way round
+void from_memory(const Task& task, const float* memory, bool gradient, float* state) {
+  const Sums& c = task.c;
+  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
+  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
+  for (int64_t a = 0; a < c.F; ++a) {
+    const float *from = memory + c.place[a] * whole, factor = gradient ? c.roots[a] : 1.f / c.roots[a];
+    float* to = state + a * task.width;
+    for (int64_t p = 0; p < values; ++p) to[p] = from[task.p0 + p] * factor;
+    if (task.mass) to[values] = from[c.P] * factor;
+  }
+}
+
+void to_memory(const Task& task, const float* state, bool gradient, float* memory) {
+  const Sums& c = task.c;
+  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
+  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
+  for (int64_t a = 0; a < c.F; ++a) {
+    const float *from = state + a * task.width, factor = gradient ? 1.f / c.roots[a] : c.roots[a];
+    float* to = memory + c.place[a] * whole;
+    for (int64_t p = 0; p < values; ++p) to[task.p0 + p] = from[p] * factor;
+    if (task.mass && task.part == 0) to[c.P] = from[values] * factor;
+  }
+}
+
+// ---- between neighbours ------------------------------------------------------------------------------------------------------------------
+
+struct Lanes {  // which keys the sixteen queries of a column see
+  I hi[2];
+  int32_t whole, last;  // keys before whole are seen by all lanes, keys from last on by none
+};
+
+Lanes lanes_of(const Task& task, const Span& span, int64_t column) {
+  Lanes lanes;
+  lanes.whole = std::numeric_limits<int32_t>::max();
+  lanes.last = 0;
+  for (int i = 0; i < C; ++i) {
+    const int64_t t = span.t0 + column * C + i;
+    const int32_t hi = t < span.t1 ? task.hi[t] : 0;
+    lanes.hi[i / L][i % L] = hi;
+    lanes.whole = std::min(lanes.whole, hi);
+    lanes.last = std::max(lanes.last, hi);
+  }
+  return lanes;
+}
+
+// weights (N, C) of keys from place s on, whose rows are at ``rows``
+template <int N>
+APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const float* column, int32_t s, float* weights) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  const float* at[N];
+  EACH_ROW at[r] = rows + r * c.D;
+  for (int64_t d = 0; d < c.D; ++d) {
+    const V first = load(column), second = load(column + L);
+    EACH_ROW {
+      const V number = spread(at[r][d]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    column += C;
+  }
+  EACH_ROW {
+    x[r] = in_domain(x[r]);
+    y[r] = in_domain(y[r]);
+  }
+  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+  EACH_ROW {
+    if (s + r >= lanes.whole) {
+      x[r] = lanes.hi[0] > s + r ? x[r] : V{};
+      y[r] = lanes.hi[1] > s + r ? y[r] : V{};
+    }
+    store(weights + r * C, x[r]);
+    store(weights + r * C + L, y[r]);
+  }
+}
+
+// ---- forward -----------------------------------------------------------------------------------------------------------------------------
+
+struct Buffers {
+  float *state, *weights, *queries, *out, *keys, *values, *rows, *strip, *room;
+};
+
+Buffers forward_buffers(const Task& task, Scratch& scratch) {
+  const Sums& c = task.c;
+  const int64_t columns = task.groups * PER;
+  scratch.begin(c.F * (task.width + task.groups) + columns * C * (c.low + task.width) + BLOCK * (c.low + task.step + c.D) + (task.strip + BLOCK) * C + SLICE * BLOCK);
+  Buffers at;
+  at.state = scratch.take(c.F * task.width);
+  at.weights = scratch.take(task.groups * c.F);
+  at.queries = scratch.take(columns * c.low * C);
+  at.out = scratch.take(columns * task.width * C);
+  at.keys = scratch.take(BLOCK * c.low);
+  at.values = scratch.take(BLOCK * task.step);
+  at.rows = scratch.take(BLOCK * c.D);
+  at.strip = scratch.take(task.strip * C);
+  at.room = scratch.take(std::max<int64_t>(SLICE, C) * BLOCK);
+  return at;
+}
+
+// keys [s0, s1), at most BLOCK, into the state; then, where ``reads``, what the block's queries read there into out
+void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
+  const Sums& c = task.c;
+  pack_keys(task, s0, s1, at.keys);
+  pack_values(task, s0, s1, at.values);
+  const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
+  for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
+    const int64_t a1 = std::min(a0 + task.strip, c.F);
+    float* state = at.state + a0 * task.width;
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, at.keys, c.low * C, a0, a1, state, at.room);
+    for (int64_t g = 0; reads && g < task.groups; ++g)
+      for (int64_t i = 0; i < columns; ++i) {
+        features<true>(c, at.queries + (g * PER + i) * c.low * C, at.weights + g * c.F, a0, a1, at.strip);
+        columns_by_columns(state, task.width, task.width, at.strip, C, a1 - a0, at.out + (g * PER + i) * task.width * C);
+      }
+  }
+}
+
+void directly(const Task& task, const Span& span, const Buffers& at) {
+  const Sums& c = task.c;
+  const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
+  Lanes lanes[PER];
+  for (int64_t i = 0; i < columns; ++i) lanes[i] = lanes_of(task, span, i);
+  for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
+    const int32_t s1 = std::min(s0 + BLOCK, span.last);
+    pack_rows(task, s0, s1, at.rows);
+    pack_values(task, s0, s1, at.values);
+    for (int64_t g = 0; g < task.groups; ++g)
+      for (int64_t i = 0; i < columns; ++i) {
+        const int32_t end = std::min(s1, lanes[i].last);
+        const float* column = at.queries + (g * PER + i) * c.low * C + C;
+        for (int32_t s = s0; s < end; s += R)
+          with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
+            weigh<decltype(n)::value>(c, task.coefficients(g), lanes[i], at.rows + (s - s0) * c.D, column, s, at.room + (s - s0) * C);
+          });
+        if (end > s0) columns_by_columns(at.values, task.step, task.width, at.room, C, end - s0, at.out + (g * PER + i) * task.width * C);
+      }
+  }
+}
+
+void finish(const Task& task, const Span& span, const Buffers& at) {
+  const Sums& c = task.c;
+  const int64_t values = task.p1 - task.p0;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t t = span.t0; t < span.t1; ++t) {
+      const int64_t i = t - span.t0, row = (task.b * c.H + task.head(g)) * c.T + t;
+      const float* from = at.out + (g * PER + i / C) * task.width * C + i % C;
+      float factor = 1.f;
+      if (c.anchor == ROW) {
+        const float mass = from[values * C];
+        factor = mass != 0.f ? 1.f / mass : 0.f;
+      } else if (c.anchor == COUNT) {
+        const double seen = std::max(task.hi[t] - task.lo[t], 0) + (c.before == nullptr ? 0. : c.before[task.b]);
+        factor = seen > 0 ? static_cast<float>(1. / seen) : 0.f;
+      }
+      if (task.part == 0) c.factor[row] = factor;
+      float* y = c.y + row * c.P + task.p0;
+      for (int64_t p = 0; p < values; ++p) y[p] = from[p * C] * factor;
+    }
+}
+
+void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
+  const Task task(c, number, true);
+  const Buffers at = forward_buffers(task, scratch);
+  weigh_features(task, at.weights);
+  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
+  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  for (const Span& span : task.spans) {
+    pack_queries(task, span, at.queries);
+    std::memset(at.out, 0, sizeof(float) * task.groups * PER * task.width * C);
+    int32_t s = span.from;
+    for (; span.to - s > BLOCK; s += BLOCK) advance(task, span, s, s + BLOCK, false, at);
+    if (span.to > s || span.reads) advance(task, span, s, span.to, span.reads, at);
+    directly(task, span, at);
+    finish(task, span, at);
+  }
+  if (c.final != nullptr) to_memory(task, at.state, false, c.final);
+}
+
+
+template <typename F>
+int each_task(const Sums& c, const F& task) {
+  const int64_t tasks = c.B * c.Hkv * c.segments * c.split;
+  if (tasks == 0) return 0;
+  std::atomic<int> failed{0};
+  std::atomic<int64_t> next{0};
+  // to wake the other threads takes some ten microseconds
+#pragma omp parallel if (tasks > 1 && c.B * c.H * (c.T + c.S) * c.F * (c.P + 1) > (1 << 19))
+  {
+    static thread_local Scratch scratch;
+    try {
+      for (int64_t i = next++; i < tasks; i = next++) task(i, scratch);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
+  }
+  return failed;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t zonal_version() { return 2; }
+
+// Returns 0, or 1 when memory ran out.
+int zonal_sums_forward(const Sums* call) {
+  return each_task(*call, [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
+}
+}

@@ -1,0 +1,26 @@
+"""What the kernel for sums over features is told apart from tensors: the link, its feature map, the anchor."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zonal.formula import Formula
+
+
+@dataclass(frozen=True)
+class SumsSpec:
+    """One call's rules: y_t = factor_t sum_s l(S_ts) v_s, S_ts = scale_h f(q_t) . f(k_s), as in ``TileSpec``.
+
+    degree, lowest: of the powers of S that l is made of (``SymmetricPowers``). anchor, normalise, eps: as in ``TileSpec``.
+    keeps: the state after the last key is asked for.
+    """
+
+    link: Formula
+    degree: int
+    lowest: int
+    anchor: Literal["row", "count", "raw"]
+    normalise: bool = False
+    eps: float = 1e-12
+    keeps: bool = False
+
+
+__all__ = ["SumsSpec"]
