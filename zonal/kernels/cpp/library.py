@@ -36,9 +36,9 @@ class _Call(ctypes.Structure):
 _failed: dict[tuple[Formula, str], str] = {}
 
 
-def failure(code: Formula) -> str | None:
+def failure(code: Formula, source: str = "tile") -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
-    return _failed.get((code, "tile"))
+    return _failed.get((code, source))
 
 
 def load(code: Formula, source: str = "tile") -> ctypes.CDLL:

@@ -252,24 +252,6 @@ APART void rows_by_columns(const float* rows, int64_t stride, const float* cols,
   }
 }
 
-// into (N rows of width) += tile (N, inner) against rows (inner, step)
-template <int N>
-INLINE void add_product(const float* tile, int64_t stride, const float* rows, int64_t step, int64_t inner, int64_t width, float* into, int64_t into_step) {
-  float sums[N * C];
-  for (int64_t p = 0; p < width; p += C) {
-    rows_by_columns<N>(tile, stride, rows + p, step, inner, sums, C);
-    EACH_ROW {
-      float* to = into + r * into_step + p;
-      if (p + C <= width) {
-        store(to, load(to) + load(sums + r * C));
-        store(to + L, load(to + L) + load(sums + r * C + L));
-      } else {
-        for (int64_t i = 0; i < width - p; ++i) to[i] += sums[r * C + i];
-      }
-    }
-  }
-}
-
 // into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
 // rows (tokens, step)
 template <int N>
@@ -317,12 +299,12 @@ void features(const Sums& c, const float* column, const float* weights, int64_t 
   }
 }
 
-// Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); where width is no multiple of
-// sixteen by one, the last column comes as ``last``, sixteen tokens to ``last_step`` numbers. room (columns, SLICE, C).
+// Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); ``last``, where it is not null, is
+// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. room (columns, SLICE, C).
 void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
             const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* room) {
   const int64_t columns = (tokens + C - 1) / C;
-  const bool apart = width % C == 1;
+  const bool apart = last != nullptr && width % C == 1;
   const int64_t body = apart ? width - 1 : width;
   for (int64_t s0 = a0; s0 < a1; s0 += SLICE) {
     const int64_t s1 = std::min(s0 + SLICE, a1);
@@ -489,20 +471,20 @@ struct Buffers {
   float *state, *weights, *queries, *out, *keys, *values, *rows, *strip, *room;
 };
 
-Buffers forward_buffers(const Task& task, Scratch& scratch) {
+Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(c.F * (task.width + task.groups) + columns * C * (c.low + task.width) + BLOCK * (c.low + task.step + c.D) + (task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + c.F * (task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D) + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
   at.weights = scratch.take(task.groups * c.F);
   at.queries = scratch.take(columns * c.low * C);
-  at.out = scratch.take(columns * task.width * C);
+  at.out = scratch.take(columns * std::max(c.low, task.width) * C);
   at.keys = scratch.take(BLOCK * c.low);
   at.values = scratch.take(BLOCK * task.step);
   at.rows = scratch.take(BLOCK * c.D);
   at.strip = scratch.take(task.strip * C);
-  at.room = scratch.take(std::max<int64_t>(SLICE, C) * BLOCK);
+  at.room = scratch.take(std::max<int64_t>({SLICE * BLOCK, C * BLOCK, task.strip * C}));
   return at;
 }
 
@@ -515,7 +497,7 @@ void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
-    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, at.keys, c.low * C, a0, a1, state, at.room);
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.keys : nullptr, c.low * C, a0, a1, state, at.room);
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         features<true>(c, at.queries + (g * PER + i) * c.low * C, at.weights + g * c.F, a0, a1, at.strip);
@@ -586,6 +568,279 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
 }
 
 
+// ---- backward ----------------------------------------------------------------------------------------------------------------------------
+
+struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) and columns (groups, PER, width, C), queries as rows
+  float *du, *du_columns, *query_rows;   // (groups, BLOCK, up(D, C))
+  float *dlow;                           // gradients of low features, (groups * PER, low, C)
+  float *value_columns, *dvalues;        // (PER, width, C), (PER, values, C)
+  float *scores, *changes;               // weights and gradients of scores between neighbours, (PER, BLOCK keys, C)
+  float *near_keys, *near_values;        // (BLOCK, up(D, C)), (BLOCK, step)
+};
+
+struct Backward {
+  Buffers at;
+  More more;
+};
+
+Backward backward_buffers(const Task& task, Scratch& scratch) {
+  const Sums& c = task.c;
+  const int64_t columns = task.groups * PER, D16 = up(c.D, C);
+  const size_t extra = columns * C * (task.step + task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
+  Backward all;
+  all.at = forward_buffers(task, scratch, extra);
+  all.more.du = scratch.take(columns * C * task.step);
+  all.more.du_columns = scratch.take(columns * C * task.width);
+  all.more.query_rows = scratch.take(columns * C * D16);
+  all.more.dlow = scratch.take(columns * C * c.low);
+  all.more.value_columns = scratch.take(BLOCK * task.width);
+  all.more.dvalues = scratch.take(BLOCK * task.width);
+  all.more.scores = scratch.take(BLOCK * BLOCK);
+  all.more.changes = scratch.take(BLOCK * BLOCK);
+  all.more.near_keys = scratch.take(BLOCK * D16);
+  all.more.near_values = scratch.take(BLOCK * task.step);
+  return all;
+}
+
+// the gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y
+void pack_gradients(const Task& task, const Span& span, const More& more) {
+  const Sums& c = task.c;
+  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C);
+  for (int64_t g = 0; g < task.groups; ++g) {
+    float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * D16;
+    std::memset(rows, 0, sizeof(float) * BLOCK * task.step);
+    std::memset(queries, 0, sizeof(float) * BLOCK * D16);
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t row = (task.b * c.H + task.head(g)) * c.T + span.t0 + i;
+      const float *dy = c.dy + row * c.P, *q = task.query(g, span.t0 + i);
+      const float factor = c.factor[row], scale = c.scale[task.head(g)] * unit(c, q);
+      for (int64_t p = 0; p < values; ++p) rows[i * task.step + p] = dy[task.p0 + p] * factor;
+      if (task.mass) rows[i * task.step + values] = -dot(dy, c.y + row * c.P, c.P) * factor;
+      for (int64_t d = 0; d < c.D; ++d) queries[i * D16 + d] = q[d] * scale;
+    }
+    turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
+  }
+}
+
+// out (a1 - a0, C) = a strip of a state against a column (width, C)
+void slope(const Task& task, const float* strip, int64_t features, const float* column, float* out) {
+  for (int64_t a = 0; a < features; a += R)
+    with_rows<R>(features - a, [&](auto n) { rows_by_columns<decltype(n)::value>(strip + a * task.width, task.width, column, C, task.width, out + a * C, C); });
+}
+
+// forwards: keys [s0, s1) into the state, then the gradient that queries get from there
+void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Backward& all, V* power_sums) {
+  const Sums& c = task.c;
+  const Buffers& at = all.at;
+  pack_keys(task, s0, s1, at.keys);
+  pack_values(task, s0, s1, at.values);
+  const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
+  for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
+    const int64_t a1 = std::min(a0 + task.strip, c.F);
+    float* state = at.state + a0 * task.width;
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.keys : nullptr, c.low * C, a0, a1, state, at.room);
+    for (int64_t g = 0; reads && g < task.groups; ++g)
+      for (int64_t i = 0; i < columns; ++i) {
+        const float* column = at.queries + (g * PER + i) * c.low * C;
+        slope(task, state, a1 - a0, all.more.du_columns + (g * PER + i) * task.width * C, at.strip);
+        pull(c, column, at.weights + g * c.F, at.strip, a0, a1, all.more.dlow + (g * PER + i) * c.low * C);
+        if (power_sums != nullptr) powers(c, column, at.strip, a0, a1, power_sums + g * c.powers);
+      }
+  }
+}
+
+// weights and gradients of the scores of N keys from place s on with a column of queries
+template <int N>
+inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const float* rows, const float* values, const float* column, const float* du, int32_t s,
+                      float* weights, float* changes, V* partial) {
+  const Sums& c = task.c;
+  const float* coefficients = task.coefficients(g);
+  const int numbers = static_cast<int>(c.numbers);
+  (void)numbers;
+  float scored[N * C], changed[N * C];
+  rows_by_columns<N>(rows, c.D, column, C, c.D, scored, C);
+  rows_by_columns<N>(values, task.step, du, C, task.width, changed, C);
+  EACH_ROW
+    for (int j = 0; j < 2; ++j) {
+      const V score = in_domain(load(scored + r * C + j * L));
+      V ds = load(changed + r * C + j * L), w = value(score, coefficients, numbers);
+      if (s + r >= lanes.whole) {
+        w = lanes.hi[j] > s + r ? w : V{};
+        ds = lanes.hi[j] > s + r ? ds : V{};
+      }
+      if (partial != nullptr) {
+        V term = ds * base(score, coefficients, numbers);
+        for (int k = 0; k < c.learned; ++k) {
+          partial[k] += term;
+          term *= score;
+        }
+      }
+      ds *= derivative(score, coefficients, numbers);
+      store(weights + r * C + j * L, w);
+      store(changes + r * C + j * L, ds);
+    }
+}
+
+// (keys, width) += tiles (columns, BLOCK keys, C) against rows (columns * C, step)
+void gather(const float* tiles, int64_t keys, const float* rows, int64_t step, int64_t columns, float* into) {
+  for (int64_t s = 0; s < keys; s += R)
+    with_rows<R>(keys - s, [&](auto n) {
+      for (int64_t p = 0; p < step; p += C)
+        columns_by_rows<decltype(n)::value>(tiles + s * C, BLOCK * C, rows + p, step, columns * C, into + s * step + p, step);
+    });
+}
+
+// what queries and keys do to each other directly, added to dlow and to the part's dk and dv
+void directly_back(const Task& task, const Span& span, const Backward& all, float* dk, float* dv, double* dcoefficients) {
+  const Sums& c = task.c;
+  const Buffers& at = all.at;
+  const More& more = all.more;
+  const int64_t columns = (span.t1 - span.t0 + C - 1) / C, D16 = up(c.D, C);
+  Lanes lanes[PER];
+  for (int64_t i = 0; i < columns; ++i) lanes[i] = lanes_of(task, span, i);
+  V partial[40];
+  for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
+    const int32_t s1 = std::min(s0 + BLOCK, span.last);
+    pack_rows(task, s0, s1, at.rows);
+    pack_values(task, s0, s1, at.values);
+    std::memset(more.near_keys, 0, sizeof(float) * BLOCK * D16);
+    std::memset(more.near_values, 0, sizeof(float) * BLOCK * task.step);
+    for (int64_t g = 0; g < task.groups; ++g) {
+      for (int64_t k = 0; k < c.learned; ++k) partial[k] = V{};
+      for (int64_t i = 0; i < columns; ++i) {
+        const int32_t end = std::max(s0, std::min(s1, lanes[i].last));
+        const int64_t number = g * PER + i;
+        float *weights = more.scores + i * BLOCK * C, *changes = more.changes + i * BLOCK * C;
+        for (int32_t s = s0; s < end; s += R)
+          with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
+            gradients<decltype(n)::value>(task, g, lanes[i], at.rows + (s - s0) * c.D, at.values + (s - s0) * task.step, at.queries + number * c.low * C + C,
+                                          more.du_columns + number * task.width * C, s, weights + (s - s0) * C, changes + (s - s0) * C,
+                                          dcoefficients == nullptr ? nullptr : partial);
+          });
+        std::memset(weights + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
+        std::memset(changes + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
+        columns_by_columns(at.rows, c.D, c.D, changes, C, end - s0, more.dlow + number * c.low * C + C);
+      }
+      gather(more.scores, s1 - s0, more.du + g * BLOCK * task.step, task.step, columns, more.near_values);
+      gather(more.changes, s1 - s0, more.query_rows + g * BLOCK * D16, D16, columns, more.near_keys);
+      for (int64_t k = 0; k < c.learned && dcoefficients != nullptr; ++k)
+        for (int i = 0; i < L; ++i) dcoefficients[g * c.learned + k] += partial[k][i];
+    }
+    for (int32_t s = s0; s < s1; ++s) {
+      float *to_key = dk + task.index[s] * c.D, *to_value = dv + task.index[s] * c.P + task.p0;
+      for (int64_t d = 0; d < c.D; ++d) to_key[d] += more.near_keys[(s - s0) * D16 + d];
+      for (int64_t p = 0; p < task.p1 - task.p0; ++p) to_value[p] += more.near_values[(s - s0) * task.step + p];
+    }
+  }
+}
+
+// backwards: where ``reads``, what a block's queries add to the adjoint state; then the gradients of keys [s0, s1) in it
+void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Backward& all, float* dk, float* dv) {
+  const Sums& c = task.c;
+  const Buffers& at = all.at;
+  const More& more = all.more;
+  const int64_t keys = s1 - s0, columns = (keys + C - 1) / C, values = task.p1 - task.p0, tokens = span.t1 - span.t0;
+  pack_keys(task, s0, s1, at.keys);
+  pack_values(task, s0, s1, at.values);
+  turn(at.values, task.step, keys, task.width, more.value_columns);
+  std::memset(at.out, 0, sizeof(float) * columns * C * c.low);
+  std::memset(more.dvalues, 0, sizeof(float) * columns * C * values);
+  float* made = at.room;
+  for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
+    const int64_t a1 = std::min(a0 + task.strip, c.F);
+    float* state = at.state + a0 * task.width;
+    for (int64_t g = 0; reads && g < task.groups; ++g) {
+      const float* du_columns = more.du_columns + g * PER * task.width * C;
+      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, more.du + g * BLOCK * task.step, task.step, task.width,
+             du_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.room);
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      const float* column = at.keys + i * c.low * C;
+      slope(task, state, a1 - a0, more.value_columns + i * task.width * C, at.strip);
+      pull(c, column, nullptr, at.strip, a0, a1, at.out + i * c.low * C);
+      features<false>(c, column, nullptr, a0, a1, made);
+      columns_by_columns(state, task.width, values, made, C, a1 - a0, more.dvalues + i * values * C);
+    }
+  }
+  for (int64_t i = 0; i < columns; ++i) pull_low(c, at.keys + i * c.low * C, at.out + i * c.low * C);
+  for (int32_t s = s0; s < s1; ++s) {
+    const int32_t i = s - s0;
+    float *to_key = dk + task.index[s] * c.D, *to_value = dv + task.index[s] * c.P + task.p0;
+    const float *from_key = at.out + (i / C * c.low + 1) * C + i % C, *from_value = more.dvalues + i / C * values * C + i % C;
+    for (int64_t d = 0; d < c.D; ++d) to_key[d] += from_key[d * C];
+    for (int64_t p = 0; p < values; ++p) to_value[p] += from_value[p * C];
+  }
+}
+
+void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
+  const Task task(c, number, false);
+  const Backward all = backward_buffers(task, scratch);
+  const Buffers& at = all.at;
+  float* dk = c.dk + ((task.part * c.B + task.b) * c.Hkv + task.kv) * c.S * c.D;
+  float* dv = c.dv + (task.b * c.Hkv + task.kv) * c.S * c.P;
+  double* dcoefficients = c.dcoefficients == nullptr ? nullptr : c.dcoefficients + number * task.groups * c.learned;
+  double* dmonomials = c.dmonomials == nullptr ? nullptr : c.dmonomials + number * task.groups * c.powers;
+  std::vector<V> power_sums(dmonomials == nullptr ? 0 : task.groups * c.powers);
+  V* sums = dmonomials == nullptr ? nullptr : power_sums.data();
+  weigh_features(task, at.weights);
+  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
+  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  for (const Span& span : task.spans) {
+    if (span.t1 == span.t0) continue;  // nobody reads what comes in last
+    pack_queries(task, span, at.queries);
+    pack_gradients(task, span, all.more);
+    std::memset(all.more.dlow, 0, sizeof(float) * task.groups * PER * c.low * C);
+    std::fill(power_sums.begin(), power_sums.end(), V{});
+    int32_t s = span.from;
+    for (; span.to - s > BLOCK; s += BLOCK) advance_back(task, span, s, s + BLOCK, false, all, sums);
+    if (span.to > s || span.reads) advance_back(task, span, s, span.to, span.reads, all, sums);
+    directly_back(task, span, all, dk, dv, dcoefficients);
+    for (int64_t g = 0; g < task.groups; ++g) {
+      for (int64_t i = 0; i < PER; ++i) pull_low(c, at.queries + (g * PER + i) * c.low * C, all.more.dlow + (g * PER + i) * c.low * C);
+      for (int64_t t = span.t0; t < span.t1; ++t) {
+        const int64_t i = t - span.t0;
+        const float* from = all.more.dlow + ((g * PER + i / C) * c.low + 1) * C + i % C;
+        float* to = c.dq + (((task.part * c.B + task.b) * c.H + task.head(g)) * c.T + t) * c.D;
+        for (int64_t d = 0; d < c.D; ++d) to[d] = from[d * C];
+      }
+      for (int64_t k = 0; dmonomials != nullptr && k < c.powers; ++k)
+        for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
+    }
+  }
+  if (c.dfinal != nullptr) from_memory(task, c.dfinal, true, at.state);
+  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  for (auto span = task.spans.rbegin(); span != task.spans.rend(); ++span) {
+    bool reads = span->reads;
+    if (reads) {
+      pack_queries(task, *span, at.queries);
+      pack_gradients(task, *span, all.more);
+    }
+    int32_t s = span->from;
+    do {
+      const int32_t end = std::min(s + BLOCK, span->to);
+      if (reads || end > s) retreat(task, *span, s, end, reads, all, dk, dv);
+      reads = false;
+      s = end;
+    } while (s < span->to);
+  }
+  if (c.dinitial != nullptr) to_memory(task, at.state, true, c.dinitial);
+}
+
+// parts summed in order, and the way back through norm and scale: rows of gradients in ``g`` and of vectors from ``x`` on
+void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
+  double along_all = 0;
+  for (int64_t i = 0; i < rows; ++i, g += c.D, x += x_step) {
+    for (int64_t part = 1; part < c.split; ++part)
+      for (int64_t d = 0; d < c.D; ++d) g[d] += g[part * part_size + d];
+    const float along = dot(g, x, c.D), norm = std::sqrt(dot(x, x, c.D)), inverse = c.normalise ? 1.f / std::max(norm, c.eps) : 1.f;
+    along_all += static_cast<double>(along) * inverse;
+    // beyond eps a unit vector does not change along itself
+    const float back = c.normalise && norm > c.eps ? along * inverse * inverse : 0.f;
+    for (int64_t d = 0; d < c.D; ++d) g[d] = scale * inverse * (g[d] - back * x[d]);
+  }
+  if (dscale != nullptr) *dscale = along_all;
+}
+
 template <typename F>
 int each_task(const Sums& c, const F& task) {
   const int64_t tasks = c.B * c.Hkv * c.segments * c.split;
@@ -614,5 +869,22 @@ int64_t zonal_version() { return 2; }
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
   return each_task(*call, [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
+}
+
+// Returns 0, or 1 when memory ran out. Gradients of raw queries and keys end up in part 0 of dq and dk.
+int zonal_sums_backward(const Sums* call) {
+  const Sums& c = *call;
+  const int failed = each_task(c, [&](int64_t i, Scratch& scratch) { backward_task(c, i, scratch); });
+  if (failed) return failed;
+#pragma omp parallel for schedule(static) if (c.B * c.H * c.T * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * c.H; ++i) {
+    const int64_t b = i / c.H, h = i % c.H;
+    finish_rows(c, c.dq + i * c.T * c.D, c.B * c.H * c.T * c.D, c.q + b * c.qs.batch + h * c.qs.head, c.qs.token, c.T, c.scale[h],
+                c.dscale == nullptr ? nullptr : c.dscale + i);
+  }
+#pragma omp parallel for schedule(static) if (c.B * c.Hkv * c.S * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * c.Hkv; ++i)
+    finish_rows(c, c.dk + i * c.S * c.D, c.B * c.Hkv * c.S * c.D, c.k + i / c.Hkv * c.ks.batch + i % c.Hkv * c.ks.head, c.ks.token, c.S, 1.f, nullptr);
+  return 0;
 }
 }

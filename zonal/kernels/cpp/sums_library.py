@@ -95,12 +95,12 @@ class _Arguments:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-        edges: Tensor, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, split: int,
+        segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, split: int,
     ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        hi = torch.maximum(lo, hi)
+        hi, edges = torch.maximum(lo, hi), _edges(segment_start, queries)
         if key_mask is None:
             index, present = torch.arange(keys, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
         else:
@@ -129,6 +129,13 @@ class _Arguments:
             self.kept[name] = x
 
 
+def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
+    """Borders of documents among the queries, (documents + 1,)."""
+    if segment_start is None:
+        return torch.tensor([0, queries])
+    return torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0))
+
+
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
     """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
     return batch, kv_heads, SymmetricPowers(spec.degree, spec.lowest).dimension(dim), value_dim + (spec.anchor == "row")
@@ -141,23 +148,70 @@ def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    edges: Tensor, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
 
-    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). edges (segments + 1,): borders of documents among the
-    queries. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). segment_start (T,): where each query's document
+    begins, None = there is only one. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
     """
     batch, heads, queries, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     y = torch.empty(batch, heads, queries, value_dim)
     factor = torch.empty(batch, heads, queries)
     final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
-    split = _split(batch, kv_heads, edges.shape[0] - 1, value_dim)
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, edges, initial, before, spec, split)
+    split = _split(batch, kv_heads, _edges(segment_start, queries).shape[0] - 1, value_dim)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
     arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None})
     _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
     return y, factor, final
+
+
+class Gradients(NamedTuple):
+    """What ``backward`` returns: of q, k, v as they came, and where asked for of scale (H,), the link's coefficients (H, learned),
+    monomials (H, degree + 1), all float64, and the state before the first key."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor | None
+    coefficients: Tensor | None
+    monomials: Tensor | None
+    initial: Tensor | None
+
+
+def backward(
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
+    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+    learned: int, scaled: bool, polynomial: bool, started: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of ``forward``. learned: of how many coefficients; scaled, polynomial, started: whether of scale, monomials, initial."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    segments = _edges(segment_start, queries).shape[0] - 1
+    split = _split(batch, kv_heads, segments, value_dim)
+    tasks = batch * kv_heads * segments * split
+    groups = heads // kv_heads
+    q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+    dq, dk, dv = torch.zeros(split, batch, heads, queries, dim), torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(batch, kv_heads, keys, value_dim)
+    dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if started else None
+    dscale = torch.zeros(batch, heads, dtype=torch.float64) if scaled else None
+    dcoefficients = torch.zeros(tasks, groups, learned, dtype=torch.float64) if learned else None
+    dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if polynomial else None
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
+    arguments.call.learned = learned
+    arguments.point(
+        {
+            "y": y, "factor": factor, "dy": dy.float().contiguous(), "dfinal": None if dfinal is None else dfinal.float().contiguous(),
+            "dq": dq, "dk": dk, "dv": dv, "dinitial": dinitial, "dscale": dscale, "dcoefficients": dcoefficients, "dmonomials": dmonomials,
+        }
+    )  # fmt: skip
+    _run(library.load(spec.link, SOURCE).zonal_sums_backward, arguments)
+
+    def by_head(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
+
+    return Gradients(dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial)
 
 
 def _run(function: object, arguments: _Arguments) -> None:
@@ -165,4 +219,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Tables", "forward", "state_shape", "tables"]
+__all__ = ["SOURCE", "Gradients", "Tables", "backward", "forward", "state_shape", "tables"]
