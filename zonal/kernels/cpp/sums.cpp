@@ -27,6 +27,7 @@ constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 col
 constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
 constexpr int PER = BLOCK / C;        // columns of a block
 constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
+constexpr int FEATURE = 8;            // what it costs to make a feature, in multiplications with the state
 constexpr int SLICE = 4 * R;         // features made at once for all tokens at hand
 
 }  // namespace
@@ -90,12 +91,16 @@ struct Task {
     plan();
   }
 
-  // while few keys are behind, all of them directly: that is less work than to read the state
+  // While few keys are behind, all of them are seen directly, which is less work than to read the state; and to the end where the state
+  // would never pay.
   void plan() {
     const int64_t first = c.edges[segment], end = c.edges[segment + 1];
     start = end > first ? lo[first] : 0;
+    const bool carries = c.initial != nullptr || c.final != nullptr || c.dfinal != nullptr;
+    const double each = static_cast<double>(c.F) * (width + FEATURE), pair = static_cast<double>(groups) * (c.D + width);
+    const int64_t near = std::max<int64_t>(BLOCK, static_cast<int64_t>(each / (c.D + width)));
+    double direct = 0, carried = 0;
     int32_t done = start;
-    const int64_t near = std::max<int64_t>(BLOCK, c.F * width / (c.D + width));
     bool begun = c.initial != nullptr;
     for (int64_t t0 = first; t0 < end; t0 += BLOCK) {
       const int64_t t1 = std::min<int64_t>(t0 + BLOCK, end);
@@ -104,11 +109,16 @@ struct Task {
       if (!begun && last - start <= near) to = done;
       begun = begun || to > done;
       spans.push_back({t0, t1, done, to, last, begun});
+      direct += pair * (t1 - t0) * (last - start);
+      carried += pair * (t1 - t0) * (last - to) + each * ((to - done) + groups * (t1 - t0) * begun);
       done = to;
     }
+    if (!carries && direct <= carried)
+      for (Span& span : spans) span = {span.t0, span.t1, start, start, span.last, false};
     if (c.final != nullptr || c.dfinal != nullptr) spans.push_back({end, end, done, present, present, false});
   }
 
+  int64_t keys() const { return spans.empty() ? 0 : spans.back().last - start; }  // of the segment that anybody sees, or that are kept
   int64_t head(int64_t g) const { return kv * groups + g; }
   const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
   const float* value_row(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token + p0; }
@@ -129,9 +139,81 @@ inline float unit(const Sums& c, const float* x) { return c.normalise ? 1.f / st
 
 // ---- packing -----------------------------------------------------------------------------------------------------------------------------
 
-// a vector times factor into lane ``lane`` of a column (low, C)
-inline void put(const float* x, int64_t n, float factor, float* column, int lane) {
-  for (int64_t d = 0; d < n; ++d) column[d * C + lane] = x[d] * factor;
+// eight rows of eight numbers become columns
+inline void transpose(V (&x)[L]) {
+#if __has_builtin(__builtin_shufflevector)
+  V y[L];
+  for (int i = 0; i < L; i += 2) {
+    y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < L; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      x[i + 2 * k] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
+      x[i + 2 * k + 1] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < L / 2; ++i) {
+    y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int i = 0; i < L; ++i) x[i] = y[i];
+#else
+  for (int i = 0; i < L; ++i)
+    for (int k = 0; k < i; ++k) {
+      const float kept = x[i][k];
+      x[i][k] = x[k][i];
+      x[k][i] = kept;
+    }
+#endif
+}
+
+struct Rows {  // sixteen tokens' rows and what each is multiplied by; those past ``count`` are there (as the last one again) but count nothing
+  float* at[C];
+  float factor[C];
+  int64_t count;
+};
+
+template <typename Row, typename Factor>
+INLINE Rows rows_of(int64_t count, const Row& row, const Factor& factor) {
+  Rows rows;
+  rows.count = std::min<int64_t>(count, C);
+  for (int64_t i = 0; i < C; ++i) {
+    rows.at[i] = const_cast<float*>(row(std::min(i, rows.count - 1)));
+    rows.factor[i] = i < rows.count ? factor(i) : 0.f;
+  }
+  return rows;
+}
+
+// rows of n numbers as a column (n, C)
+void put(const Rows& rows, int64_t n, float* column) {
+  int64_t d = 0;
+  for (; d + L <= n; d += L)
+    for (int j = 0; j < C; j += L) {
+      V x[L];
+      for (int i = 0; i < L; ++i) x[i] = load(rows.at[j + i] + d) * rows.factor[j + i];
+      transpose(x);
+      for (int i = 0; i < L; ++i) store(column + (d + i) * C + j, x[i]);
+    }
+  for (; d < n; ++d)
+    for (int i = 0; i < C; ++i) column[d * C + i] = rows.at[i][d] * rows.factor[i];
+}
+
+// and back: rows = column, or rows += column
+template <bool ADD>
+void take(const float* column, int64_t n, const Rows& rows) {
+  int64_t d = 0;
+  for (; d + L <= n; d += L)
+    for (int j = 0; j < rows.count; j += L) {
+      V x[L];
+      for (int i = 0; i < L; ++i) x[i] = load(column + (d + i) * C + j);
+      transpose(x);
+      for (int i = 0; i < L && j + i < rows.count; ++i) {
+        float* to = rows.at[j + i] + d;
+        store(to, ADD ? load(to) + x[i] * rows.factor[j + i] : x[i] * rows.factor[j + i]);
+      }
+    }
+  for (; d < n; ++d)
+    for (int i = 0; i < rows.count; ++i) rows.at[i][d] = (ADD ? rows.at[i][d] : 0.f) + column[d * C + i] * rows.factor[i];
 }
 
 // products of a column's rows up to the last low feature
@@ -140,33 +222,29 @@ void extend(const Sums& c, float* column) {
     for (int j = 0; j < C; j += L) store(column + r * C + j, load(column + c.low_left[r] * C + j) * load(column + c.low_right[r] * C + j));
 }
 
-// low features of a block's queries, (groups, PER, low, C); row 0 of a column tells which lanes are there
+// the low features of a column: row 0 tells which lanes are there
+void put_low(const Sums& c, const Rows& rows, float* column) {
+  for (int i = 0; i < C; ++i) column[i] = i < rows.count;
+  put(rows, c.D, column + C);
+  extend(c, column);
+}
+
+// low features of a block's queries, (groups, PER, low, C)
 void pack_queries(const Task& task, const Span& span, float* out) {
   const Sums& c = task.c;
-  const int64_t queries = span.t1 - span.t0;
-  std::memset(out, 0, sizeof(float) * task.groups * PER * c.low * C);
   for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t i = 0; i < queries; ++i) {
-      const float* q = task.query(g, span.t0 + i);
-      float* column = out + (g * PER + i / C) * c.low * C;
-      const float factor = c.scale[task.head(g)] * unit(c, q);
-      column[i % C] = 1.f;
-      put(q, c.D, factor, column + C, i % C);
-      if (i % C == C - 1 || i == queries - 1) extend(c, column);
+    for (int64_t t = span.t0; t < span.t1; t += C) {
+      const auto row = [&](int64_t i) { return task.query(g, t + i); };
+      const auto factor = [&](int64_t i) { return c.scale[task.head(g)] * unit(c, row(i)); };
+      put_low(c, rows_of(span.t1 - t, row, factor), out + (g * PER + (t - span.t0) / C) * c.low * C);
     }
 }
 
-// low features of keys [s0, s1), (columns, low, C)
-void pack_keys(const Task& task, int32_t s0, int32_t s1, float* out) {
-  const Sums& c = task.c;
-  std::memset(out, 0, sizeof(float) * up(s1 - s0, C) * c.low);
-  for (int32_t s = s0; s < s1; ++s) {
-    const int32_t i = s - s0;
-    const float* k = task.key(s);
-    float* column = out + i / C * c.low * C;
-    column[i % C] = 1.f;
-    put(k, c.D, unit(c, k), column + C, i % C);
-    if (i % C == C - 1 || s == s1 - 1) extend(c, column);
+// low features of keys [s0, s1), (columns, low, C); factors: one over the norm of each key
+void pack_keys(const Task& task, int32_t s0, int32_t s1, const float* factors, float* out) {
+  for (int32_t s = s0; s < s1; s += C, out += task.c.low * C) {
+    const auto factor = [&](int64_t i) { return factors[s + i - task.start]; };
+    put_low(task.c, rows_of(s1 - s, [&](int64_t i) { return task.key(s + static_cast<int32_t>(i)); }, factor), out);
   }
 }
 
@@ -180,19 +258,18 @@ void pack_values(const Task& task, int32_t s0, int32_t s1, float* rows) {
   }
 }
 
-// rows of keys times their norms, (BLOCK, D)
-void pack_rows(const Task& task, int32_t s0, int32_t s1, float* rows) {
+// rows of keys times their factors, (BLOCK, D)
+void pack_rows(const Task& task, int32_t s0, int32_t s1, const float* factors, float* rows) {
   for (int32_t s = s0; s < s1; ++s) {
     const float* k = task.key(s);
-    const float factor = unit(task.c, k);
-    for (int64_t d = 0; d < task.c.D; ++d) rows[(s - s0) * task.c.D + d] = k[d] * factor;
+    for (int64_t d = 0; d < task.c.D; ++d) *rows++ = k[d] * factors[s - task.start];
   }
 }
 
 // (columns, width, C) from rows (tokens, step)
 void turn(const float* rows, int64_t step, int64_t tokens, int64_t width, float* columns) {
-  std::memset(columns, 0, sizeof(float) * up(tokens, C) * width);
-  for (int64_t i = 0; i < tokens; ++i) put(rows + i * step, width, 1.f, columns + i / C * width * C, i % C);
+  for (int64_t i = 0; i < tokens; i += C, columns += width * C)
+    put(rows_of(tokens - i, [&](int64_t r) { return rows + (i + r) * step; }, [](int64_t) { return 1.f; }), width, columns);
 }
 
 // ---- products ----------------------------------------------------------------------------------------------------------------------------
@@ -468,16 +545,18 @@ APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, c
 // ---- forward -----------------------------------------------------------------------------------------------------------------------------
 
 struct Buffers {
-  float *state, *weights, *queries, *out, *keys, *values, *rows, *strip, *room;
+  float *state, *weights, *factors, *queries, *out, *keys, *values, *rows, *strip, *room;
 };
 
 Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(extra + 512 + c.F * (task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D) + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + task.keys() + c.F * (task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D) + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
   at.weights = scratch.take(task.groups * c.F);
+  at.factors = scratch.take(task.keys());
+  for (int64_t s = 0; s < task.keys(); ++s) at.factors[s] = unit(c, task.key(task.start + static_cast<int32_t>(s)));
   at.queries = scratch.take(columns * c.low * C);
   at.out = scratch.take(columns * std::max(c.low, task.width) * C);
   at.keys = scratch.take(BLOCK * c.low);
@@ -491,7 +570,7 @@ Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
 // keys [s0, s1), at most BLOCK, into the state; then, where ``reads``, what the block's queries read there into out
 void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
   const Sums& c = task.c;
-  pack_keys(task, s0, s1, at.keys);
+  pack_keys(task, s0, s1, at.factors, at.keys);
   pack_values(task, s0, s1, at.values);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
@@ -513,7 +592,7 @@ void directly(const Task& task, const Span& span, const Buffers& at) {
   for (int64_t i = 0; i < columns; ++i) lanes[i] = lanes_of(task, span, i);
   for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
     const int32_t s1 = std::min(s0 + BLOCK, span.last);
-    pack_rows(task, s0, s1, at.rows);
+    pack_rows(task, s0, s1, at.factors, at.rows);
     pack_values(task, s0, s1, at.values);
     for (int64_t g = 0; g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
@@ -532,20 +611,21 @@ void finish(const Task& task, const Span& span, const Buffers& at) {
   const Sums& c = task.c;
   const int64_t values = task.p1 - task.p0;
   for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t t = span.t0; t < span.t1; ++t) {
-      const int64_t i = t - span.t0, row = (task.b * c.H + task.head(g)) * c.T + t;
-      const float* from = at.out + (g * PER + i / C) * task.width * C + i % C;
-      float factor = 1.f;
-      if (c.anchor == ROW) {
-        const float mass = from[values * C];
-        factor = mass != 0.f ? 1.f / mass : 0.f;
-      } else if (c.anchor == COUNT) {
-        const double seen = std::max(task.hi[t] - task.lo[t], 0) + (c.before == nullptr ? 0. : c.before[task.b]);
-        factor = seen > 0 ? static_cast<float>(1. / seen) : 0.f;
-      }
-      if (task.part == 0) c.factor[row] = factor;
-      float* y = c.y + row * c.P + task.p0;
-      for (int64_t p = 0; p < values; ++p) y[p] = from[p * C] * factor;
+    for (int64_t t = span.t0; t < span.t1; t += C) {
+      const float* column = at.out + (g * PER + (t - span.t0) / C) * task.width * C;
+      const int64_t first = (task.b * c.H + task.head(g)) * c.T + t;
+      const auto factor = [&](int64_t i) {
+        if (c.anchor == ROW) {
+          const float mass = column[values * C + i];
+          return mass != 0.f ? 1.f / mass : 0.f;
+        }
+        if (c.anchor != COUNT) return 1.f;
+        const double seen = task.hi[t + i] - task.lo[t + i] + (c.before == nullptr ? 0. : c.before[task.b]);
+        return seen > 0 ? static_cast<float>(1. / seen) : 0.f;
+      };
+      const Rows rows = rows_of(span.t1 - t, [&](int64_t i) { return c.y + (first + i) * c.P + task.p0; }, factor);
+      take<false>(column, values, rows);
+      if (task.part == 0) std::copy_n(rows.factor, rows.count, c.factor + first);
     }
 }
 
@@ -632,7 +712,7 @@ void slope(const Task& task, const float* strip, int64_t features, const float* 
 void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Backward& all, V* power_sums) {
   const Sums& c = task.c;
   const Buffers& at = all.at;
-  pack_keys(task, s0, s1, at.keys);
+  pack_keys(task, s0, s1, at.factors, at.keys);
   pack_values(task, s0, s1, at.values);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
@@ -701,7 +781,7 @@ void directly_back(const Task& task, const Span& span, const Backward& all, floa
   V partial[40];
   for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
     const int32_t s1 = std::min(s0 + BLOCK, span.last);
-    pack_rows(task, s0, s1, at.rows);
+    pack_rows(task, s0, s1, at.factors, at.rows);
     pack_values(task, s0, s1, at.values);
     std::memset(more.near_keys, 0, sizeof(float) * BLOCK * D16);
     std::memset(more.near_values, 0, sizeof(float) * BLOCK * task.step);
@@ -740,7 +820,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   const Buffers& at = all.at;
   const More& more = all.more;
   const int64_t keys = s1 - s0, columns = (keys + C - 1) / C, values = task.p1 - task.p0, tokens = span.t1 - span.t0;
-  pack_keys(task, s0, s1, at.keys);
+  pack_keys(task, s0, s1, at.factors, at.keys);
   pack_values(task, s0, s1, at.values);
   turn(at.values, task.step, keys, task.width, more.value_columns);
   std::memset(at.out, 0, sizeof(float) * columns * C * c.low);
@@ -763,12 +843,11 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
     }
   }
   for (int64_t i = 0; i < columns; ++i) pull_low(c, at.keys + i * c.low * C, at.out + i * c.low * C);
-  for (int32_t s = s0; s < s1; ++s) {
-    const int32_t i = s - s0;
-    float *to_key = dk + task.index[s] * c.D, *to_value = dv + task.index[s] * c.P + task.p0;
-    const float *from_key = at.out + (i / C * c.low + 1) * C + i % C, *from_value = more.dvalues + i / C * values * C + i % C;
-    for (int64_t d = 0; d < c.D; ++d) to_key[d] += from_key[d * C];
-    for (int64_t p = 0; p < values; ++p) to_value[p] += from_value[p * C];
+  const auto one = [](int64_t) { return 1.f; };
+  for (int32_t s = s0; s < s1; s += C) {
+    const int64_t i = (s - s0) / C;
+    take<true>(at.out + (i * c.low + 1) * C, c.D, rows_of(s1 - s, [&](int64_t r) { return dk + task.index[s + r] * c.D; }, one));
+    take<true>(more.dvalues + i * values * C, values, rows_of(s1 - s, [&](int64_t r) { return dv + task.index[s + r] * c.P + task.p0; }, one));
   }
 }
 
@@ -797,12 +876,10 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
     directly_back(task, span, all, dk, dv, dcoefficients);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t i = 0; i < PER; ++i) pull_low(c, at.queries + (g * PER + i) * c.low * C, all.more.dlow + (g * PER + i) * c.low * C);
-      for (int64_t t = span.t0; t < span.t1; ++t) {
-        const int64_t i = t - span.t0;
-        const float* from = all.more.dlow + ((g * PER + i / C) * c.low + 1) * C + i % C;
-        float* to = c.dq + (((task.part * c.B + task.b) * c.H + task.head(g)) * c.T + t) * c.D;
-        for (int64_t d = 0; d < c.D; ++d) to[d] = from[d * C];
-      }
+      float* dq = c.dq + ((task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
+      for (int64_t t = span.t0; t < span.t1; t += C)
+        take<false>(all.more.dlow + ((g * PER + (t - span.t0) / C) * c.low + 1) * C, c.D,
+                    rows_of(span.t1 - t, [&](int64_t i) { return dq + (t + i) * c.D; }, [](int64_t) { return 1.f; }));
       for (int64_t k = 0; dmonomials != nullptr && k < c.powers; ++k)
         for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
     }
