@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from zonal.algebra.link import LINKS, Link
 from zonal.errors import ZonalError
 from zonal.execution import native
+from zonal.features import feature_map
 from zonal.kernels.cpp import build, library
 
 DESCRIPTION = """\
-Compile the CPU tile kernel for every link that has a formula, and check that each loads. Without this, a kernel is compiled
+Compile the CPU kernels for every link that has a formula, and check that each loads. Without this, a kernel is compiled
 when it is first used, which takes some seconds once. CXX names the compiler; ZONAL_CACHE the folder where libraries are kept.
 
 Examples:
   zonal build
   zonal build --again"""
+
+
+_NAMES = {"tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features"}
 
 
 @dataclass(frozen=True)
@@ -28,23 +32,25 @@ class Build:
 def run(options: Build, command: str) -> int:
     """Run the command. Returns 0 when every kernel is built and loads, 1 when one failed."""
     links = [link for kind in LINKS.values() if isinstance(link := kind(), Link)]
-    codes = [code for link in links if (code := native.code_of(link)) is not None]
+    codes = {code: feature_map(link) is not None for link in links if (code := native.code_of(link)) is not None}
     compiler = build.compiler()
     if compiler is None:
-        build.target(codes[0])  # says what to install
+        build.target(next(iter(codes)))  # says what to install
     print(f"compiler  {compiler} {' '.join(build.flags())}")
     failed = 0
-    for code in codes:
+    for code, summed in codes.items():
         for source in build.SOURCES:
+            if source == "sums" and not summed:
+                continue
             if source == "tile_bf16" and (library.failure(code) is not None or not library.load(code).zonal_has_bf16()):
                 continue
-            name, start = f"{code.name} ({'bfloat16' if source == 'tile_bf16' else 'float32'})", time.perf_counter()
+            name, start = f"{code.name} ({_NAMES[source]})", time.perf_counter()
             known = build.built(code, source) and not options.again
             try:
                 path = build.build(code, source, again=options.again)
                 library.load(code, source)
-                print(f"{name:<28} {'was there' if known else f'{time.perf_counter() - start:.1f} s':>9}  {path}")
+                print(f"{name:<38} {'was there' if known else f'{time.perf_counter() - start:.1f} s':>9}  {path}")
             except ZonalError as error:
                 failed += 1
-                print(f"{name:<28} failed: {error}")
+                print(f"{name:<38} failed: {error}")
     return 1 if failed else 0

@@ -4,6 +4,7 @@ Operators whose kernel is a polynomial of a dot product carry sums of features (
 product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
 """
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from zonal.execution.documents import by_document
 from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
+from zonal.kernels.cpp.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
@@ -73,8 +75,11 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
         assert memory is None or isinstance(memory, FeatureSums)
         if memory is not None:
             check_memory(call, memory)
-        y, after = native_sums.chunked(call, memory)
-        return y, after if return_memory else None
+        try:
+            y, after = native_sums.chunked(call, memory)
+            return y, after if return_memory else None
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch's sums over features run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
     if call.visibility.packed:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)

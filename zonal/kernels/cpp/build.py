@@ -23,7 +23,7 @@ from zonal.errors import FileFormatError, ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16")
+SOURCES = ("tile", "tile_bf16", "sums")
 _NAMES = ("g++", "clang++", "c++")
 
 
@@ -78,10 +78,10 @@ def _version(path: str) -> str:
 
 
 def target(code: Formula, source: str = "tile") -> Path:
-    """Where the library of a link is kept, made from "tile" or "tile_bf16". Raises: BuildError without a compiler."""
+    """Where the library of a link is kept, made from one of ``SOURCES``. Raises: BuildError without a compiler."""
     path = compiler()
     if path is None:
-        raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch's tiles run instead.")
+        raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch runs instead.")
     texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp")]
     parts = (*texts, defines(code), _version(path), " ".join(flags(source)), torch.__version__)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

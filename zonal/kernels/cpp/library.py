@@ -81,6 +81,7 @@ def _in_pairs(q: Tensor, k: Tensor, v: Tensor, spec: TileSpec) -> ctypes.CDLL | 
 
 
 def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype`` with a last axis of stride 1, as the kernels read it."""
     x = x.to(dtype)
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 

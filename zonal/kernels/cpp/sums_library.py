@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.features import SymmetricPowers
 from zonal.kernels.cpp import library
 from zonal.kernels.sums_spec import SumsSpec
 
@@ -39,7 +38,7 @@ class Tables(NamedTuple):
     """How the kernel makes the features of a map: each a product of two low ones, in an order in which the first of the two rises.
 
     low_left, low_right: rows of products among the low features (the first 1 + D rows are 1 and the vector). left, right, degree: of
-    each feature. run_end: where the run ends in which left stays and right rises by one. place: where it stands in the order of ``SymmetricPowers``. squares, roots: its weight there, squared and plain.
+    each feature. run_end: where the run ends in which left stays and right rises by one. place: where it stands in the order of ``features.SymmetricPowers``. squares, roots: its weight there, squared and plain.
     """
 
     low_left: Tensor
@@ -53,11 +52,11 @@ class Tables(NamedTuple):
     roots: Tensor
 
 
-def _monomials(features: SymmetricPowers, dim: int) -> list[tuple[int, ...]]:
-    """The indices of every feature, in the order of ``SymmetricPowers``."""
+def _monomials(degree: int, lowest: int, dim: int) -> list[tuple[int, ...]]:
+    """The indices of every feature, in the order of ``features.SymmetricPowers``, which memories keep."""
     found: list[tuple[int, ...]] = []
-    for power in range(features.lowest, features.degree + 1):
-        if power == 2 and features.degree == 2:  # by cyclic distance, the opposite point once
+    for power in range(lowest, degree + 1):
+        if power == 2 and degree == 2:  # by cyclic distance, the opposite point once
             pairs = [(i, (i + j) % dim) for j in range(dim // 2 + 1) for i in range(dim // 2 if j and 2 * j == dim else dim)]
             found += [tuple(sorted(pair)) for pair in pairs]
         else:
@@ -66,9 +65,9 @@ def _monomials(features: SymmetricPowers, dim: int) -> list[tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def tables(features: SymmetricPowers, dim: int) -> Tables:
-    """The tables of a map for vectors of ``dim`` numbers."""
-    half = (features.degree + 1) // 2
+def tables(degree: int, lowest: int, dim: int) -> Tables:
+    """The tables of all powers from ``lowest`` to ``degree`` of vectors of ``dim`` numbers."""
+    half = (degree + 1) // 2
     rows: dict[tuple[int, ...], int] = {(): 0, **{(i,): 1 + i for i in range(dim)}}
     low = [(0, 0)] * (1 + dim)
     for power in range(2, half + 1):
@@ -76,7 +75,7 @@ def tables(features: SymmetricPowers, dim: int) -> Tables:
             low.append((rows[each[:1]], rows[each[1:]]))
             rows[each] = len(low) - 1
     made = []
-    for place, each in enumerate(_monomials(features, dim)):
+    for place, each in enumerate(_monomials(degree, lowest, dim)):
         cut = len(each) // 2
         square = math.factorial(len(each)) // math.prod(math.factorial(times) for times in Counter(each).values())
         made.append((rows[each[:cut]], rows[each[cut:]], len(each), place, square))
@@ -85,9 +84,9 @@ def tables(features: SymmetricPowers, dim: int) -> Tables:
     for a in range(len(made) - 2, -1, -1):
         follows = made[a + 1][:2] == (made[a][0], made[a][1] + 1)
         ends[a] = ends[a + 1] if follows else a + 1
-    left, right, degree, place, squares = (torch.tensor(column, dtype=torch.int32) for column in zip(*made, strict=True))
+    left, right, power, place, squares = (torch.tensor(column, dtype=torch.int32) for column in zip(*made, strict=True))
     low_left, low_right = (torch.tensor(column, dtype=torch.int32) for column in zip(*low, strict=True))
-    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), degree, place, squares.float(), squares.double().sqrt().float())
+    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), power, place, squares.float(), squares.double().sqrt().float())
 
 
 class _Arguments:
@@ -108,7 +107,7 @@ class _Arguments:
             index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
             rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
             lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1].to(torch.int32)
-        table = tables(SymmetricPowers(spec.degree, spec.lowest), dim)
+        table = tables(spec.degree, spec.lowest, dim)
         tensors = {
             "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
             "monomials": monomials.float().contiguous(), **table._asdict(), "index": index, "present": present,
@@ -138,7 +137,7 @@ def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
     """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
-    return batch, kv_heads, SymmetricPowers(spec.degree, spec.lowest).dimension(dim), value_dim + (spec.anchor == "row")
+    return batch, kv_heads, spec.dimension(dim), value_dim + (spec.anchor == "row")
 
 
 def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
