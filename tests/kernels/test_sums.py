@@ -403,8 +403,8 @@ def test_the_planner_counts_what_the_kernel_does(case_name: str) -> None:
     problem = problem_of(call_of(m.squared_affine(), inputs(LARGE[case_name]).to(torch.float32)))
     done = work(problem)
     assert 0 < done.absorbed <= problem.S
-    assert done.reads <= problem.T * problem.groups
-    assert done.pairs < problem.T * problem.groups * problem.S
+    assert done.reads <= (problem.T + 15) * problem.groups
+    assert done.pairs < 0.6 * problem.T * problem.groups * problem.S
 
 
 def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:

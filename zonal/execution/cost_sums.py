@@ -8,8 +8,9 @@ from zonal.execution.cost_features import document_groups
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
-# of sums.cpp: queries of a block, and what it costs to make a feature, in multiplications with the state
+# of sums.cpp: queries of a block and of a column, and what it costs to make a feature, in multiplications with the state
 _BLOCK = 64
+_COLUMN = 16
 _FEATURE = 8.0
 
 
@@ -35,7 +36,7 @@ def work(p: Problem) -> Work:
     absorbed = reads = pairs = direct = 0.0
     begun, done = p.past > 0, 0
     for block in p.span.blocks(p.T, p.S, _BLOCK):
-        rows = (block.stop - block.start) * p.groups
+        rows = math.ceil((block.stop - block.start) / _COLUMN) * _COLUMN * p.groups
         to = block.hi if block.whole else max(done, min(block.hi, block.hi - (block.stop - block.start)))
         if not begun and block.hi <= near:
             to = done
@@ -83,6 +84,8 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     tally.add(call, calls=8)
     tally.add(forward * rate, flops=forward, moved=p.itemsize * numbers)
     state = p.features.dimension(p.D) * (p.P + p.tags.normalises)
+    if p.past or p.keeps:  # read from one buffer and written to another, in another order
+        tally.add(4 * p.B * p.Hkv * state * p.itemsize * constants.traffic * (1 + p.gradients), moved=4 * p.B * p.Hkv * state * p.itemsize)
     peak = p.B * p.H * p.T * (p.P + 1.0) + min(tasks, constants.threads) * state + p.keeps * p.B * p.Hkv * state
     if p.gradients:
         tally.recorded(2)
