@@ -34,9 +34,10 @@ lint: $(STAMP)  ## ruff and pyright
 format: $(STAMP)
 	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 
-bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 15 minutes, run alone)
+bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 20 minutes, run alone)
 	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
+	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 
 clean:

@@ -1,5 +1,6 @@
 """The benchmarks' shared parts, and that the planner's benchmark runs. What they measure is no test's business."""
 
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zonal
-from benchmarks import captured, common, fidelity, linear_peers, peers, planner, tiled
+from benchmarks import captured, common, fidelity, linear, linear_peers, peers, planner, tiled
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig, build
 from zonal.nn import Attention
@@ -139,6 +140,30 @@ def test_the_benchmark_of_tiles_runs_and_refuses_a_wrong_kernel(monkeypatch: pyt
     monkeypatch.setattr(tiled.zonal, "attention", wrong)
     with pytest.raises(common.GateError, match="T=127"):
         tiled.main(["--quick", "--out", "-"])
+
+
+def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert linear.main(["--quick", "--out", "-"]) == 0
+    assert "of sdpa  sq, d=8, T=300, forward+backward" in capsys.readouterr().out
+    whole = linear.zonal.attention
+
+    def wrong(q, k, v, operator, *, causal, path):
+        y = whole(q, k, v, operator, causal=causal, path=path)
+        return y * 1.001 if path == "chunked" else y
+
+    monkeypatch.setattr(linear.zonal, "attention", wrong)
+    with pytest.raises(common.GateError, match="T=300"):
+        linear.main(["--quick", "--out", "-"])
+
+
+def test_the_table_of_sums() -> None:
+    """Every row is another one; bounds fall as sequences grow."""
+    cases = linear.table()
+    assert len({str(case) for case in cases}) == len(cases) >= 20
+    bounded = [case for case in cases if case.bound is not None and case.peer == "sdpa"]
+    assert len(bounded) == 9
+    for shorter, longer in itertools.pairwise(bounded):
+        assert longer.tokens < shorter.tokens or longer.bound < shorter.bound  # type: ignore[operator]
 
 
 def test_the_table_of_tiles() -> None:

@@ -26,7 +26,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, compiler = tmp_path_factory.mktemp("libraries"), build.compiler()
     assert compiler is not None
     for name in ("exp", "yat"):
-        for source in recipe.SOURCES if recipe.is_x86() else ("tile",):
+        for source in recipe.sources(FORMULAS[name]) if recipe.is_x86() else ("tile",):
             job = FORMULAS[name], source, recipe.flags(source, recipe.is_x86())
             recipe.make(compiler, *job, folder / recipe.file_name(*job))
     return folder

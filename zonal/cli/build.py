@@ -8,13 +8,16 @@ from zonal.formula import FORMULAS
 from zonal.kernels.cpp import build, library, recipe
 
 DESCRIPTION = """\
-Say which library the CPU tile kernel of every link with a formula comes from, compile what is not there, and check that each
+Say which library the CPU kernels of every link with a formula come from, compile what is not there, and check that each
 loads. A library compiled here comes before one that came with the package. Without this, a kernel is compiled when it is first
 used, which takes some seconds once. CXX names the compiler; ZONAL_CACHE the folder where libraries are kept.
 
 Examples:
   zonal build
   zonal build --again"""
+
+
+_NAMES = {"tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features"}
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,17 @@ def run(options: Build, command: str) -> int:
     print(f"compiler  {compiler or 'none'} {' '.join(build.flags())}")
     failed = 0
     for code in codes:
-        for source in build.SOURCES:
+        for source in recipe.sources(code):
             if source == "tile_bf16" and (library.failure(code) is not None or not library.load(code).zonal_has_bf16()):
                 continue
-            name, start = f"{code.name} ({'bfloat16' if source == 'tile_bf16' else 'float32'})", time.perf_counter()
+            name, start = f"{code.name} ({_NAMES[source]})", time.perf_counter()
             known = None if options.again else build.built(code, source)
             try:
                 path = build.build(code, source, again=options.again)
                 library.load(code, source)
                 how = f"{time.perf_counter() - start:.1f} s" if known is None else "came with the package" if path.parent == recipe.SHIPPED else "was there"
-                print(f"{name:<28} {how:>21}  {path}")
+                print(f"{name:<38} {how:>21}  {path}")
             except ZonalError as error:
                 failed += 1
-                print(f"{name:<28} failed: {error}")
+                print(f"{name:<38} failed: {error}")
     return 1 if failed else 0

@@ -27,14 +27,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from zonal import store
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Count
-from zonal.algebra.link import Gegenbauer
+from zonal.algebra.anchor import Count, Row
+from zonal.algebra.link import Gegenbauer, SquaredAffine
 from zonal.algebra.score import Cosine
 from zonal.data.cache import VARIABLE, cache_folder
 from zonal.errors import FileFormatError
-from zonal.execution import native
-from zonal.execution.call import prepare
+from zonal.execution import cost_sums, native, native_sums
+from zonal.execution.call import Call, prepare
 from zonal.execution.constants import Constants, Curve, default
+from zonal.execution.problem import problem_of
 from zonal.kernels.cpp.build import BuildError
 
 # -- measuring ---------------------------------------------------------------------------------------------------------------
@@ -188,6 +189,7 @@ def measure(device: torch.device, budget: float = 0.006) -> Constants:
             calls, rates = _calls(device, budget), _rates(device, budget)
         fresh = _fresh(device)
         tile_call, tile = _tile(device, budget)
+        sums_call, sums = _sums(device, budget)
     call, record, product, factor, solve = calls
     stream = 4.0 * (64 * 64 + 64 * 256 * 64)
     traffic = max(rates.stream - product, rates.stream / 4) / stream
@@ -203,7 +205,7 @@ def measure(device: torch.device, budget: float = 0.006) -> Constants:
         matmul=Curve(tuple(2.0 * m * n * k for _, m, n, k in _PRODUCTS), tuple(matmul)), traffic=traffic,
         cholesky=Curve(tuple(n**3 / 3 for _, n in _ORDERS), tuple(max(s - factor, s / 2) / b for (b, _), s in zip(_ORDERS, rates.factors, strict=True))),
         solve=Curve(tuple(float(n**3) for _, n in _ORDERS), tuple(max(s - solve, s / 2) / b for (b, _), s in zip(_ORDERS, rates.solves, strict=True))),
-        tile=tile, tile_call=tile_call, contended=contended, memory_bytes=memory(device), note="measured now",
+        tile=tile, tile_call=tile_call, sums=sums, sums_call=sums_call, contended=contended, memory_bytes=memory(device), note="measured now",
     )
 
 
@@ -212,7 +214,7 @@ _TILES = {"cpu": (8, 256), "cuda": (32, 2048)}
 
 
 def _tile(device: torch.device, budget: float) -> tuple[float, float]:
-    """(a call, an operation) of the compiled tile kernel, compiled now where it is not there yet; zeros where that cannot be."""
+    """(a call, an operation) of the compiled tile kernel."""
     if device.type not in _TILES:
         return 0.0, 0.0
     heads, tokens = _TILES[device.type]
@@ -223,7 +225,29 @@ def _tile(device: torch.device, budget: float) -> tuple[float, float]:
         call = prepare(operator, x, x, x, causal=False)
         return functools.partial(native.tiled, call) if native.refusal(call) is None else None
 
-    small, large = work(1), work(tokens)
+    return _kernel(device, budget, work(1), work(tokens), 4.0 * heads * tokens * tokens * 64)
+
+
+def _sums(device: torch.device, budget: float) -> tuple[float, float]:
+    """(a call, an operation) of the compiled kernel for sums over features."""
+    if device.type != "cpu":
+        return 0.0, 0.0
+
+    def prepared(length: int) -> Call:
+        x = torch.full((1, 8, length, 24), 0.5, dtype=torch.float32)
+        return prepare(Operator(score=Cosine(), link=SquaredAffine(), anchor=Row()), x, x, x, causal=True)
+
+    def work(call: Call) -> Callable[[], object] | None:
+        return functools.partial(native_sums.chunked, call, None) if native_sums.refusal(call) is None else None
+
+    large = prepared(2048)
+    return _kernel(device, budget, work(prepared(1)), work(large), cost_sums.operations(problem_of(large))[0])
+
+
+def _kernel(
+    device: torch.device, budget: float, small: Callable[[], object] | None, large: Callable[[], object] | None, operations: float
+) -> tuple[float, float]:
+    """(a call, an operation) of a compiled kernel, compiled now where it is not there yet; zeros where that cannot be."""
     if small is None or large is None:
         return 0.0, 0.0
     try:
@@ -233,7 +257,7 @@ def _tile(device: torch.device, budget: float) -> tuple[float, float]:
             seconds = _uncontended(device, large, budget, seconds)
     except BuildError:
         return 0.0, 0.0
-    return call, max(seconds - call, seconds / 2) / (4.0 * heads * tokens * tokens * 64)
+    return call, max(seconds - call, seconds / 2) / operations
 
 
 def _uncontended(device: torch.device, work: Callable[[], object], budget: float, several: float) -> float:

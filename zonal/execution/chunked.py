@@ -4,6 +4,7 @@ Operators whose kernel is a polynomial of a dot product carry sums of features (
 product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
 """
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError, PathError
+from zonal.execution import native_sums
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
 from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
+from zonal.kernels.cpp.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
@@ -53,7 +56,7 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
 
     Args:
         memory: what came before; None = nothing. It is not changed.
-        block: tokens a block; a matter of speed, not of meaning.
+        block: tokens a block; a matter of speed, not of meaning. The compiled kernel has its own, so torch runs where one is given.
 
     Raises: PathError when ``chunked_refusal`` has a reason.
     """
@@ -66,9 +69,18 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
         memory = empty_memory(call)
     if memory is not None and not isinstance(memory, RidgeStatistics if call.tags.solves else (FeatureSums, DecayedSums)):
         raise PathError(f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind.")
+    if call.visibility.packed and (memory is not None or return_memory):
+        raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
+    if block is None and _by_kernel(call, memory):
+        assert memory is None or isinstance(memory, FeatureSums)
+        if memory is not None:
+            check_memory(call, memory)
+        try:
+            y, after = native_sums.chunked(call, memory)
+            return y, after if return_memory else None
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch's sums over features run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
     if call.visibility.packed:
-        if memory is not None or return_memory:
-            raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
     if call.causal and call.q.shape[2] > tokens.length:
@@ -78,6 +90,12 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
         return F.pad(y, (0, 0, idle, 0)), after
     run = _ridge if call.tags.solves else _sums
     return run(call, tokens, before, memory, return_memory, block)
+
+
+def _by_kernel(call: Call, memory: Memory | None) -> bool:
+    if call.tags.solves or (memory is not None and memory.form.statistics != torch.float32):
+        return False
+    return native_sums.refusal(call, None if memory is None else memory.kind) is None
 
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:

@@ -9,7 +9,7 @@ import torch
 
 from zonal.errors import FileFormatError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Constants:
     product: a batched matrix product of nothing; matmul: one more matrix in it, by its operations 2 m n k; traffic: a byte it touches.
     cholesky: one factor in a batch, by its operations n^3 / 3; solve: a triangular solve with n columns, by n^3.
     tile: an operation of the compiled tile kernel (a multiplication or an addition of its products), with all threads; tile_call: one
-    call of it on next to nothing. Both 0 where it could not be built.
+    call of it on next to nothing. sums, sums_call: the same of the kernel for sums over features. All 0 where they could not be built.
     contended: the processor was busy, so that speeds of several threads are those of one thread scaled up.
     memory_bytes: what the device has. note: where the numbers come from; it does not count in comparisons.
     """
@@ -63,6 +63,8 @@ class Constants:
     solve: Curve
     tile: float
     tile_call: float
+    sums: float
+    sums_call: float
     contended: bool
     memory_bytes: int
     note: str = field(default="", compare=False)
@@ -124,7 +126,7 @@ DEFAULT_CPU = Constants(
     reduce=Curve(_ELEMENTS, (1.7e-6, 2.4e-6, 5e-6, 1.8e-5, 5.7e-5, 2e-4)),
     fresh=4.5e-10, product=3.3e-6, matmul=Curve((8192.0, 524288.0, 4194304.0, 33554432.0), (9e-8, 2.7e-6, 2.2e-5, 2e-4)), traffic=1.3e-11,
     cholesky=Curve((1365.0, 87381.0, 5592405.0), (6.3e-7, 1.5e-5, 2.4e-4)), solve=Curve((4096.0, 262144.0, 16777216.0), (1.1e-6, 2.2e-5, 5e-4)),
-    tile=6e-12, tile_call=1e-4, contended=False, memory_bytes=8 << 30,
+    tile=6e-12, tile_call=1e-4, sums=7e-12, sums_call=1.5e-4, contended=False, memory_bytes=8 << 30,
 )  # fmt: skip
 DEFAULT_GPU = Constants(
     machine="a typical accelerator", threads=1, torch="", call=4e-6, record=1e-5,
@@ -132,7 +134,7 @@ DEFAULT_GPU = Constants(
     exp=Curve(_ELEMENTS, (6e-6, 6e-6, 6e-6, 6e-6, 8e-6, 1.5e-5)), reduce=Curve(_ELEMENTS, (8e-6, 8e-6, 8e-6, 8e-6, 9e-6, 1.2e-5)),
     fresh=0.0, product=1e-5, matmul=Curve((8192.0, 524288.0, 4194304.0, 33554432.0), (1e-8, 5e-8, 2e-7, 1.2e-6)), traffic=5e-13,
     cholesky=Curve((1365.0, 87381.0, 5592405.0), (5e-7, 5e-6, 5e-4)), solve=Curve((4096.0, 262144.0, 16777216.0), (3e-7, 2e-6, 5e-5)),
-    tile=0.0, tile_call=0.0, contended=False, memory_bytes=16 << 30,
+    tile=0.0, tile_call=0.0, sums=0.0, sums_call=0.0, contended=False, memory_bytes=16 << 30,
 )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""What the chunked path costs: sums over features block by block, counted call by call as ``scan`` makes them."""
+"""What the chunked path costs: sums over features block by block, counted call by call as ``scan`` makes them (or the kernel's, ``cost_sums``)."""
 
 import math
 from collections import Counter
 from dataclasses import replace
 
+from zonal.execution import cost_sums
 from zonal.execution.constants import Constants
 from zonal.execution.cost_features import document_groups, write, write_backward
 from zonal.execution.cost_ridge import ridge
@@ -15,6 +16,8 @@ from zonal.execution.tally import Estimate, Tally
 def chunked(p: Problem, constants: Constants) -> Estimate:
     """Blocks over a carried state; packed documents as batches of documents of like length."""
     tally = Tally(constants, p.itemsize)
+    if p.without_sums is None and not p.tags.solves:
+        return cost_sums.kernel(p, tally)
     if p.span.edges is None:
         return tally.estimate("chunked", _one(p, tally))
     peak = 0.0

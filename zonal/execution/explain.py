@@ -53,6 +53,12 @@ class Explanation:
         reason = self.problem.without_kernel
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
+    @property
+    def sums(self) -> str:
+        """What runs the chunked path's sums over features, as far as it has any."""
+        reason = self.problem.without_sums
+        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         p = self.problem
@@ -63,7 +69,8 @@ class Explanation:
                 "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
                 "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
             },
-            "path": self.path, "why": self.why, "tiles": self.tiles, "estimates": [asdict(estimate) for estimate in self.plan.estimates],
+            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums,
+            "estimates": [asdict(estimate) for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},
             "ledger": [asdict(move) for move in self.moves], "machine": self.machine,

@@ -9,7 +9,7 @@ import torch
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import Window
-from zonal.execution import native, tiled
+from zonal.execution import native, native_sums, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.streaming import streaming_refusal
@@ -96,7 +96,8 @@ class Problem:
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
-    without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs.
+    without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
+    kernel for sums over features, on the chunked path.
     refused: paths that cannot run this at any price, with the reason.
     """
 
@@ -130,6 +131,7 @@ class Problem:
     past: int = 0
     keeps: bool = False
     without_kernel: str | None = None
+    without_sums: str | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -181,7 +183,8 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=Memory.kind_for(call.operator, call.head_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
-        keeps=held is not None, without_kernel=native.refusal(call), refused=refused,
+        keeps=held is not None, without_kernel=native.refusal(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
+        refused=refused,
     )  # fmt: skip
 
 

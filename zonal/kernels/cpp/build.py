@@ -31,10 +31,10 @@ def flags(source: str = "tile") -> tuple[str, ...]:
 
 
 def target(code: Formula, source: str = "tile") -> Path:
-    """Where the library of a link is kept when it is compiled here, made from "tile" or "tile_bf16". Raises: BuildError without a compiler."""
+    """Where the library of a link is kept when it is compiled here, made from one of ``SOURCES``. Raises: BuildError without a compiler."""
     path = compiler()
     if path is None:
-        raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch's tiles run instead.")
+        raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch runs instead.")
     return cache_folder() / "kernels" / recipe.file_name(code, source, flags(source), recipe.version(path), torch.__version__)
 
 

@@ -41,9 +41,9 @@ class _Call(ctypes.Structure):
 _failed: dict[tuple[Formula, str], str] = {}
 
 
-def failure(code: Formula) -> str | None:
+def failure(code: Formula, source: str = "tile") -> str | None:
     """Why an earlier attempt to load a link's kernel failed, or None."""
-    return _failed.get((code, "tile"))
+    return _failed.get((code, source))
 
 
 def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
@@ -106,7 +106,8 @@ def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
         return None
 
 
-def _dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype`` with a last axis of stride 1, as the kernels read it."""
     x = x.to(dtype)
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
@@ -120,7 +121,7 @@ class _Arguments:
     ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
-        q, k, v = (_dense_last(x, dtype) for x in (q, k, v))
+        q, k, v = (dense_last(x, dtype) for x in (q, k, v))
         self.kept: dict[str, Tensor | None] = {}
         self.call = _Call(
             qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]), vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
@@ -206,4 +207,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["backward", "failure", "forward", "load"]
+__all__ = ["backward", "dense_last", "failure", "forward", "load"]

@@ -16,7 +16,9 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16")
+SOURCES = ("tile", "tile_bf16", "sums")
+# of the library's own links, those whose kernel is a polynomial: sums over features serve them
+_POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
@@ -61,6 +63,11 @@ def defines(code: Formula) -> str:
     if code.cpp_value == "horner(x, c, n)":
         lines["ZONAL_HORNER"] = "1"
     return "".join(f"#define {name} {value}\n" for name, value in lines.items())
+
+
+def sources(code: Formula) -> tuple[str, ...]:
+    """What is compiled for one of the library's own links ahead of its first use."""
+    return tuple(source for source in SOURCES if source != "sums" or code.name in _POLYNOMIALS)
 
 
 def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
@@ -114,4 +121,4 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
             os.replace(staged, place)
 
 
-__all__ = ["FOLDER", "SHIPPED", "SOURCES", "BuildError", "defines", "file_name", "find", "flags", "good", "is_x86", "make", "version"]
+__all__ = ["FOLDER", "SHIPPED", "SOURCES", "BuildError", "defines", "file_name", "find", "flags", "good", "is_x86", "make", "sources", "version"]

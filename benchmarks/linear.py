@@ -1,0 +1,171 @@
+"""Sums over features in time linear in the tokens against torch's fused attention: compiled kernel, forward and with backward.
+
+B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on the same tensors
+in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2 is linear. Decoding reads and
+extends a memory of 16k tokens token by token; its peer is fused attention over as many keys and values. Memory is what a call takes at
+its peak beyond its inputs.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zonal
+from benchmarks import common
+from benchmarks.recurrence import peak_bytes
+from zonal import mechanisms
+from zonal.execution import native_sums
+from zonal.execution.call import prepare
+
+OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
+    "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
+}  # fmt: skip
+HEADS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. bound: the ratio to reach, moonshot: the one to hope for (None: it is only measured)."""
+
+    operator: str = "sq"
+    dim: int = 32
+    tokens: int = 1024
+    gradients: bool = False
+    peer: str = "sdpa"
+    bound: float | None = None
+    moonshot: float | None = None
+
+    def __str__(self) -> str:
+        what = {"sdpa": "forward+backward" if self.gradients else "forward", "half": "forward, doubled", "decode": "decode"}[self.peer]
+        return f"{self.operator}, d={self.dim}, T={self.tokens}, {what}"
+
+
+def table() -> list[Case]:
+    """The rows with bounds, then other operators."""
+    bounds: dict[tuple[int, bool], tuple[tuple[int, float, float | None], ...]] = {
+        (32, False): ((1024, 0.65, 0.50), (4096, 0.28, 0.20), (16384, 0.08, 0.055)),
+        (16, False): ((1024, 0.30, None), (4096, 0.10, None), (16384, 0.03, None)),
+        (32, True): ((1024, 0.90, None), (4096, 0.40, 0.22), (16384, 0.12, 0.06)),
+    }
+    cases = [Case("sq", dim, tokens, gradients, "sdpa", *goal) for (dim, gradients), rows in bounds.items() for tokens, *goal in rows]
+    cases += [Case("sq", 32, tokens, peer="half", bound=2.2) for tokens in (32768, 65536, 131072)]
+    cases += [Case("sq", dim, 16384, peer="decode") for dim in (16, 32, 64)]
+    return cases + [Case(name, dim, 4096, gradients) for name, dim in (("sko2", 32), ("linear", 64), ("sq", 64)) for gradients in (False, True)]
+
+
+@dataclass
+class Work:
+    """The tensors of a case, the subject and the peer."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    operator: zonal.Operator
+    memory: zonal.Memory | None = None
+
+    @staticmethod
+    def of(case: Case) -> "Work":
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, HEADS, case.tokens, case.dim, generator=generator).requires_grad_(case.gradients) for _ in range(3))
+        work = Work(case, q, k, v, OPERATORS[case.operator]().requires_grad_(case.gradients))
+        if case.peer == "decode":
+            work.memory = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(k, v)
+        return work
+
+    def attend(self, tokens: int | None = None) -> Tensor:
+        q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
+        return zonal.attention(q, k, v, self.operator, causal=True, path="chunked")
+
+    def done(self, y: Tensor, learned: bool) -> object:
+        if not self.case.gradients:
+            return y
+        leaves = [self.q, self.k, self.v, *(self.operator.parameters() if learned else ())]
+        return torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+
+    def subject(self) -> object:
+        if self.memory is not None:
+            q, k, v = (x[:, :, :1] for x in (self.q, self.k, self.v))
+            return zonal.attention(q, k, v, self.operator, causal=True, memory=self.memory)
+        return self.done(self.attend(), True)
+
+    def peer(self) -> object:
+        if self.case.peer == "half":
+            return self.attend(self.case.tokens // 2)
+        q = self.q[:, :, :1] if self.case.peer == "decode" else self.q
+        return self.done(F.scaled_dot_product_attention(q, self.k, self.v, is_causal=self.case.peer != "decode"), False)
+
+
+def gate(cases: list[Case]) -> dict[str, float]:
+    """Errors of output and gradients against the float64 definition, for each kind of row at up to 777 tokens."""
+    errors: dict[str, float] = {}
+    for case in cases:
+        short = Case(case.operator, case.dim, min(case.tokens, 777), True)
+        name = str(short)
+        if name in errors:
+            continue
+        work = Work.of(short)
+        refused = native_sums.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
+        if refused is not None:
+            raise common.GateError(f"{name}: torch would be timed, for {refused}")
+        exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
+        reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
+        got = work.attend()
+        errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
+        for a, b in zip(torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True):
+            common.gate(f"{name}, a gradient", a, b, 1e-4)
+    return errors
+
+
+def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+    work = Work.of(case)
+    with torch.set_grad_enabled(case.gradients):
+        row: dict[str, Any] = {"row": str(case), **asdict(case)}
+        row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
+        row["peak_bytes"] = peak_bytes(work.subject)
+        row["output_bytes"] = work.q.numel() * work.q.element_size()
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 0 when every bound holds, else 1."""
+    parser = common.parser(__doc__ or "", "linear")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only rows whose description contains this text")
+    options = parser.parse_args(argv)
+    device = common.prepare(options)
+    if device.type != "cpu":
+        raise zonal.errors.ArgumentError("bench: the kernel for sums over features runs on the CPU only. Leave --device out.")
+    start = common.circumstances(device)
+    cases = [case for case in table() if options.only in str(case)]
+    if options.quick:
+        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 100, peer="decode")]
+    print("checking outputs and gradients against the float64 definition …", flush=True)
+    errors = gate(cases)
+    rows, missed = [], []
+    for case in cases:
+        row = measured(case, device, 0.2 if options.quick else options.budget)
+        rows.append(row)
+        ratio = row["against_peer"]["ratio"]
+        held = case.bound is None or ratio["median"] <= case.bound
+        missed += [] if held else [str(case)]
+        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
+        time = common.milliseconds(row["against_peer"]["subject"]["median"])
+        memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
+        print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; {memory}){goal}", flush=True)
+    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
+    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
+    partial = options.quick or options.only
+    common.report("-" if partial else options.out, "linear", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    return 1 if missed and not partial else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

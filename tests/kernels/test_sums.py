@@ -1,0 +1,413 @@
+"""The compiled kernel for sums over features: against the float64 definition, with memories before and after, and torch's machinery."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import CASES, OPERATORS, Case, Inputs, inputs, randomised
+from torch import Tensor
+
+import zonal
+from zonal import Memory, Operator, anchor, link, prior, score
+from zonal import mechanisms as m
+from zonal.errors import PathError
+from zonal.execution import cost, native, native_sums
+from zonal.execution.call import Call, prepare
+from zonal.execution.chunked import chunked_refusal
+from zonal.execution.constants import DEFAULT_CPU
+from zonal.execution.cost_sums import work
+from zonal.execution.problem import problem_of
+from zonal.features import SymmetricPowers
+from zonal.kernels import sums_ops
+from zonal.kernels.cpp import build, library, sums_library
+from zonal.models import CausalLM, ModelConfig
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+
+# long enough for the state to be read, and for blocks that are not whole
+LARGE = {
+    "causal 333": Case(queries=333, keys=333, key_dim=6, value_dim=7),
+    "one head 500": Case(batch=1, heads=1, kv_heads=1, queries=500, keys=500, key_dim=5, value_dim=20),
+    "d 32": Case(batch=1, heads=2, kv_heads=2, queries=1500, keys=1500, key_dim=32, value_dim=32),
+    "queries of a quarter": Case(heads=8, kv_heads=2, queries=290, keys=290, key_dim=4, value_dim=16),
+    "late queries": Case(queries=100, keys=555, key_dim=5, value_dim=33, kv_heads=2),
+    "early queries": Case(queries=400, keys=300, key_dim=5, value_dim=17),
+    "bidirectional": Case(queries=270, keys=410, key_dim=5, value_dim=15, causal=False),
+    "left padding": Case(padding="left", queries=350, keys=350, key_dim=4, value_dim=11),
+    "random padding": Case(padding="random", queries=350, keys=350, key_dim=4, value_dim=11, kv_heads=1),
+    "documents": Case(batch=1, packed=(0, 1, 40, 300, 311, 650), queries=650, keys=650, key_dim=4, value_dim=8),
+    "strided": Case(strided=True, queries=300, keys=300, key_dim=8, value_dim=12),
+}
+KINDS: dict[str, Callable[[], Operator]] = {
+    **OPERATORS,
+    "squared_affine-count": lambda: m.squared_affine(learn_bias=True).replace(anchor=anchor.Count()),
+    "squared_affine-raw": lambda: m.squared_affine().replace(anchor=anchor.Raw()),
+    "squared_affine-strict": lambda: m.squared_affine().replace(prior=prior.Causal(include_self=False)),
+    "squared_affine-chunk": lambda: m.squared_affine().replace(prior=prior.ChunkCausal(24)),
+    "sko-1": lambda: m.sko(degrees=(1.0,), manifold_dim=4),
+    "sko-3": lambda: m.sko(degrees=(3.0, 2.0), manifold_dim=4),
+    "degree-6": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.5, 0.3, 0.4), floor=0.01, learn=True), anchor.Row()),
+    "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
+    "linear-relu": lambda: Operator(score.Dot(map="relu"), link.Identity(), anchor.Row(allow_signed=True)),
+}
+# features of higher powers grow fast with the dimension, and a dense reference in float64 takes its time
+HEAVY = {"sko-3", "degree-6", "sko", "polynomial_square"}
+
+
+def call_of(operator: Operator, data: Inputs) -> Call:
+    return prepare(
+        operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens, key_bias=data.key_bias
+    )
+
+
+def taken(operator: Operator, case: Case) -> bool:
+    """Whether the kernel runs this pair in float32."""
+    if operator.tags.solves or (operator.tags.decays and not case.causal):
+        return False
+    call = call_of(operator, inputs(case).to(torch.float32))
+    return chunked_refusal(call) is None and native_sums.refusal(call) is None
+
+
+def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
+    leaves = [data.q, data.k, data.v, *operator.parameters()]
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
+    found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
+    return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
+
+
+def assert_as_good(got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """At most twice the error of another run in the same precision, and a floor of rounding (gradients may cancel)."""
+    for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.isfinite(a).all()
+        if not t.numel():
+            continue
+        size = max(1.0, t.abs().max().item())
+        error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
+        floor = (64 if index else 16) * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
+        floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
+        assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case_name", [*CASES, *LARGE])
+@pytest.mark.parametrize("name", KINDS)
+def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and every gradient, with at most twice the error of the dense path in the same precision."""
+    case = {**CASES, **LARGE}[case_name]
+    operator = randomised(KINDS[name]()).float()
+    if (name in HEAVY and case_name == "d 32") or not taken(operator, case):
+        return
+    data = inputs(case).to(dtype)
+    exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
+    truth = everything(double, exact, exact.run(double, "dense"))
+    called: list[str] = []
+    original = native_sums.chunked
+    monkeypatch.setattr(native_sums, "chunked", lambda *given: called.append("kernel") or original(*given))
+    got = everything(operator, data, data.run(operator, "chunked"))
+    assert called == ["kernel"]
+    assert_as_good(got, everything(operator, data, data.run(operator, "dense")), truth, dtype)
+
+
+def test_every_polynomial_link_is_met() -> None:
+    """The test above runs each of them, and most of its long cases read the state."""
+    met = {type(KINDS[name]().link).__name__ for name in KINDS if taken(randomised(KINDS[name]()).float(), CASES["causal"])}
+    assert met == {"Gegenbauer", "Identity", "PolynomialSquare", "SquaredAffine"}
+    read = {name for name, case in LARGE.items() if not case.packed and work(problem_of(call_of(m.squared_affine(), inputs(case).to(torch.float32)))).reads}
+    assert read == {*LARGE} - {"documents"}
+
+
+@pytest.mark.parametrize(("degree", "lowest", "dim"), [(1, 1, 5), (1, 0, 3), (2, 0, 1), (2, 0, 2), (2, 0, 6), (2, 0, 7), (3, 0, 4), (4, 0, 5), (5, 0, 3), (6, 0, 3)])
+def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> None:
+    """The kernel's products, weighted and put in place, are SymmetricPowers' features; runs are what they say."""
+    table = sums_library.tables(degree, lowest, dim)
+    x = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    low = [torch.ones((), dtype=torch.float64), *x]
+    for a, b in list(zip(table.low_left.tolist(), table.low_right.tolist(), strict=True))[dim + 1 :]:
+        low.append(low[a] * low[b])
+    rows = torch.stack(low)
+    found = torch.empty(table.left.shape[0], dtype=torch.float64)
+    found[table.place.long()] = rows[table.left.long()] * rows[table.right.long()] * table.squares.double().sqrt()
+    assert torch.allclose(found, SymmetricPowers(degree, lowest)(x), rtol=1e-13)
+    assert torch.allclose(table.roots.double().square(), table.squares.double(), rtol=1e-6)
+    assert (table.left.diff() >= 0).all()
+    for a, end in enumerate(table.run_end.tolist()):
+        assert (table.left[a:end] == table.left[a]).all()
+        assert (table.right[a:end] == table.right[a] + torch.arange(end - a)).all()
+
+
+# -- memories ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [(0, 40, 41, 300), (0, 300), (0, 150, 300)])
+@pytest.mark.parametrize("name", ["squared_affine", "squared_affine-strict", "squared_affine-count", "linear", "sko-3", "polynomial_square"])
+def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs, the memory at the end and all gradients through it: pieces against one call, and against what the memory itself absorbs."""
+    operator = randomised(KINDS[name]()).float()
+    data = inputs(Case(heads=4, kv_heads=2, queries=300, keys=300, key_dim=4, value_dim=6, padding="random")).to(torch.float32)
+    exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
+    weight = torch.randn(operator_state(double, exact).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def run(operator: Operator, data: Inputs) -> tuple[Tensor, Memory]:
+        memory = Memory.empty(operator, 2, 2, 4, 6, dtype=data.q.dtype)
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            part = slice(start, stop)
+            assert data.key_padding_mask is not None
+            y, memory = zonal.attention(
+                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], operator, causal=True, key_padding_mask=data.key_padding_mask[:, part],
+                memory=memory, path="chunked",
+            )  # fmt: skip
+            parts.append(y)
+        return torch.cat(parts, 2), memory
+
+    def gradients(operator: Operator, data: Inputs, y: Tensor, state: Tensor) -> list[Tensor]:
+        leaves = [data.q, data.k, data.v, *operator.parameters()]
+        loss = y.double().square().sum() + (state.double() * weight).sum()
+        return [y.detach(), *torch.autograd.grad(loss, leaves), state.detach()]
+
+    y64 = exact.run(double, "dense")
+    truth = gradients(double, exact, y64, operator_state(double, exact))
+    called: list[int] = []
+    original = native_sums.chunked
+    monkeypatch.setattr(native_sums, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory))
+    y, memory = run(operator, data)
+    got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
+    assert called == [b - a for a, b in itertools.pairwise(cuts)]
+    assert memory.count == 300
+    assert torch.equal(memory.real, data.key_padding_mask.sum(1))  # type: ignore[attr-defined, union-attr]
+    monkeypatch.setenv(native.VARIABLE, "off")
+    y, memory = run(operator, data)
+    assert_as_good(got, gradients(operator, data, y, memory.state), truth)  # type: ignore[attr-defined]
+
+
+def operator_state(operator: Operator, data: Inputs) -> Tensor:
+    """The state after all keys as torch sums it up."""
+    memory = Memory.empty(operator, 2, 2, 4, 6, dtype=data.q.dtype)
+    return memory.absorb(data.k, data.v, data.key_padding_mask).state  # type: ignore[attr-defined]
+
+
+def test_streaming_goes_on_from_the_kernels_memory() -> None:
+    operator = m.squared_affine()
+    q, k, v = sample(150)
+    with torch.no_grad():
+        _, memory = zonal.attention(q[:, :, :149], k[:, :, :149], v[:, :, :149], operator, causal=True, return_memory=True, path="chunked")
+        y, _ = zonal.attention(q[:, :, 149:], k[:, :, 149:], v[:, :, 149:], operator, causal=True, memory=memory, path="streaming")
+        expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")[:, :, 149:]
+    assert (y - expected).abs().max() < 1e-4
+
+
+# -- its limits --------------------------------------------------------------------------------------------------------------
+
+
+def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
+    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
+    return [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+
+
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_nan_stays_where_it_is(where: str) -> None:
+    """A NaN key poisons the queries that see it, a NaN query itself, and nothing else."""
+    q, k, v = (x.detach().clone() for x in sample(300))
+    (q if where == "q" else k)[0, 1, 130] = float("nan")
+    bad = torch.isnan(zonal.attention(q, k, v, m.squared_affine(), causal=True, path="chunked")).any(-1)
+    expected = torch.zeros_like(bad)
+    expected[0, 1, slice(130, 131) if where == "q" else slice(130, None)] = True
+    assert torch.equal(bad, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_same_bits_again(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        operator, tensors = m.squared_affine(learn_bias=True), sample()
+        first = run(operator, tensors)
+        assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, run(operator, tensors), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["squared_affine", "sko-3", "identity-count"])
+def test_few_heads_are_split_over_values(name: str) -> None:
+    """One head on five threads: each has columns of the values, and their parts of dq and dk make the same gradient."""
+    operator = randomised(KINDS[name]()).float()
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 1, 400, dim, generator=generator).requires_grad_() for dim in (5, 5, 43)]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 5):
+            torch.set_num_threads(threads)
+            found.append(run(operator, tensors))
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * (1 + b.abs().max())
+
+
+def test_wrong_tables_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparisons above can fail: one feature's weight off by a thousandth changes what comes from the state."""
+    operator, tensors = m.squared_affine(), [x.detach() for x in sample(300)]
+    good = zonal.attention(*tensors, operator, causal=True, path="chunked")
+    original = sums_library.tables
+
+    def broken(degree: int, lowest: int, dim: int) -> sums_library.Tables:
+        table = original(degree, lowest, dim)
+        squares = table.squares.clone()
+        squares[-1] *= 1.001
+        return table._replace(squares=squares)
+
+    monkeypatch.setattr(sums_library, "tables", broken)
+    bad = zonal.attention(*tensors, operator, causal=True, path="chunked")
+    assert torch.equal(good[:, :, :64], bad[:, :, :64])
+    assert (good - bad).abs().max() > 1e-5
+
+
+def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = sample(20)
+    call = prepare(m.squared_affine(), q, k, v, causal=True)
+    assert native_sums.refusal(call) is None
+    assert native_sums.refusal(call, "features") is None
+    assert "decayed" in str(native_sums.refusal(call, "decayed"))
+    assert "log priors" in str(native_sums.refusal(prepare(m.retention(), q, k, v, causal=True)))
+    chunks = prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True)
+    assert native_sums.refusal(chunks) is None
+    assert "whole chunks" in str(native_sums.refusal(chunks, "features"))
+    assert "float64" in str(native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True)))
+    page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
+    assert page.sums == "a compiled kernel"
+    monkeypatch.setenv(native.VARIABLE, "off")
+    assert "ZONAL_KERNELS=off" in str(native_sums.refusal(call))
+    assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
+
+
+def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, tensors = m.squared_affine(), sample(200)
+    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="chunked"), expected, atol=1e-4)
+
+
+def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = tmp_path / "fails"
+    fails.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 1 && exit 0\necho 'error: no' >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(fails))
+    library._loaded.cache_clear()
+    operator, tensors = m.squared_affine(), sample(200)
+    try:
+        with pytest.warns(UserWarning, match="in place of the compiled kernel"):
+            y = zonal.attention(*tensors, operator, causal=True, path="chunked")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(zonal.attention(*tensors, operator, causal=True, path="chunked"), y)
+        assert "could not be had" in str(native_sums.refusal(prepare(operator, *tensors, causal=True)))
+    finally:
+        library._loaded.cache_clear()
+        library._failed.clear()
+
+
+# -- torch's machinery -------------------------------------------------------------------------------------------------------
+
+
+def arguments(learned: bool = True) -> tuple:
+    operator, (q, k, v) = m.squared_affine(learn_bias=True), sample(23)
+    call = prepare(operator, q, k, v, causal=True)
+    code = native.code_of(operator.link)
+    assert code is not None
+    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True)
+    coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
+    monomials = torch.tensor([[0.01, 0.2, 1.0]]).repeat(2, 1).requires_grad_(learned)
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[0, :3] = False
+    state = torch.randn(2, 2, 15, 5, generator=torch.Generator().manual_seed(2)).abs().requires_grad_(learned)
+    scale = torch.full((2,), 0.7, requires_grad=learned)
+    seen = call.visibility
+    return q, k, v, scale, coefficients, monomials, mask, seen.lo, seen.hi, None, state, torch.ones(2, dtype=torch.float64), sums_ops.encode(spec), 1
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(sums_ops.feature_sums, arguments())
+    torch.library.opcheck(sums_ops.feature_sums, arguments(learned=False))
+
+
+def test_second_derivatives_are_refused() -> None:
+    operator, tensors = m.squared_affine(), sample(20)
+    y = zonal.attention(*tensors, operator, causal=True, path="chunked")
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), tensors, create_graph=True)
+
+
+def test_checkpointing_autocast_and_inference_mode() -> None:
+    operator, tensors = m.squared_affine(learn_bias=True), sample()
+    plain = run(operator, tensors)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
+
+    y = torch.utils.checkpoint.checkpoint(block, *tensors, use_reentrant=False)
+    again = [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(block(*tensors), plain[0])
+    with torch.inference_mode():
+        assert torch.equal(block(*tensors), plain[0])
+
+
+def test_a_call_compiles_without_a_break() -> None:
+    operator, tensors = m.squared_affine(learn_bias=True), sample(150)
+    compiled = torch.compile(run, fullgraph=False, backend="aot_eager")
+    attended = torch.compile(lambda *x: zonal.attention(*x, operator, causal=True, path="chunked"), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(attended(*tensors), run(operator, tensors)[0], atol=1e-6)
+    for a, b in zip(run(operator, tensors), compiled(operator, tensors), strict=True):
+        assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
+
+
+def test_a_training_step_compiles_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tile kernel refused a traced model takes this one."""
+    monkeypatch.setattr(native, "refusal", lambda call: "asked for")
+    torch.manual_seed(0)
+    model = CausalLM(ModelConfig(50, 32, ("sq", "sq"), 2, conv=4, rotary=True))
+    tokens = torch.randint(0, 50, (2, 140))
+
+    def step(tokens: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    found = []
+    for once in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        loss = once(tokens)
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+# -- the planner -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case_name", ["causal 333", "queries of a quarter", "bidirectional", "left padding"])
+def test_the_planner_counts_what_the_kernel_does(case_name: str) -> None:
+    """Linear in the tokens where the state is read; and never more than all pairs."""
+    problem = problem_of(call_of(m.squared_affine(), inputs(LARGE[case_name]).to(torch.float32)))
+    done = work(problem)
+    assert 0 < done.absorbed <= problem.S
+    assert done.reads <= (problem.T + 15) * problem.groups
+    assert done.pairs < 0.6 * problem.T * problem.groups * problem.S
+
+
+def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:
+    times = [cost.MODELS["chunked"](zonal.explain(m.squared_affine(), (1, 8, n, 16), causal=True).problem, DEFAULT_CPU).seconds for n in (8192, 16384, 32768)]
+    assert 1.9 < times[1] / times[0] < 2.05
+    assert 1.9 < times[2] / times[1] < 2.05

@@ -1,0 +1,221 @@
+"""Calls the compiled kernel for sums over features (sums.cpp) on float32 tensors of the CPU; any strides but the last."""
+
+import ctypes
+import functools
+import itertools
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.kernels.cpp import library
+from zonal.kernels.sums_spec import SumsSpec
+
+SOURCE = "sums"
+_ANCHORS = {"row": 0, "count": 1, "raw": 2}
+_INPUTS = ("q", "k", "v", "scale", "coefficients", "monomials", "squares", "roots")
+_TABLES = ("left", "right", "run_end", "degree", "place", "low_left", "low_right", "index", "present", "lo", "hi", "edges")
+_SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split")
+_RESULTS = ("y", "factor", "final", "dy", "dfinal", "dq", "dk", "dv", "dinitial", "dscale", "dcoefficients", "dmonomials")
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
+
+
+class _Sums(ctypes.Structure):
+    """``Sums`` of sums.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*_INPUTS, *_TABLES, "initial", "before")), *((name, _Strides) for name in ("qs", "ks", "vs")),
+        *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float), *((name, ctypes.c_void_p) for name in _RESULTS),
+    ]  # fmt: skip
+
+
+class Tables(NamedTuple):
+    """How the kernel makes the features of a map: each a product of two low ones, in an order in which the first of the two rises.
+
+    low_left, low_right: rows of products among the low features (the first 1 + D rows are 1 and the vector). left, right, degree: of
+    each feature. run_end: where the run ends in which left stays and right rises by one. place: where it stands in the order of ``features.SymmetricPowers``. squares, roots: its weight there, squared and plain.
+    """
+
+    low_left: Tensor
+    low_right: Tensor
+    left: Tensor
+    right: Tensor
+    run_end: Tensor
+    degree: Tensor
+    place: Tensor
+    squares: Tensor
+    roots: Tensor
+
+
+def _monomials(degree: int, lowest: int, dim: int) -> list[tuple[int, ...]]:
+    """The indices of every feature, in the order of ``features.SymmetricPowers``, which memories keep."""
+    found: list[tuple[int, ...]] = []
+    for power in range(lowest, degree + 1):
+        if power == 2 and degree == 2:  # by cyclic distance, the opposite point once
+            pairs = [(i, (i + j) % dim) for j in range(dim // 2 + 1) for i in range(dim // 2 if j and 2 * j == dim else dim)]
+            found += [tuple(sorted(pair)) for pair in pairs]
+        else:
+            found += itertools.combinations_with_replacement(range(dim), power)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def tables(degree: int, lowest: int, dim: int) -> Tables:
+    """The tables of all powers from ``lowest`` to ``degree`` of vectors of ``dim`` numbers."""
+    half = (degree + 1) // 2
+    rows: dict[tuple[int, ...], int] = {(): 0, **{(i,): 1 + i for i in range(dim)}}
+    low = [(0, 0)] * (1 + dim)
+    for power in range(2, half + 1):
+        for each in itertools.combinations_with_replacement(range(dim), power):
+            low.append((rows[each[:1]], rows[each[1:]]))
+            rows[each] = len(low) - 1
+    made = []
+    for place, each in enumerate(_monomials(degree, lowest, dim)):
+        cut = len(each) // 2
+        square = math.factorial(len(each)) // math.prod(math.factorial(times) for times in Counter(each).values())
+        made.append((rows[each[:cut]], rows[each[cut:]], len(each), place, square))
+    made.sort()
+    ends = [len(made)] * len(made)
+    for a in range(len(made) - 2, -1, -1):
+        follows = made[a + 1][:2] == (made[a][0], made[a][1] + 1)
+        ends[a] = ends[a + 1] if follows else a + 1
+    left, right, power, place, squares = (torch.tensor(column, dtype=torch.int32) for column in zip(*made, strict=True))
+    low_left, low_right = (torch.tensor(column, dtype=torch.int32) for column in zip(*low, strict=True))
+    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), power, place, squares.float(), squares.double().sqrt().float())
+
+
+class _Arguments:
+    """A filled-in ``_Sums`` and the tensors it points to, which must live as long."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+        segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, split: int,
+    ) -> None:  # fmt: skip
+        batch, heads, queries, dim = q.shape
+        keys, value_dim = k.shape[2], v.shape[3]
+        q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+        hi, edges = torch.maximum(lo, hi), _edges(segment_start, queries)
+        if key_mask is None:
+            index, present = torch.arange(keys, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
+        else:
+            # the keys that are there, in order; intervals become intervals of places among them
+            index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
+            rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
+            lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1].to(torch.int32)
+        table = tables(spec.degree, spec.lowest, dim)
+        tensors = {
+            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
+            "monomials": monomials.float().contiguous(), **table._asdict(), "index": index, "present": present,
+            "lo": lo.to(torch.int32).contiguous(), "hi": hi.to(torch.int32).contiguous(), "edges": edges.to(torch.int32).contiguous(),
+            "initial": None if initial is None else initial.float().contiguous(), "before": None if before is None else before.double().contiguous(),
+        }  # fmt: skip
+        self.kept = tensors
+        self.call = _Sums(
+            **{name: None if x is None else x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
+            vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, F=table.left.shape[0],
+            low=table.low_left.shape[0], powers=monomials.shape[1], segments=edges.shape[0] - 1, by_batch=key_mask is not None,
+            numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=split,
+        )  # fmt: skip
+
+    def point(self, tensors: dict[str, Tensor | None]) -> None:
+        for name, x in tensors.items():
+            setattr(self.call, name, None if x is None else x.data_ptr())
+            self.kept[name] = x
+
+
+def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
+    """Borders of documents among the queries, (documents + 1,)."""
+    if segment_start is None:
+        return torch.tensor([0, queries])
+    return torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0))
+
+
+def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
+    """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
+    return batch, kv_heads, spec.dimension(dim), value_dim + (spec.anchor == "row")
+
+
+def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
+    """Parts of the values: with fewer heads than threads each head is shared out, at the price of features made more than once."""
+    return max(1, min(torch.get_num_threads() // max(batch * kv_heads * segments, 1), value_dim // 8))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
+
+    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). segment_start (T,): where each query's document
+    begins, None = there is only one. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    """
+    batch, heads, queries, dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    y = torch.empty(batch, heads, queries, value_dim)
+    factor = torch.empty(batch, heads, queries)
+    final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
+    split = _split(batch, kv_heads, _edges(segment_start, queries).shape[0] - 1, value_dim)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
+    arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None})
+    _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
+    return y, factor, final
+
+
+class Gradients(NamedTuple):
+    """What ``backward`` returns: of q, k, v as they came, and where asked for of scale (H,), the link's coefficients (H, learned),
+    monomials (H, degree + 1), all float64, and the state before the first key."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor | None
+    coefficients: Tensor | None
+    monomials: Tensor | None
+    initial: Tensor | None
+
+
+def backward(
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
+    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+    learned: int, scaled: bool, polynomial: bool, started: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of ``forward``. learned: of how many coefficients; scaled, polynomial, started: whether of scale, monomials, initial."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    segments = _edges(segment_start, queries).shape[0] - 1
+    split = _split(batch, kv_heads, segments, value_dim)
+    tasks = batch * kv_heads * segments * split
+    groups = heads // kv_heads
+    q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+    dq, dk, dv = torch.zeros(split, batch, heads, queries, dim), torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(batch, kv_heads, keys, value_dim)
+    dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if started else None
+    dscale = torch.zeros(batch, heads, dtype=torch.float64) if scaled else None
+    dcoefficients = torch.zeros(tasks, groups, learned, dtype=torch.float64) if learned else None
+    dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if polynomial else None
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
+    arguments.call.learned = learned
+    arguments.point(
+        {
+            "y": y, "factor": factor, "dy": dy.float().contiguous(), "dfinal": None if dfinal is None else dfinal.float().contiguous(),
+            "dq": dq, "dk": dk, "dv": dv, "dinitial": dinitial, "dscale": dscale, "dcoefficients": dcoefficients, "dmonomials": dmonomials,
+        }
+    )  # fmt: skip
+    _run(library.load(spec.link, SOURCE).zonal_sums_backward, arguments)
+
+    def by_head(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
+
+    return Gradients(dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial)
+
+
+def _run(function: object, arguments: _Arguments) -> None:
+    if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
+        raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+
+
+__all__ = ["SOURCE", "Gradients", "Tables", "backward", "forward", "state_shape", "tables"]
