@@ -87,28 +87,38 @@ float dot(const A* a, const B* b, int64_t n) {
 }
 
 typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t I8 __attribute__((vector_size(32)));
 inline V8 load8(const float* p) { return *reinterpret_cast<const V8*>(p); }
 inline void put8(float* p, V8 x) { *reinterpret_cast<V8*>(p) = x; }
 inline void put8(uint16_t* p, V8 x) {
   for (int i = 0; i < 8; ++i) put(p + i, x[i]);
 }
 
+// eight rows of eight numbers become columns
 inline void transpose(V8 (&x)[8]) {
-  V8 a[8], b[8];
+#if __has_builtin(__builtin_shufflevector)
+  V8 y[8];
   for (int i = 0; i < 8; i += 2) {
-    a[i] = __builtin_shuffle(x[i], x[i + 1], I8{0, 8, 1, 9, 4, 12, 5, 13});
-    a[i + 1] = __builtin_shuffle(x[i], x[i + 1], I8{2, 10, 3, 11, 6, 14, 7, 15});
+    y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = __builtin_shuffle(a[i + j], a[i + j + 2], I8{0, 1, 8, 9, 4, 5, 12, 13});
-      b[i + 2 * j + 1] = __builtin_shuffle(a[i + j], a[i + j + 2], I8{2, 3, 10, 11, 6, 7, 14, 15});
+    for (int k = 0; k < 2; ++k) {
+      x[i + 2 * k] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
+      x[i + 2 * k + 1] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   for (int i = 0; i < 4; ++i) {
-    x[i] = __builtin_shuffle(b[i], b[i + 4], I8{0, 1, 2, 3, 8, 9, 10, 11});
-    x[i + 4] = __builtin_shuffle(b[i], b[i + 4], I8{4, 5, 6, 7, 12, 13, 14, 15});
+    y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
+  for (int i = 0; i < 8; ++i) x[i] = y[i];
+#else
+  for (int i = 0; i < 8; ++i)
+    for (int k = 0; k < i; ++k) {
+      const float kept = x[i][k];
+      x[i][k] = x[k][i];
+      x[k][i] = kept;
+    }
+#endif
 }
 
 // Rows of width numbers times a factor each, as a column: number d of row i at out[d * C + i]. Calls them by ``rows(i)``; i < count <= C.

@@ -13,6 +13,7 @@
 // adjoint state dM = sum_t w psi(q_t) du_t^T for those of keys and values.
 
 #define ZONAL_LANES 8
+#define ZONAL_ROUNDED 0
 #include "common.hpp"
 
 #include <vector>
@@ -126,46 +127,9 @@ struct Task {
   const float* coefficients(int64_t g) const { return c.coefficients + head(g) * c.numbers; }
 };
 
-inline float dot(const float* a, const float* b, int64_t n) {
-  V total = V{};
-  int64_t i = 0;
-  for (; i + L <= n; i += L) total += load(a + i) * load(b + i);
-  float rest = sum(total);
-  for (; i < n; ++i) rest += a[i] * b[i];
-  return rest;
-}
-
 inline float unit(const Sums& c, const float* x) { return c.normalise ? 1.f / std::max(std::sqrt(dot(x, x, c.D)), c.eps) : 1.f; }
 
 // ---- packing -----------------------------------------------------------------------------------------------------------------------------
-
-// eight rows of eight numbers become columns
-inline void transpose(V (&x)[L]) {
-#if __has_builtin(__builtin_shufflevector)
-  V y[L];
-  for (int i = 0; i < L; i += 2) {
-    y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  for (int i = 0; i < L; i += 4)
-    for (int k = 0; k < 2; ++k) {
-      x[i + 2 * k] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 0, 1, 8, 9, 4, 5, 12, 13);
-      x[i + 2 * k + 1] = __builtin_shufflevector(y[i + k], y[i + 2 + k], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  for (int i = 0; i < L / 2; ++i) {
-    y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  for (int i = 0; i < L; ++i) x[i] = y[i];
-#else
-  for (int i = 0; i < L; ++i)
-    for (int k = 0; k < i; ++k) {
-      const float kept = x[i][k];
-      x[i][k] = x[k][i];
-      x[k][i] = kept;
-    }
-#endif
-}
 
 struct Rows {  // sixteen tokens' rows and what each is multiplied by; those past ``count`` are there (as the last one again) but count nothing
   float* at[C];
@@ -941,7 +905,7 @@ int each_task(const Sums& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 2; }
+int64_t zonal_version() { return 3; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
