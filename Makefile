@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test lint types format bench results clean install
+.PHONY: demo test test-gpu lint types format bench bench-gpu results clean install
 
 install: $(STAMP)
 
@@ -23,6 +23,10 @@ demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about
 test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
+test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibration (compiling takes some minutes of all cores)
+	@$(BIN)/python -c "import torch, sys; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device and a CUDA build of torch; this is torch ' + torch.__version__)"
+	@$(BIN)/python -m pytest tests/kernels tests/execution tests/test_benchmarks.py -m gpu -q
+
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright
@@ -34,6 +38,9 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
+
+bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
+	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
