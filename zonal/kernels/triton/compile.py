@@ -8,6 +8,7 @@ thousand kernels, half an hour on one core, less with ``--jobs``.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -219,8 +220,7 @@ def usage(cubin: bytes) -> Usage:
 
 def compiled(launch: tiles.Launch, variant: Variant) -> Compiled:
     """Compile one kernel."""
-    options = {"num_warps": launch.tiling.warps, "num_stages": launch.tiling.stages, "enable_fp_fusion": True}
-    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=options)
+    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=tiles.options(launch.tiling))
     used = usage(result.asm["cubin"])
     return Compiled(name_of(launch), *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
 
@@ -272,8 +272,9 @@ def main(arguments: list[str]) -> int:
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
     wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
-    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
-        rows = list(itertools.chain.from_iterable(pool.map(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+    with contextlib.ExitStack() as stack:
+        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
     sys.stdout.write(summary(rows) + "\n")
     misfits = [row for row in rows if not row.fits]
     for row in misfits:
