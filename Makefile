@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test wheel lint types format bench results clean install
+.PHONY: demo test test-gpu wheel lint types format bench bench-gpu results clean install
 
 install: $(STAMP)
 
@@ -27,6 +27,10 @@ wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow 
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m wheel tests/kernels/test_wheel.py
 
+test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibration (compiling takes some minutes of all cores)
+	@$(BIN)/python -c "import torch, sys; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device and a CUDA build of torch; this is torch ' + torch.__version__)"
+	@$(BIN)/python -m pytest tests/kernels tests/execution tests/test_benchmarks.py -m gpu -q
+
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright
@@ -39,6 +43,9 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
 	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
+
+bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
+	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

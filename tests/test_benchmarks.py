@@ -1,7 +1,9 @@
 """The benchmarks' shared parts, and that the planner's benchmark runs. What they measure is no test's business."""
 
+import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -13,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zonal
-from benchmarks import captured, common, fidelity, linear, linear_peers, peers, planner, tiled
+from benchmarks import captured, common, fidelity, gpu, linear, linear_peers, peers, planner, tiled
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig, build
 from zonal.nn import Attention
@@ -392,3 +394,89 @@ def test_fidelity_of_files(tmp_path: Path) -> None:
 def test_fidelity_refuses(words: list[str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         fidelity.main(["--quick", *words, "--out", "-", "--page", "-"])
+
+
+def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
+    cases = gpu.table()
+    assert len({str(case) for case in cases}) == len(cases) == 114
+    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys}
+    assert plain == {(o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)}
+    assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
+    assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
+    packed = next(case for case in cases if case.documents > 1)
+    assert (packed.edges[0], packed.edges[-1], len(packed.edges)) == (0, packed.tokens, 33)
+    assert gpu.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(str(case) in printed for case in cases)
+
+
+def test_operations_of_a_row() -> None:
+    """By hand: two products a visible pair forward, five more backward."""
+    case = gpu.Case("sko", 4, 64, batch=3, width=128)
+    assert case.operations == 3 * 2 * (1 + 2 + 3 + 4) * 4 * 64
+    assert replace(case, gradients=True).operations == case.operations * 3.5
+    assert replace(case, documents=2).operations < case.operations
+    decode = gpu.Case("sko", 1, 64, keys=100, width=512)
+    assert (decode.operations, decode.bytes, decode.kv_heads) == (8 * 100 * 4 * 64, 2 * 2 * 2 * 100 * 64, 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_gpu_it_says_what_to_do(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert gpu.main(["--device", device, "--out", "-"]) == 2
+    said = capsys.readouterr().err
+    assert "a CUDA device of compute capability 8.0 or later was required" in said
+    assert ("sees none" if device == "cuda" else "received --device cpu") in said
+    assert "--list" in said
+
+
+@pytest.fixture
+def gpu_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Case]:
+    """The benchmark with the CPU in the place of the device: two short rows of its kinds."""
+    cases = [gpu.Case("sko", 130, 16, gradients=True, width=64), gpu.Case("softmax", 1, 16, keys=300, width=64)]
+    monkeypatch.setattr(gpu, "table", lambda: cases)
+    monkeypatch.setattr(gpu, "required", lambda device: None)
+    monkeypatch.setattr(gpu, "flash", contextlib.nullcontext)
+    monkeypatch.setattr(gpu, "peak_bytes", lambda work, device: 5)
+    monkeypatch.setattr(gpu, "peaks", lambda device: {"matmul_flops": 1e12, "copy_bytes": 1e10})
+    return cases
+
+
+def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--budget", "0.05", "--out", str(out)]) == 0
+    assert "of FlashAttention  sko, T=130, forward+backward, d=16, H=4, B=1" in capsys.readouterr().out
+    value = json.loads(out.read_text())
+    assert (value["benchmark"], value["summary"]["not_run"], len(value["rows"])) == ("gpu", [], 2)
+    assert all(0 <= error <= gpu.TOLERANCE for error in value["summary"]["errors"].values())
+    for row, case in zip(value["rows"], gpu_on_cpu, strict=True):
+        seconds = row["against_flash"]["subject"]["median"]
+        assert row["flops"] == pytest.approx(case.operations / seconds)
+        assert row["share"] == pytest.approx(case.bytes / seconds / 1e10 if case.keys else row["flops"] / 1e12)
+        assert math.isfinite(row["against_flash"]["ratio"]["median"])
+    # out of time at once: what was not run is named
+    assert gpu.main(["--device", "cpu", "--minutes", "-1", "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())["summary"]["not_run"]) == 2
+
+
+def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gpu.zonal.attention
+
+    def wrong(q, k, v, operator, *, causal, cu_seqlens, path):
+        y = whole(q, k, v, operator, causal=causal, cu_seqlens=cu_seqlens, path=path)
+        return y * 1.05 if path == "tiled" else y
+
+    monkeypatch.setattr(gpu.zonal, "attention", wrong)
+    with pytest.raises(common.GateError, match="T=777"):
+        gpu.main(["--device", "cpu", "--out", "-"])
+    monkeypatch.setenv("ZONAL_KERNELS", "off")
+    with pytest.raises(ArgumentError, match=r"the compiled kernel was required for .* ZONAL_KERNELS=off"):
+        gpu.main(["--device", "cpu", "--out", "-"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
+def test_the_benchmark_of_the_gpu_runs_there() -> None:
+    assert gpu.main(["--quick", "--out", "-"]) == 0

@@ -14,10 +14,14 @@ import torch
 from live_memory import LiveMemory
 from torch.utils.checkpoint import checkpoint
 
+from zonal import mechanisms
 from zonal.data.cache import VARIABLE
 from zonal.errors import FileFormatError
 from zonal.execution import calibration
 from zonal.execution.constants import DEFAULT_CPU, DEFAULT_GPU, Constants, Curve, default
+from zonal.execution.cost_kernel import kernel
+from zonal.execution.problem import Problem, problem_of
+from zonal.execution.tally import Tally
 
 CPU = torch.device("cpu")
 # taken before the session's fixture puts fixed numbers in its place
@@ -294,6 +298,137 @@ def test_contended_threads_are_told() -> None:
     assert contended
     assert rates.products[0] == pytest.approx(1e-4 / 1.7)
     assert rates.kinds["simple"][:2] == (1e-6, 1e-6)
+
+
+# -- a CUDA device, with and without one -----------------------------------------------------------------------------------------
+
+
+class Device:
+    """A stand-in for torch.cuda: work takes device seconds that its events see and the host's clock does not."""
+
+    now = 0.0
+    waits = 0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = -1.0
+
+        def record(self, stream: str) -> None:
+            assert stream == "the stream in use"
+            self.at = Device.now
+
+        def elapsed_time(self, end: "Device.Event") -> float:
+            assert Device.waits > 0, "events are read when the device is done"
+            return 1e3 * (end.at - self.at)  # in milliseconds
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    Device.now, Device.waits = 0.0, 0
+
+    def wait(device: torch.device) -> None:
+        assert device.type == "cuda"
+        Device.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Device.Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream in use")
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    return torch.device("cuda", 0)
+
+
+def work(seconds: float) -> None:
+    Device.now += seconds
+
+
+def test_cuda_is_timed_by_its_events(device: torch.device) -> None:
+    assert calibration.seconds(device, lambda: work(0.5), repeat=3) == pytest.approx(1.5)
+    assert Device.waits == 1
+    assert calibration._fastest(device, lambda: work(2e-6), budget=0.0) == pytest.approx(2e-6), "short work is repeated until the clock sees it"
+    slow = iter([1.0, 0.4, 0.1, 0.2])
+    assert calibration._fastest(device, lambda: work(next(slow)), budget=0.0) == pytest.approx(0.1), "the first run is a warm-up, the least counts"
+
+
+def test_the_tile_kernel_of_cuda(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call on next to nothing, and the rate of one that fills the device; threads of the processor are left alone."""
+    heads, tokens = calibration._TILES["cuda"]
+    lengths, whole = [], calibration.prepare
+
+    def prepared(operator, q, k, v, *, causal):
+        lengths.append(tuple(q.shape))
+        return whole(operator, q, k, v, causal=causal)
+
+    def tiled(call) -> None:
+        work(3e-5 if call.shape[2] == 1 else 3e-5 + 4.0 * heads * tokens**2 * 64 / 2e13)
+
+    def refuse(count: int) -> None:
+        raise AssertionError("torch's threads have nothing to do with it")
+
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *shape, device=None, **options: full(*shape, device=device and "meta", **options))
+    monkeypatch.setattr(torch, "set_num_threads", refuse)
+    monkeypatch.setattr(calibration, "prepare", prepared)
+    monkeypatch.setattr(calibration.native, "refusal", lambda call: None)
+    monkeypatch.setattr(calibration.native, "tiled", tiled)
+    monkeypatch.setattr(calibration.Operator, "to", lambda operator, device: torch.nn.Module.to(operator, "meta"))
+    call, operation = calibration._tile(device, 1e-4)
+    assert lengths == [(1, heads, 1, 64), (1, heads, tokens, 64)]
+    assert call == pytest.approx(3e-5)
+    assert operation == pytest.approx(1 / 2e13)
+    monkeypatch.setattr(calibration.native, "refusal", lambda call: "triton is not installed")
+    assert calibration._tile(device, 1e-4) == (0.0, 0.0)
+
+
+def test_devices_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name and number of multiprocessors: slices of one device differ in nothing else."""
+
+    class Properties:
+        name, multi_processor_count = "Some Accelerator", 100
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    cuda = torch.device("cuda")
+    first = calibration.file_for(cuda)
+    assert first.name.startswith("some-accelerator-100-")
+    assert first != calibration.file_for(CPU)
+    Properties.multi_processor_count = 50
+    assert calibration.file_for(cuda) != first
+    Properties.multi_processor_count, Properties.name = 100, "Another"
+    assert calibration.file_for(cuda) != first
+
+
+def test_the_kernel_costs_what_the_device_measured() -> None:
+    """A call that fills the device goes by its rate, one that fills half of it takes twice as long; split keys fill it too."""
+    gpu = replace(DEFAULT_GPU, threads=128, tile=1e-13, tile_call=5e-5, traffic=0.0)
+    whole = problem_of_sums(heads=128, queries=64, keys=4096)
+    seconds = kernel(whole, Tally(gpu)).seconds
+    operations = (seconds - gpu.tile_call) / gpu.tile
+    assert operations == pytest.approx(kernel(whole, Tally(gpu)).flops)
+    half = replace(whole, H=64, Hkv=64)
+    assert kernel(half, Tally(gpu)).seconds == pytest.approx(seconds)
+    step = replace(whole, T=1, H=8, Hkv=8)
+    assert kernel(step, Tally(gpu)).seconds - gpu.tile_call == pytest.approx((seconds - gpu.tile_call) / 128 * 8 / 4)
+
+
+def problem_of_sums(heads: int, queries: int, keys: int) -> Problem:
+    """Bidirectional SKO on a CUDA device."""
+    q, k = (torch.empty(1, heads, tokens, 64, device="meta") for tokens in (queries, keys))
+    with torch.no_grad():
+        return problem_of(calibration.prepare(mechanisms.sko().to("meta"), q, k, k, causal=False), device=torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
+def test_real_numbers_of_a_device_make_sense() -> None:
+    constants = MEASURE(torch.device("cuda"))
+    assert constants.machine == torch.cuda.get_device_name()
+    assert constants.threads == torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert 1e-6 < constants.tile_call < 1e-2
+    # between ten gigaflops and a petaflop in float32
+    assert 1e-15 < constants.tile < 1e-10
+    assert 1e8 < 3e7 / constants.matmul.at(3e7) < 1e15
+    assert constants.fresh == 0
+    assert Constants.from_dict(json.loads(json.dumps(constants.to_dict()))) == constants
 
 
 def test_free_memory_is_less_than_all() -> None:

@@ -1,16 +1,18 @@
-"""Run the Triton kernels in Triton's interpreter, on tensors of the CPU: `python interpreted.py NAME…` prints one line of JSON a case.
+"""Run the Triton kernels and compare: `python interpreted.py [--own] NAME…` prints one line of JSON a case.
 
-The interpreter is chosen when triton is imported, so this is a process of its own, with TRITON_INTERPRET=1.
+With TRITON_INTERPRET=1 in Triton's interpreter on tensors of the CPU, else compiled, on CUDA. That is chosen when triton is imported, so
+this is a process of its own. --own: in the tile sizes that the kernels choose, and not in small ones that make every loop run more than once.
 """
 
 import json
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import triton.language as tl
-from kernels.tile_cases import CASES, LINKS, Case, Inputs, failure, inputs
+from kernels.tile_cases import CASES, LARGE, LINKS, Case, Inputs, failure, inputs
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -53,11 +55,21 @@ def mend() -> None:
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, c, *rest: dot(self, wide(a), wide(b), c, *rest)
 
 
+def on(device: torch.device, data: Inputs) -> Inputs:
+    """The inputs there, with the same strides."""
+    moved = {}
+    for name, x in vars(data).items():
+        moved[name] = None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+    return Inputs(**moved)
+
+
 def run(case: Case, data: Inputs) -> list[Tensor]:
-    """y and all gradients by the kernels."""
+    """y and all gradients by the kernels, on the CPU. Memory that they do not write holds NaN."""
     common = data.scale, data.coefficients, data.key_mask, data.cu_seqlens, case.spec
-    y, factor = forward(data.q, data.k, data.v, *common)
-    return [y, *backward(data.dy, data.q, data.k, data.v, y, factor, *common, LINKS[case.link][2], (True,) * 5)]
+    with patch.object(torch, "empty", poisoned):
+        y, factor = forward(data.q, data.k, data.v, *common)
+        found = [y, *backward(data.dy, data.q, data.k, data.v, y, factor, *common, LINKS[case.link][2], (True,) * 5)]
+    return [x.cpu() for x in found]
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,25 +77,30 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, float("nan"), dtype=dtype, device=device)
 
 
-def main(names: list[str]) -> None:
-    """Run the named cases in blocks far smaller than the inputs, so that every loop runs more than once."""
-    mend()
+def main(arguments: list[str]) -> None:
+    """Run the named cases."""
+    names = [name for name in arguments if name != "--own"]
+    device = torch.device("cpu" if isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction) else "cuda")
+    if device.type == "cpu":
+        mend()
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    tiles.choose = lambda kernel, q, v, traits: tiles.Tiling(16, 16, 4, 1)
-    forwards._SPLIT_KEYS = 32
-    torch.empty = poisoned
+    if "--own" not in arguments:
+        # blocks far smaller than the inputs
+        tiles.choose = lambda kernel, q, v, traits: tiles.Tiling(16, 16, 4, 1)
+        forwards._SPLIT_KEYS = 32
     right = tiles.functions
     for name in names:
         broken = name.endswith(BROKEN)
         tiles.functions = (lambda link: right(replace(link, triton=link.triton.replace("polynomial_square", "horner")))) if broken else right
-        case = CASES[name.removesuffix(f"-{BROKEN}")]
+        case = (CASES | LARGE)[name.removesuffix(f"-{BROKEN}")]
         data = inputs(case)
-        got = run(case, data)
+        there = on(device, data)
+        got = run(case, there)
         wrong = failure(case, data, got)
-        if wrong is None and case.repeats and not all(torch.equal(a, b) for a, b in zip(got, run(case, data), strict=True)):
+        if wrong is None and case.repeats and not all(torch.equal(a, b) for a, b in zip(got, run(case, there), strict=True)):
             wrong = f"{name}: another run gave other bits"
-        sys.stdout.write(json.dumps({"name": name, "wrong": wrong}) + "\n")
+        sys.stdout.write(json.dumps({"name": name, "device": device.type, "wrong": wrong}) + "\n")
 
 
 if __name__ == "__main__":

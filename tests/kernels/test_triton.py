@@ -1,19 +1,23 @@
-"""Triton kernels without a device: in the interpreter against the float64 definition, and compiled ahead of time for two devices."""
+"""Triton kernels against the float64 definition: on a CUDA device where there is one, else in the interpreter; and compiled ahead of time."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from kernels import documented
-from kernels.tile_cases import ANCHORS, CASES, LINKS, MASKS
+from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = "polynomial_square-count-strict-float32-broken"
-KERNELS = ("forward", "keys", "queries")
+KERNELS = ("forward", "decode", "keys", "queries")
+CUDA = torch.cuda.is_available()
+no_device = pytest.mark.skipif(not CUDA, reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
 
 # the first test waits for all verdicts, over a minute of one core
 pytestmark = [
@@ -29,25 +33,61 @@ def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.Complete
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
 
 
+def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None]:
+    """What is wrong with each case, None if nothing is. On a device most of the time is the compiler's: half of the cores compile."""
+    processes = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1
+
+    def some(part: int) -> subprocess.CompletedProcess[str]:
+        return python(str(ROOT / "tests" / "kernels" / "interpreted.py"), *options, *names[part::processes], interpret=not CUDA, cache=cache)
+
+    with ThreadPoolExecutor(processes) as pool:
+        done = list(pool.map(some, range(processes)))
+    rows = [json.loads(line) for each in done for line in each.stdout.splitlines()]
+    assert all(each.returncode == 0 for each in done), "\n".join(each.stderr[-3000:] for each in done if each.returncode)
+    assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
+    return {row["name"]: row["wrong"] for row in rows}
+
+
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What is wrong with each case, None if nothing is."""
-    done = python(str(ROOT / "tests" / "kernels" / "interpreted.py"), *CASES, BROKEN, interpret=True, cache=tmp_path_factory.mktemp("triton"))
-    found = {row["name"]: row["wrong"] for row in map(json.loads, done.stdout.splitlines())}
-    assert done.returncode == 0, done.stderr[-3000:]
-    return found
+    return judged([*CASES, BROKEN], tmp_path_factory.mktemp("triton"))
 
 
+@pytest.fixture(scope="module")
+def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """In the tile sizes that calls have."""
+    return judged([*CASES, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory.mktemp("own"), "--own")
+
+
+# of the large cases, what the interpreter has time for
+SAMPLE = ("horner-count-long-packed-bfloat16", "yat-row-long-decode-16-float16")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
     """y and the gradients of q, k, v, scale and coefficients; some cases also run twice for the same bits."""
     assert verdicts[name] is None, verdicts[name]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAMPLE)
+def test_kernel_equals_definition_in_its_own_tiles(name: str, own_verdicts: dict[str, str | None]) -> None:
+    assert own_verdicts[name] is None, own_verdicts[name]
+
+
+@pytest.mark.gpu
+@no_device
+def test_every_case_in_its_own_tiles(own_verdicts: dict[str, str | None]) -> None:
+    assert set(own_verdicts) == {*CASES, *LARGE}
+    assert not [wrong for wrong in own_verdicts.values() if wrong is not None]
+
+
 def test_all_combinations_are_there() -> None:
     assert {f"{link}-{anchor}-{mask}-float32" for link in LINKS for anchor in ANCHORS for mask in MASKS} <= set(CASES)
 
 
+@pytest.mark.gpu
 def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
     """The comparison can fail: p(x) in the place of p(x)^2."""
     assert "is off by" in (verdicts[BROKEN] or "")
@@ -84,17 +124,56 @@ def test_package_imports_without_triton(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("device", [80, 90])
-def test_kernels_compile_ahead_of_time(device: int, tmp_path: Path) -> None:
-    """No loop of a 16-bit kernel spills at D = 128, tiles fit the device's shared memory, and Hopper's matrix instruction is used."""
-    out = tmp_path / "report.json"
-    kernels = [part for name in KERNELS for part in ("--kernel", name)]
-    arguments = ["-m", "zonal.kernels.triton.compile", "--out", str(out), "--device", str(device), "--dtype", "bfloat16", "--dim", "128", "--link", "horner"]
-    done = python(*arguments, *kernels, interpret=False, cache=tmp_path / "cache")
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    rows = {row["kernel"]: row for row in json.loads(out.read_text(encoding="utf-8"))["kernels"]}
+# a sample of what `python -m zonal.kernels.triton.compile` compiles: (link, mask, type, head size, device)
+AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 128, 90), ("exp", "gqa", "float32", 80, 90))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What became of the sample, and last of a kernel in tiles twice as large as registers hold."""
+    folder = tmp_path_factory.mktemp("ahead")
+    code = (
+        "from pathlib import Path; from zonal.kernels.triton import compile, tiles\n"
+        f"rows = [row for each in {AHEAD} for row in compile.compiled_all(compile.Variant(*each), {KERNELS})]\n"
+        "tiles.choose = lambda *call: tiles.Tiling(128, 128, 4, 2)\n"
+        "rows += compile.compiled_all(compile.Variant('exp', 'causal', 'bfloat16', 128, 80), ['forward'])\n"
+        "assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False], rows\n"
+        f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+    )
+    done = python("-c", code, interpret=False, cache=folder / "cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert not report["fit"]
+    return report["kernels"]
+
+
+@pytest.mark.parametrize("variant", AHEAD)
+def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
+    """Nothing spills up to D = 128, tiles fit the device's shared memory, and Hopper's matrix instruction is used."""
+    rows = {row["kernel"]: row for row in compiled[:-1] if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
     assert set(rows) == set(KERNELS)
-    assert all(row["spills"] == 0 for row in rows.values())
-    assert all(row["shared"] <= {80: 163, 90: 227}[device] * 1024 for row in rows.values())
-    if device == 90:
-        assert all(row["wgmma"] for row in rows.values())
+    for row in rows.values():
+        assert row["spills"] == row["stack"] == 0, row
+        assert 0 < row["registers"] <= 255, row
+        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+    if variant[2] != "float32" and variant[4] == 90:
+        assert all(rows[name]["wgmma"] for name in ("forward", "keys", "queries"))
+
+
+def test_a_kernel_that_spills_is_seen(compiled: list[dict]) -> None:
+    """The count can be other than zero."""
+    assert compiled[-1]["tiling"]["queries"] == 128
+    assert compiled[-1]["stack"] > 0
+    assert compiled[-1]["spills"] > 0
+
+
+def test_the_committed_report() -> None:
+    """Every variant of the matrix was compiled, and fits."""
+    report = json.loads((ROOT / "results" / "benchmarks" / "triton_aot.json").read_text(encoding="utf-8"))
+    assert report["triton"]
+    assert report["fit"]
+    rows = report["kernels"]
+    assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
+        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float16", "float32") for dim in (64, 80, 128) for device in (80, 90)
+    }
+    assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

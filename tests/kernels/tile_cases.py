@@ -73,6 +73,19 @@ MASKS: dict[str, Mask] = {
 }
 
 
+# for a device: many tiles of the kernels' own sizes, and the head sizes that tile sizes are chosen by
+LARGE_MASKS: dict[str, Mask] = {
+    "long-causal": Mask(queries=700, keys=700, key_dim=64, value_dim=64, batch=2, heads=4, kv_heads=2),
+    "long-128": Mask(queries=515, keys=515, key_dim=128, value_dim=128, heads=2, kv_heads=2, strided=True),
+    "long-padding": Mask(queries=300, keys=611, key_dim=80, value_dim=96, batch=2, padding=True),
+    "long-window": Mask(causal=False, left=200, right=100, queries=640, keys=640, key_dim=64, value_dim=64),
+    "long-packed": Mask(packed=(0, 1, 130, 400, 401, 640), queries=640, keys=640, key_dim=64, value_dim=64, heads=2),
+    "long-256": Mask(queries=200, keys=200, key_dim=200, value_dim=256),
+    "long-decode": Mask(queries=1, keys=5000, key_dim=128, value_dim=128, heads=8, kv_heads=2),
+    "long-decode-16": Mask(queries=16, keys=3000, key_dim=64, value_dim=64, heads=8, kv_heads=2, padding=True),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One call."""
@@ -95,7 +108,7 @@ class Case:
 
     @property
     def rules(self) -> Mask:
-        return MASKS[self.mask]
+        return MASKS[self.mask] if self.mask in MASKS else LARGE_MASKS[self.mask]
 
     @property
     def spec(self) -> TileSpec:
@@ -117,7 +130,18 @@ def _cases() -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
+def _large() -> dict[str, Case]:
+    """Each link with the anchor it has in an operator, in each type."""
+    kinds = {"exp": "row", "horner": "count", "yat": "row", "squared_affine": "row"}
+    found = [
+        Case(name, kind, mask, dtype)
+        for mask in LARGE_MASKS for name, kind in kinds.items() for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]  # fmt: skip
+    return {case.name: case for case in found}
+
+
 CASES = _cases()
+LARGE = _large()
 
 
 @dataclass

@@ -278,10 +278,10 @@ def queries_kernel(
     # d/dscale of scale q^ . k^ needs no tile of its own: it is q^ times what the loop has summed
     raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
     along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
-    unit = along
     if traits.normalise:
-        unit = along * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
-    tl.store(dscale + part, tl.sum(unit, 0))
+        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), traits.eps), 0))
+    else:
+        tl.store(dscale + part, tl.sum(along, 0))
     grad = grad * scale_of_head
     if traits.normalise:
         raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")

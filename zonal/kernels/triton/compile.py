@@ -2,11 +2,13 @@
 
     python -m zonal.kernels.triton.compile --out report.json [--device 90] [--link horner] [--dtype bfloat16] [--dim 128] [--mask packed]
 
-What is compiled is what a call would start: the launches of ``forward`` and ``backward`` on tensors without data. Without choices it is
-every link x mask x type x head size x device, over a thousand kernels: about half an hour on one core, less with ``--jobs``.
+What is compiled is what a call would start: the launches of ``forward`` and ``backward`` on tensors without data. Without choices each
+link with the least and the most that masks ask for, in every type and head size for every device, and one link with each mask: about a
+thousand kernels, half an hour on one core, less with ``--jobs``.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -84,6 +86,8 @@ MASKS: dict[str, Mask] = {
     "gqa": Mask(groups=4, queries=DECODE_QUERIES),
     "all": Mask(causal=False, left=512, right=512, key_mask=True, packed=True, groups=4, queries=DECODE_QUERIES),
 }
+# masks that ask for least and for most; the link with most to hold: six coefficients and their gradients
+_ENDS, _FULLEST = ("causal", "all"), "horner"
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
@@ -128,6 +132,14 @@ def variants(
 ) -> Iterator[Variant]:
     """All combinations."""
     return itertools.starmap(Variant, itertools.product(links, masks, dtypes, dims, devices))
+
+
+def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+    """All combinations of what was chosen; where no mask was, all links with ``_ENDS``, and with every mask the link with most to hold."""
+    if masks is not None:
+        return list(variants(links, masks, dtypes, dims, devices))
+    found = variants(links, _ENDS, dtypes, dims, devices), variants([link for link in links if link == _FULLEST], MASKS, dtypes, dims, devices)
+    return list(dict.fromkeys(itertools.chain(*found)))
 
 
 def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
@@ -193,19 +205,22 @@ def usage(cubin: bytes) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing, code = (
-            subprocess.run([str(tool), flag, file.name], check=True, capture_output=True, text=True).stdout for flag in ("-res-usage", "-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
-    if found is None:
-        raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {listing[:200]!r}.")
-    return Usage(int(found[1]), int(found[2]), len(re.findall(r"\b(?:LDL|STL)\b", code)))
+
+        def listing(flag: str) -> str:
+            return subprocess.run([str(tool), flag, file.name], check=True, capture_output=True, text=True).stdout
+
+        found = re.search(r"REG:(\d+) STACK:(\d+)", listing("-res-usage"))
+        if found is None:
+            raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {listing('-res-usage')[:200]!r}.")
+        registers, stack = int(found[1]), int(found[2])
+        # taking the code apart is slow, and without a stack there is nothing to find
+        spills = len(re.findall(r"\b(?:LDL|STL)\b", listing("-sass"))) if stack else 0
+    return Usage(registers, stack, spills)
 
 
 def compiled(launch: tiles.Launch, variant: Variant) -> Compiled:
     """Compile one kernel."""
-    options = {"num_warps": launch.tiling.warps, "num_stages": launch.tiling.stages, "enable_fp_fusion": True}
-    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=options)
+    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=tiles.options(launch.tiling))
     used = usage(result.asm["cubin"])
     return Compiled(name_of(launch), *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
 
@@ -234,6 +249,14 @@ def summary(rows: list[Compiled]) -> str:
     return "\n".join(lines)
 
 
+def write(out: Path, rows: list[Compiled]) -> None:
+    """The report as JSON, a line a kernel."""
+    limits = {"registers": REGISTERS, "shared": SHARED, "no_spills_up_to_dim": UNSPILLED}
+    head = json.dumps({"triton": triton.__version__, "limits": limits, "fit": all(row.fits for row in rows)}, indent=1)
+    lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
+    out.write_text(f'{head[:-2]},\n "kernels": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
     """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
     parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile", description="Compile the tile kernels ahead of time.")
@@ -248,22 +271,17 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = list(variants(chosen.link or LINKS, chosen.mask or MASKS, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES))
-    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
-        rows = list(itertools.chain.from_iterable(pool.map(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
+    with contextlib.ExitStack() as stack:
+        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
     sys.stdout.write(summary(rows) + "\n")
     misfits = [row for row in rows if not row.fits]
     for row in misfits:
         sys.stdout.write(f"does not fit: {row}\n")
     sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
     if chosen.out is not None:
-        report = {
-            "triton": triton.__version__, "limits": {"registers": REGISTERS, "shared": SHARED, "no_spills_up_to_dim": UNSPILLED},
-            "fit": not misfits, "kernels": "KERNELS",
-        }  # fmt: skip
-        # a line a kernel
-        lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
-        chosen.out.write_text(json.dumps(report, indent=1).replace('"KERNELS"', f"[\n{lines}\n ]") + "\n", encoding="utf-8")
+        write(chosen.out, rows)
     return 1 if misfits else 0
 
 

@@ -107,12 +107,16 @@ class Traits:
 
 @dataclass(frozen=True)
 class Tiling:
-    """One choice of tile sizes: rows of queries, rows of keys, warps, and stages of loads in flight."""
+    """One choice of tile sizes: rows of queries, rows of keys, warps, and stages of loads in flight.
+
+    registers: what a thread may take; where nothing is said, the assembler may spill some to have room for one more block.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # ---- on the device ----
@@ -136,24 +140,32 @@ def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
+def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(addresses, whether they are inside) of a tile that is read or written when the loops are over.
+
+    In 64 bits and counted from ``first``: were they the numbers of ``tile_rows``, the compiler would keep those in registers meanwhile.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    place = start + (row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column)
+    return place, (row < limit - first)[:, None] & (column < width)[None, :]
+
+
+@triton.jit
 def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr):
     """The same rows in float32, read once more: keeping them in registers from one use to the next would cost their room.
 
     CACHE: ".cg" or ".ca", where to look for them; each use has another, or the compiler would see that it is the same load.
     """
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
-    place = start + (row[:, None] * x.row + column[None, :] * x.column)
-    return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0, cache_modifier=CACHE).to(tl.float32)
+    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH)
+    return tl.load(place, mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
 def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write a tile, cut to ``limit`` rows and ``width`` columns."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
-    place = start + (row[:, None] * x.row + column[None, :] * x.column)
-    tl.store(place, tile.to(x.start.dtype.element_ty), mask=(first + row < limit)[:, None] & (column < width)[None, :])
+    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH)
+    tl.store(place, tile.to(x.start.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -332,8 +344,12 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: di
     if record is not None:
         record.launches.append(Launch(kernel, programs, arguments, constants, tiling))
         return
-    # the default of fusing a multiplication and an addition differs between versions
-    kernel[(programs,)](*arguments, **constants, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True)
+    kernel[(programs,)](*arguments, **constants, **options(tiling))
+
+
+def options(tiling: Tiling) -> dict[str, Any]:
+    """What the compiler is told. The default of fusing a multiplication and an addition differs between versions."""
+    return {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers, "enable_fp_fusion": True}
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -464,39 +480,43 @@ _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 4, 3),
     ("forward", 2, 128): Tiling(128, 64, 8, 3),
     ("forward", 2, 256): Tiling(64, 32, 8, 2),
-    ("forward", 4, 64): Tiling(64, 32, 8, 2),
-    ("forward", 4, 128): Tiling(32, 32, 8, 1),
+    ("forward", 4, 64): Tiling(64, 32, 8, 2, 128),
+    ("forward", 4, 128): Tiling(32, 16, 8, 1, 128),
     ("forward", 4, 256): Tiling(16, 32, 8, 1),
     ("decode", 2, 64): Tiling(64, 32, 4, 4),
-    ("decode", 2, 128): Tiling(32, 32, 4, 4),
+    ("decode", 2, 128): Tiling(32, 32, 4, 3),
     ("decode", 2, 256): Tiling(16, 32, 4, 2),
-    ("decode", 4, 64): Tiling(16, 64, 4, 2),
-    ("decode", 4, 128): Tiling(16, 32, 8, 1),
+    ("decode", 4, 64): Tiling(16, 64, 4, 2, 168),
+    ("decode", 4, 128): Tiling(16, 32, 8, 1, 128),
     ("decode", 4, 256): Tiling(16, 32, 4, 1),
     ("keys", 2, 64): Tiling(32, 128, 8, 2),
-    ("keys", 2, 128): Tiling(16, 128, 8, 2),
+    ("keys", 2, 128): Tiling(32, 128, 8, 2),
     ("keys", 2, 256): Tiling(32, 32, 8, 1),
-    ("keys", 4, 64): Tiling(32, 32, 8, 1),
-    ("keys", 4, 128): Tiling(16, 32, 8, 1),
+    ("keys", 4, 64): Tiling(32, 32, 8, 1, 128),
+    ("keys", 4, 128): Tiling(16, 32, 8, 1, 128),
     ("keys", 4, 256): Tiling(16, 16, 8, 1),
     ("queries", 2, 64): Tiling(128, 64, 8, 2),
-    ("queries", 2, 128): Tiling(128, 32, 8, 2),
+    ("queries", 2, 128): Tiling(128, 64, 8, 2),
     ("queries", 2, 256): Tiling(32, 32, 8, 1),
-    ("queries", 4, 64): Tiling(32, 32, 8, 1),
-    ("queries", 4, 128): Tiling(32, 16, 8, 1),
+    ("queries", 4, 64): Tiling(32, 32, 8, 1, 128),
+    ("queries", 4, 128): Tiling(32, 16, 8, 1, 128),
     ("queries", 4, 256): Tiling(16, 16, 8, 1),
 }
 # before Hopper the matrix units take one side from registers
 _BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
     ("keys", 2, 128): Tiling(32, 64, 8, 2),
+    ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
 # a key mask, a first key that moves, and weights that stay float32 take registers of their own
 _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
     ("forward", 2, 128): Tiling(128, 32, 8, 3),
+    ("forward", 4, 64): Tiling(32, 32, 8, 2, 128),
+    ("decode", 4, 64): Tiling(16, 32, 4, 1, 168),
+    ("keys", 2, 128): Tiling(16, 128, 8, 2),
     ("queries", 2, 64): Tiling(128, 32, 8, 2),
-    ("queries", 2, 128): Tiling(128, 16, 8, 2),
+    ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
