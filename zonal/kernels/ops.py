@@ -122,6 +122,7 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     """What ``gradients`` will need."""
     q, k, v, scale, coefficients, key_mask, cu_seqlens, ctx.spec, ctx.learned = inputs
     ctx.save_for_backward(q, k, v, scale, coefficients, key_mask, cu_seqlens, *output)
+    ctx.set_materialize_grads(False)  # factor and rest get none, and need no zeros in its place
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,9 +131,10 @@ def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return gradients(ctx, dy, tile_backward)
 
 
-def gradients(ctx: Any, dy: Tensor, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
+def gradients(ctx: Any, dy: Tensor | None, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
     """The gradients of the arguments of ``tile``, where ``backward`` is ``tile_backward`` in some form."""
     q, k, v, scale, coefficients, key_mask, cu_seqlens, y, factor, rest = ctx.saved_tensors
+    dy = torch.zeros_like(y) if dy is None else dy
     learned = ctx.learned if ctx.needs_input_grad[4] else 0
     dq, dk, dv, dscale, dc = backward(
         dy, q, k, v, y, factor, rest, scale, coefficients, key_mask, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]

@@ -263,17 +263,17 @@ struct Strides {
   int64_t batch, head, token;
 };
 
-// What zonal/kernels/cpp/library.py fills in. Last axes of q, k, v have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
+// What zonal/kernels/cpp/library.py fills in. Last axes of q, k, v, dy have stride 1. key_mask (B, S) or null; edges: documents + 1 borders of packed
 // documents, or null. Who sees whom: zonal/kernels/spec.py; left < 0: no window.
 struct Call {
   const void *q, *k, *v;
   const float *scale, *coefficients;
   const uint8_t* key_mask;
   const int64_t* edges;
-  Strides qs, ks, vs;
+  Strides qs, ks, vs, dys;
   int64_t B, H, Hkv, T, S, D, P, documents, causal, include_self, chunk, left, right, numbers, learned, anchor, normalise;
   float eps;
-  void *y, *rest;    // (B, H, T, P) contiguous, as all that follows; what rounding y to bfloat16 left of it, or null
+  void *y, *rest;    // (B, H, T, P) contiguous, as all that follows but dy; what rounding y to bfloat16 left of it, or null
   float* factor;     // (B, H, T)
   const void* dy;
   void *dq, *dk, *dv;

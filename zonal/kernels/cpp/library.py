@@ -14,7 +14,7 @@ from zonal.kernels.cpp import recipe
 from zonal.kernels.cpp.build import BuildError, build
 from zonal.kernels.spec import TileSpec
 
-_ABI = 3
+_ABI = 4
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("q", "k", "v", "scale", "coefficients", "key_mask", "edges")
 _SIZES = (
@@ -31,7 +31,7 @@ class _Call(ctypes.Structure):
     """``Call`` of tile.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS), *((name, _Strides) for name in ("qs", "ks", "vs")),
+        *((name, ctypes.c_void_p) for name in _POINTERS), *((name, _Strides) for name in ("qs", "ks", "vs", "dys")),
         *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float), *((name, ctypes.c_void_p) for name in _RESULTS),
         ("split", ctypes.c_int64), ("places", ctypes.c_int64),
     ]  # fmt: skip
@@ -107,9 +107,12 @@ def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
 
 
 def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype`` with a last axis of stride 1, as the kernels read it."""
+    """x in ``dtype`` with a last axis of stride 1, as the kernels read it. What is expanded stays so along the other axes."""
     x = x.to(dtype)
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    if x.shape[-1] <= 1 or x.stride(-1) == 1:
+        return x
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])
+    return x[once].contiguous().expand_as(x)
 
 
 class _Arguments:
@@ -190,10 +193,11 @@ def backward(
     dscale = torch.zeros(split, batch, heads, dtype=torch.float64) if scaled else None
     dcoefficients = torch.zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
     arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, dtype)
-    arguments.call.learned, arguments.call.split = learned, split
+    dy = dense_last(dy, dtype)
+    arguments.call.learned, arguments.call.split, arguments.call.dys = learned, split, _Strides(*dy.stride()[:3])
     arguments.point(
         {
-            "y": y, "rest": rest if rest.numel() else None, "factor": factor, "dy": dy.to(dtype).contiguous(), "dq": dq, "dk": dk, "dv": dv,
+            "y": y, "rest": rest if rest.numel() else None, "factor": factor, "dy": dy, "dq": dq, "dk": dk, "dv": dv,
             "sums": torch.empty(places, keys, dim + value_dim), "dscale": dscale, "dcoefficients": dcoefficients,
         }
     )  # fmt: skip

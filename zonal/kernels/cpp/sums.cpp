@@ -905,7 +905,7 @@ int each_task(const Sums& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 3; }
+int64_t zonal_version() { return 4; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {

@@ -163,7 +163,7 @@ void pack_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, int6
     block.lse[i] = std::numeric_limits<float>::infinity();
     if (i >= count) continue;
     const int64_t row = (b * c.H + h) * c.T + t0 + i;
-    const float *q = at.q + (t0 + i) * at.q_step, *dy = static_cast<const float*>(c.dy) + row * c.P, *y = static_cast<const float*>(c.y) + row * c.P;
+    const float *q = at.q + (t0 + i) * at.q_step, *dy = static_cast<const float*>(c.dy) + b * c.dys.batch + h * c.dys.head + (t0 + i) * c.dys.token, *y = static_cast<const float*>(c.y) + row * c.P;
     block.inverse[i] = query_scale(c, q, 1.f);
     const float a = at.scale * block.inverse[i], factor = online ? 1.f : c.factor[row];
     if (ZONAL_LOG) block.lse[i] = online ? c.factor[row] * LOG2E : 0.f;
@@ -338,7 +338,7 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 3; }
+int64_t zonal_version() { return 4; }
 
 // Whether tile_bf16.cpp would run on this processor.
 int zonal_has_bf16() {

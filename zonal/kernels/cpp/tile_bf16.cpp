@@ -222,7 +222,8 @@ void pack_block(const Call& c, const Head<B>& at, int64_t b, int64_t h, int64_t 
     if (t0 + i >= c.T) continue;
     const int64_t row = (b * c.H + h) * c.T + t0 + i;
     const B* q = at.q + (t0 + i) * at.q_step;
-    const B *dy = static_cast<const B*>(c.dy) + row * c.P, *y = static_cast<const B*>(c.y) + row * c.P, *rest = static_cast<const B*>(c.rest) + row * c.P;
+    const B* dy = static_cast<const B*>(c.dy) + b * c.dys.batch + h * c.dys.head + (t0 + i) * c.dys.token;
+    const B *y = static_cast<const B*>(c.y) + row * c.P, *rest = static_cast<const B*>(c.rest) + row * c.P;
     pack_row(q, c.D, D16, i, block.columns, block.rows);
     pack_row(dy, c.P, P16, i, block.dy_columns, block.dy_rows);
     block.gain[i] = query_scale(c, q, at.scale);
@@ -418,7 +419,7 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 3; }
+int64_t zonal_version() { return 4; }
 
 // Both return 0, or 1 when memory ran out. D is even, and for backward so is P.
 int zonal_forward(const Call* call) { return run_forward<B>(*call, forward_task); }
