@@ -20,6 +20,7 @@ import zonal
 from benchmarks import common
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
+from zonal.errors import ArgumentError
 from zonal.execution import native_sums
 from zonal.execution.call import prepare
 
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
-        raise zonal.errors.ArgumentError("bench: the kernel for sums over features runs on the CPU only. Leave --device out.")
+        raise ArgumentError("bench: the kernel for sums over features runs on the CPU only. Leave --device out.")
     start = common.circumstances(device)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:

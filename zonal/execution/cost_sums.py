@@ -8,7 +8,7 @@ from zonal.execution.cost_features import document_groups
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
-# of sums.cpp: queries of a block and of a column, and what it costs to make a feature, in multiplications with the state
+# of sums.cpp: queries of a block and of a column, and what a feature costs, in multiplications with the state
 _BLOCK = 64
 _COLUMN = 16
 _FEATURE = 8.0

@@ -28,7 +28,7 @@ constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 col
 constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
 constexpr int PER = BLOCK / C;        // columns of a block
 constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
-constexpr int FEATURE = 8;            // what it costs to make a feature, in multiplications with the state
+constexpr int FEATURE = 8;            // what it costs to make a feature and keep the state in turn, in multiplications with the state
 constexpr int SLICE = 4 * R;         // features made at once for all tokens at hand
 
 }  // namespace
