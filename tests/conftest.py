@@ -27,6 +27,10 @@ def fixed_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Processes that tests start find the constants in the cache folder they inherit.
     """
     folder = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:  # compiled kernels take a while: what one worker has compiled serves the others
+        shared = tmp_path_factory.getbasetemp().parent / "kernels"
+        shared.mkdir(exist_ok=True)
+        (folder / "kernels").symlink_to(shared)
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
