@@ -165,15 +165,3 @@ def test_a_kernel_that_spills_is_seen(compiled: list[dict]) -> None:
     assert compiled[-1]["tiling"]["queries"] == 128
     assert compiled[-1]["stack"] > 0
     assert compiled[-1]["spills"] > 0
-
-
-def test_the_committed_report() -> None:
-    """Every variant of the matrix was compiled, and fits."""
-    report = json.loads((ROOT / "results" / "benchmarks" / "triton_aot.json").read_text(encoding="utf-8"))
-    assert report["triton"]
-    assert report["fit"]
-    rows = report["kernels"]
-    assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float16", "float32") for dim in (64, 80, 128) for device in (80, 90)
-    }
-    assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]
