@@ -481,7 +481,7 @@ def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.Monkey
 
 
 def test_the_planner_counts_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, tensors = m.sko(degrees=(2.0, 3.0)), sample(2000, heads=8)
+    operator, tensors = m.yat(), sample(2000, heads=8)
     call = prepare(operator, *tensors, causal=True)
     fast = plan.choose(call)
     monkeypatch.setenv(native.VARIABLE, "off")

@@ -41,7 +41,8 @@ def polynomial_square(
     require(coefficients is None or degree is None, "polynomial_square: coefficients and degree were both given. Pass one of the two.")
     if degree is not None:
         link = fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk).link
-        coefficients, floor = link.polynomial, link.floor
+        # the last digits of a fit differ from process to process, and a declaration must not
+        coefficients, floor = tuple(float(f"{c:.9g}") for c in link.polynomial), float(f"{link.floor:.9g}")
     elif coefficients is None:
         coefficients = (0.1, 0.3, 1.0)
     return Operator(Cosine(), PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn), Row(), name="polynomial_square", qk_dim=d_qk)
