@@ -148,6 +148,6 @@ def test_the_committed_report() -> None:
     assert report["fit"]
     rows = report["kernels"]
     assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float16", "float32") for dim in (64, 80, 128) for device in (80, 90)
+        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float32") for dim in (64, 128) for device in (80, 90)
     }
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]
