@@ -59,7 +59,7 @@ def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | No
 
 
 # of the large cases, what the interpreter has time for
-SAMPLE = ("horner-count-long-packed-bfloat16", "yat-row-long-decode-16-float16")
+SAMPLE = ("yat-row-long-decode-16-float16",)
 
 
 @pytest.mark.gpu
@@ -99,7 +99,7 @@ def test_package_imports_without_triton(tmp_path: Path) -> None:
 
 
 # a sample of what `python -m zonal.kernels.triton.compile` compiles: (link, mask, type, head size, device)
-AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 128, 90), ("exp", "gqa", "float32", 80, 90))
+AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 128, 90))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
         assert row["spills"] == row["stack"] == 0, row
         assert 0 < row["registers"] <= 255, row
         assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
-    if variant[2] != "float32" and variant[4] == 90:
+    if variant[4] == 90:
         assert all(rows[name]["wgmma"] for name in ("forward", "keys", "queries"))
 
 
