@@ -60,7 +60,7 @@ def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | No
 
 
 # of the large cases, what the interpreter has time for
-SAMPLE = ("horner-count-long-packed-bfloat16", "yat-row-long-decode-16-float16")
+SAMPLE = ("yat-row-long-decode-16-float16",)
 
 
 @pytest.mark.gpu
@@ -125,7 +125,7 @@ def test_package_imports_without_triton(tmp_path: Path) -> None:
 
 
 # a sample of what `python -m zonal.kernels.triton.compile` compiles: (link, mask, type, head size, device)
-AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 128, 90), ("exp", "gqa", "float32", 80, 90))
+AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 128, 90))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
         assert row["spills"] == row["stack"] == 0, row
         assert 0 < row["registers"] <= 255, row
         assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
-    if variant[2] != "float32" and variant[4] == 90:
+    if variant[4] == 90:
         assert all(rows[name]["wgmma"] for name in ("forward", "keys", "queries"))
 
 
@@ -165,3 +165,15 @@ def test_a_kernel_that_spills_is_seen(compiled: list[dict]) -> None:
     assert compiled[-1]["tiling"]["queries"] == 128
     assert compiled[-1]["stack"] > 0
     assert compiled[-1]["spills"] > 0
+
+
+def test_the_committed_report() -> None:
+    """It holds both types of which it speaks, on both devices, and every variant in it fits."""
+    report = json.loads((ROOT / "results" / "benchmarks" / "triton_aot.json").read_text(encoding="utf-8"))
+    assert report["triton"]
+    assert report["fit"]
+    rows = report["kernels"]
+    assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
+        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float32") for dim in (64, 128) for device in (80, 90)
+    }
+    assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]
