@@ -165,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(out="-")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths, multiples of 64 (default: 1024 4096)")
     parser.add_argument("--budget", type=float, default=1.5, help="seconds for a time (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only peers whose name contains this text")
     options = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
@@ -173,6 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name, make in PEERS.items():
+            if options.only not in name:
+                continue
             try:
                 found = make()
             except peers.PeerMissingError as error:
