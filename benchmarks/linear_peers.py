@@ -2,7 +2,7 @@
 
 Each comes with a float64 definition of what it computes, T x T and slow, and is checked against it: random features against the same
 features multiplied out, not against the softmax they approximate (that error is printed, and is no error of the library).
-Run as a script it prints seconds a call and ratios to causal ``torch.nn.functional.scaled_dot_product_attention``; --out writes them.
+Run as a script, on a CPU, it prints seconds a call and ratios to causal ``torch.nn.functional.scaled_dot_product_attention``; --out writes them.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from torch import Tensor
 import zonal
 from benchmarks import common, peers
 from zonal import mechanisms
+from zonal.errors import ArgumentError
 
 FEATURES = 256  # of Performer; its own default for D = 64 is 266
 # Performer's: added to every feature, and (causal) to every sum of the keys' features; the second is far from nothing for the first tokens
@@ -164,12 +165,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(out="-")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths, multiples of 64 (default: 1024 4096)")
     parser.add_argument("--budget", type=float, default=1.5, help="seconds for a time (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only peers whose name contains this text")
     options = parser.parse_args(argv)
     device = common.prepare(options)
+    if device.type != "cpu":
+        raise ArgumentError(f"bench: these peers are set up for a CPU, received --device {device}. Leave --device out.")
     start = common.circumstances(device)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name, make in PEERS.items():
+            if options.only not in name:
+                continue
             try:
                 found = make()
             except peers.PeerMissingError as error:

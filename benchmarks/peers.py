@@ -84,7 +84,7 @@ def keops_yat() -> Peer:
     """Yat by KeOps: sum_j K_ij (v_j, 1), then the division by the last column.
 
     x is written as a product of a 1 x D matrix with a vector and K v as an outer product: their code is plain sums, which a compiler
-    turns into vectors. The usual (q_i | k_j) and K * v_j run a chain of double-precision fused multiply-adds, several times slower.
+    turns into vectors. The usual (q_i | k_j) and K * v_j run a chain of double-precision fused multiply-adds, many times slower.
     A causal call is two reductions, each with its block-sparse pattern: whole blocks before the diagonal, and diagonal blocks
     times step(i - j).
     """

@@ -2,7 +2,8 @@
 
 B = 1, H = 8, d = 64, causal unless a row says otherwise. The peer of a ratio is
 ``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call a document),
-or, where the row says so, KeOps or FlexAttention computing the same function as the subject (benchmarks/peers.py); backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
+or, where the row says so, KeOps or FlexAttention computing the same function as the subject (benchmarks/peers.py, on a CPU).
+Backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
 """
 
 import argparse
@@ -175,12 +176,14 @@ def peer_gate(case: Case, device: torch.device, tolerance: float) -> float:
     return error
 
 
-def present(cases: list[Case]) -> list[Case]:
-    """The cases whose peer is installed; what is not is said once for each peer."""
+def present(cases: list[Case], device: torch.device) -> list[Case]:
+    """The cases whose peer can run; which cannot is said once for each peer."""
     kept, missing = [], {}
     for case in cases:
         try:
             if case.peer != "sdpa":
+                if device.type != "cpu":
+                    raise peers.PeerMissingError(f"it is set up for a CPU here, and the device is {device}")
                 peers.load(case.peer, case.operator)
             kept.append(case)
         except peers.PeerMissingError as error:
@@ -241,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [case for case in cases if case.tokens == 127]
-    cases = present(cases)
+    cases = present(cases, device)
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(device, cases)
     rows, missed = [], []

@@ -232,10 +232,12 @@ def test_a_peer_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setitem(sys.modules, "pykeops", None)
     monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
     cases = [tiled.Case("yat", 127), tiled.Case("yat", 127, peer="keops")]
-    assert tiled.present(cases) == cases[:1]
+    assert tiled.present(cases, CPU) == cases[:1]
     printed = capsys.readouterr().out
     assert printed.startswith("no rows against keops: the package pykeops cannot be imported (")
     assert printed.endswith("; pip install -e '.[bench]' -c constraints.txt\n")
+    assert tiled.present(cases, torch.device("meta")) == cases[:1]
+    assert capsys.readouterr().out == "no rows against keops: it is set up for a CPU here, and the device is meta\n"
     monkeypatch.setattr(peers.shutil, "which", lambda name: None)
     with pytest.raises(peers.PeerMissingError, match="no compiler"):
         peers.load("flex", "yat")
