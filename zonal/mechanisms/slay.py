@@ -105,19 +105,16 @@ def slay(
     orthogonal: bool = False,
     antithetic: bool = False,
     learn: bool = False,
-    delta: float = 1e-6,
     dim: int | None = None,
     seed: int = 0,
     allow_signed: bool = False,
 ) -> Operator:
     """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
 
-    The first arguments are those of ``slay_features``; dim, seed and allow_signed those of ``of_features``. The row anchor divides by the
-    sum itself and gives zeros where it is zero, so that ``delta`` changes nothing here.
+    The first arguments are those of ``slay_features``, but for its delta: the row anchor divides by the sum itself and gives zeros where it
+    is zero. dim, seed and allow_signed are those of ``of_features``.
     """
-    features = slay_features(
-        scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, delta
-    )  # fmt: skip
+    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn)
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
