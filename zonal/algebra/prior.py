@@ -123,6 +123,25 @@ class Intervals(NamedTuple):
     position: Tensor
 
 
+class Rows(NamedTuple):
+    """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the first one's hi, where each next
+    one sees one more, else None. The key mask may forbid more."""
+
+    first: int
+    last: int
+    common: int
+    until: int
+    edge: int | None
+
+    def all_see(self, s0: int, s1: int) -> bool:
+        """Whether the rule forbids nothing among the keys [s0, s1)."""
+        return self.common <= s0 and s1 <= self.until
+
+    def diagonal(self, s0: int) -> int | None:
+        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where it has another shape."""
+        return None if self.edge is None or self.common > s0 else self.edge - s0 - 1
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
@@ -175,30 +194,20 @@ class Visibility:
         """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
         return bool((self.lo <= self.segment_start).all())
 
-    def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The keys that any query in [start, stop) may see."""
+    def rows(self, start: int, stop: int) -> "Rows":
+        """What the interval rule says of the queries [start, stop), as plain numbers."""
         lo, hi = self.lo[start:stop], self.hi[start:stop]
         open_ = hi > lo
         if not bool(open_.any()):
-            return 0, 0
-        return int(lo[open_].min()), int(hi[open_].max())
-
-    def all_visible(self, t0: int, t1: int, s0: int, s1: int) -> bool:
-        """Whether the interval rule forbids nothing in this tile (the key mask may still)."""
-        return bool((self.lo[t0:t1] <= s0).all() and (self.hi[t0:t1] >= s1).all())
-
-    def diagonal(self, t0: int, t1: int, s0: int, s1: int) -> int | None:
-        """The d for which a tile's mask is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where the mask has another shape."""
-        if self.key_mask is not None or t1 <= t0:
-            return None
-        edge = self.hi[t0:t1] - torch.arange(t0, t1)
-        first = int(edge[0])
-        return first + t0 - s0 - 1 if bool((edge == first).all()) and bool((self.lo[t0:t1] <= s0).all()) else None
+            return Rows(0, 0, 0, 0, None)
+        edge = hi - torch.arange(start, stop)
+        straight = int(edge[0]) if bool((edge == edge[0]).all()) else None
+        return Rows(int(lo[open_].min()), int(hi[open_].max()), int(lo.max()), int(hi.min()), None if straight is None else straight + start)
 
     def tile(self, t0: int, t1: int, s0: int, s1: int, device: torch.device) -> Tensor | None:
         """The mask of a tile, broadcastable to (B, 1, t, s); None where nothing is forbidden."""
         mask = None
-        if not self.all_visible(t0, t1, s0, s1):
+        if not self.rows(t0, t1).all_see(s0, s1):
             s = torch.arange(s0, s1)
             mask = ((s >= self.lo[t0:t1, None]) & (s < self.hi[t0:t1, None])).to(device)[None, None]
         if self.key_mask is not None:
