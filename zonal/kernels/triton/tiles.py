@@ -508,7 +508,9 @@ _BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
     ("keys", 2, 128): Tiling(32, 64, 8, 2),
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
-# a key mask, a first key that moves, and weights that stay float32 take registers of their own
+# loads that stop short of the padded width take registers of their own
+_NARROWER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(32, 128, 8, 1)}
+# so do a key mask, a first key that moves, and weights that stay float32
 _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
     ("forward", 2, 128): Tiling(128, 32, 8, 3),
@@ -526,6 +528,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     record = _record.get()
     capability = record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
     tables = [_TILINGS]
+    if any(padded(x.shape[3]) != x.shape[3] for x in (q, v)):
+        tables.append(_NARROWER)
     if capability < (9, 0):
         tables.append(_BEFORE_HOPPER)
     if traits.edged or traits.key_mask or traits.wide:
