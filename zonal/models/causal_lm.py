@@ -253,7 +253,7 @@ class CausalLM(nn.Module):
     def learned(self) -> list[dict[str, Any]]:
         """For each layer its operator spec and what the operator has learned, in plain lists."""
         return [
-            {"layer": index, "operator": spec, **block.attention.operator.learned()}
+            {"layer": index, "operator": spec, **block.attention.learned()}
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
 

@@ -1,12 +1,17 @@
-"""Layers: attention with any operator, norms, rotary positions, the short convolution, the gated feed-forward and the block."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, norms, rotary positions, the short convolution, the gated feed-forward and the block."""
 
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
+from zonal.nn.mamba2 import Mamba2
+from zonal.nn.mamba3 import Mamba3
 from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
-from zonal.nn.norm import RMSNorm
+from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
 
-__all__ = ["Attention", "Block", "Draws", "LayerMemory", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU"]
+__all__ = [
+    "Attention", "Block", "Draws", "GatedNorm", "LayerMemory", "Mamba2", "Mamba3", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer",
+]  # fmt: skip

@@ -1,7 +1,6 @@
 """The attention layer: projections around any operator."""
 
-import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +12,16 @@ from zonal.errors import ArgumentError
 from zonal.memory import Memory
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory, load_memories
+from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm
-from zonal.nn.positions import check_masks, document_positions
+from zonal.nn.positions import document_positions
 from zonal.nn.rotary import Rotary
 
 ReadoutNorm = Literal["auto", "head", "concat"]
 
 
-class Attention(nn.Module):
+class Attention(TokenMixer):
     """y = W_O · norm(A(W_Q c, W_K c, W_V c)), with c = x or its short convolution and A any operator.
 
     Args:
@@ -134,17 +134,9 @@ class Attention(nn.Module):
             tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
         )
 
-    def memory_bytes(self, length: int) -> int:
-        """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
-        memory = self.empty_memory(1)
-        return memory.memory.bytes_at(length) + (0 if memory.tail is None else memory.tail.nbytes)
-
-    def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
-        """The memory that ``LayerMemory.save`` wrote, on the layer's device.
-
-        Raises: FileFormatError when the file is missing, damaged, or belongs to a layer of another kind.
-        """
-        return load_memories(path, [self.empty_memory(1)])[0]
+    def learned(self) -> dict[str, Any]:
+        """What the operator has learned, in plain lists."""
+        return self.operator.learned()
 
     def forward(
         self,
@@ -156,34 +148,9 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """Attend.
-
-        Args:
-            x: (B, T, dim), one token or many.
-            memory: what came before x; the result is then a pair.
-            return_memory: also return a memory when none is given.
-            key_padding_mask: (B, T), True = real token.
-            cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1); without memory.
-            path: the execution path of ``zonal.attention``.
-
-        Returns: y (B, T, dim), or (y, memory) when a memory is given or asked for. The given memory is not changed.
-        """
-        if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
-            raise ArgumentError(f"nn.Attention: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}.")
-        batch, length, _ = x.shape
-        check_masks("nn.Attention", batch, length, key_padding_mask, cu_seqlens)
-        if memory is None and return_memory:
-            memory = self.empty_memory(batch, x.dtype, x.device)
-        if memory is not None:
-            if cu_seqlens is not None:
-                raise ArgumentError("nn.Attention: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
-            if not self.causal:
-                raise ArgumentError("nn.Attention: a memory holds the past of a causal layer; this one was made with causal=False.")
-            if memory.batch != batch:
-                raise ArgumentError(f"nn.Attention: the memory holds {memory.batch} sequences, x has batch {batch}.")
-            if (memory.tail is None) != (self.convolution is None):
-                raise ArgumentError("nn.Attention: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
-
+        """Attend. Arguments, result and errors are those of ``TokenMixer.forward``."""
+        memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        length = x.shape[1]
         tail = None
         inner = x
         if self.convolution is not None:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from zonal.nn.attention import Attention
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import RMSNorm
 
@@ -14,12 +14,12 @@ class Block(nn.Module):
     """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp.
 
     Args:
-        attention: the token mixer; its ``dim`` is the block's.
-        mlp: the feed-forward layer, or None for a block of attention alone.
+        attention: the token mixer, an ``Attention`` or a recurrence such as ``Mamba2``; its ``dim`` is the block's.
+        mlp: the feed-forward layer, or None for a block of the mixer alone.
         eps: ε of the two norms.
     """
 
-    def __init__(self, attention: Attention, mlp: SwiGLU | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, attention: TokenMixer, mlp: SwiGLU | None = None, eps: float = 1e-6) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(attention.dim, eps)
         self.attention = attention
@@ -48,7 +48,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """x (B, T, dim) -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``Attention``."""
+        """x (B, T, dim) -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``."""
         result = self.attention(
             self.attention_norm(x),
             memory,

@@ -10,23 +10,24 @@ from zonal.nn.positions import check_masks, document_index
 
 
 class ShortConvolution(nn.Module):
-    """y_t = Σ_{i<w} a_i ⊙ x_{t−i}, one filter a channel, optionally followed by SiLU.
+    """y_t = Σ_{i<w} a_i ⊙ x_{t−i} (+ b), one filter a channel, optionally followed by SiLU.
 
     The tokens before the first come from ``tail`` (w − 1 tokens, zeros for a new sequence). One pass over a sequence, many
     passes over its pieces and one pass a token give the same values. A padded token does not exist: it neither enters a
     window nor takes a place in the tail, and its own output is zero. Packed documents do not see each other.
 
     Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters q, k and v
-    after their projections, with SiLU, without bias. Here the layer input is filtered, without bias, and without activation
-    unless asked. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
+    after their projections, with SiLU, without bias. Here the layer input is filtered, without bias and without activation
+    unless asked for. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
 
     Args:
         dim: channels.
         width: w >= 2, the number of tokens in a window.
         activation: None or "silu".
+        bias: add b.
     """
 
-    def __init__(self, dim: int, width: int, activation: str | None = None) -> None:
+    def __init__(self, dim: int, width: int, activation: str | None = None, bias: bool = False) -> None:
         super().__init__()
         if dim < 1 or width < 2:
             raise ArgumentError(f"ShortConvolution: required dim >= 1 and width >= 2, received dim={dim}, width={width}.")
@@ -36,10 +37,13 @@ class ShortConvolution(nn.Module):
         self.width = width
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.reset_parameters(Draws())
 
     def reset_parameters(self, draws: Draws) -> None:
         draws.uniform_(self.weight, "weight", self.width**-0.5)
+        if self.bias is not None:
+            draws.uniform_(self.bias, "bias", self.width**-0.5)
 
     def empty_tail(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
         """The tail of a sequence that has not begun: zeros (batch, w − 1, dim)."""
@@ -87,10 +91,12 @@ class ShortConvolution(nn.Module):
     def _filter(self, extended: Tensor) -> Tensor:
         """(B, w − 1 + T, dim) -> (B, T, dim): every full window."""
         taps = self.weight.to(extended.dtype)
+        bias = None if self.bias is None else self.bias.to(extended.dtype)
         if extended.shape[1] == self.width:  # one token: a convolution call costs more than its arithmetic
             y = (extended * taps.flip(1).t()).sum(dim=1, keepdim=True)
+            y = y if bias is None else y + bias
         else:
-            y = F.conv1d(extended.transpose(1, 2), taps.flip(1)[:, None], groups=self.dim).transpose(1, 2)
+            y = F.conv1d(extended.transpose(1, 2), taps.flip(1)[:, None], bias, groups=self.dim).transpose(1, 2)
         return F.silu(y) if self.activation == "silu" else y
 
     def _padded(self, x: Tensor, tail: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,4 +119,4 @@ class ShortConvolution(nn.Module):
         return self._filter(spread)[:, place - gap], spread[:, -gap:].clone()
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, width={self.width}, activation={self.activation}"
+        return f"{self.dim}, width={self.width}, activation={self.activation}, bias={self.bias is not None}"

@@ -1,8 +1,8 @@
-"""What an attention layer remembers of a sequence."""
+"""What a layer remembers of a sequence."""
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ class LayerMemory:
         tail: (B, w − 1, dim), the last inputs of the short convolution; None where there is none.
         length: tokens read, padding included.
         padding: (B,) how many of them were padding; None = none in any row.
+        carried: what else a layer hands from token to token, by name, each (B, …).
     """
 
     memory: Memory
     tail: Tensor | None = None
     length: int = 0
     padding: Tensor | None = None
+    carried: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def position(self) -> int | Tensor:
@@ -47,15 +49,17 @@ class LayerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes held, all rows together."""
-        return self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes)
+        return self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes) + sum(value.nbytes for value in self.carried.values())
 
-    def advance(self, memory: Memory, tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None) -> "LayerMemory":
+    def advance(
+        self, memory: Memory, tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None, carried: Mapping[str, Tensor] | None = None
+    ) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
         padding = self.padding
         if key_padding_mask is not None:
             absent = (~key_padding_mask).sum(dim=1)
             padding = absent if padding is None else padding + absent
-        return LayerMemory(memory, tail, self.length + tokens, padding)
+        return LayerMemory(memory, tail, self.length + tokens, padding, carried or {})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, whole or not at all; read it with the layer's ``load_memory``."""
@@ -68,6 +72,7 @@ class LayerMemory:
             None if self.tail is None else self.tail.clone(),
             self.length,
             None if self.padding is None else self.padding.clone(),
+            {name: value.clone() for name, value in self.carried.items()},
         )
 
 
@@ -79,6 +84,7 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory]) -
         memory, form = layer.memory, layer.memory.form
         named = {f"memory.{name}": value for name, value in memory.tensors().items()}
         named |= {name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None}
+        named |= {f"carried.{name}": value for name, value in layer.carried.items()}
         tensors |= {f"{index}.{name}": value for name, value in named.items()}
         shape = {"batch": form.batch, "heads": form.heads, "key_dim": form.key_dim, "value_dim": form.value_dim}
         headers.append(
@@ -133,9 +139,14 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
         raise ValueError(f"the convolution's tail is {None if tail is None else tuple(tail.shape)}, the layer has {wanted}")
     if padding is not None and (tuple(padding.shape) != (about["batch"],) or padding.dtype != torch.int64):
         raise ValueError(f"padding is {padding.dtype} of shape {tuple(padding.shape)}")
+    carried = {name.removeprefix("carried."): tensors.pop(name) for name in [*tensors] if name.startswith("carried.")}
+    found = {name: (tuple(value.shape), value.dtype) for name, value in carried.items()}
+    asked = {name: ((about["batch"], *value.shape[1:]), value.dtype) for name, value in like.carried.items()}
+    if found != asked:
+        raise ValueError(f"what the layer carries is {found}, the layer has {asked}")
     if not isinstance(about["length"], int) or about["length"] != about["count"]:
         raise ValueError(f"{about['length']!r} tokens are announced and {about['count']!r} are held")
     kind = next(memory for memory in _MEMORIES if memory.kind == about["memory"])
     named = {name.removeprefix("memory."): value for name, value in tensors.items()}
     whole = Form(about["batch"], form.heads, form.key_dim, form.value_dim, dtype, form.device)
-    return LayerMemory(kind.restored(operator, whole, about["count"], named, about["plain"]), tail, about["length"], padding)
+    return LayerMemory(kind.restored(operator, whole, about["count"], named, about["plain"]), tail, about["length"], padding, carried)

@@ -39,3 +39,35 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps:g}"
+
+
+class GatedNorm(nn.Module):
+    """y = g ⊙ RMS(x ⊙ SiLU(z)), the mean square taken over each of ``groups`` equal parts of the last axis, in float32 or better.
+
+    Args:
+        dim: size of the last axis and of the gain g (starts at 1).
+        groups: parts that are normed apart; a divisor of dim.
+        eps: ε, added to the mean square.
+    """
+
+    def __init__(self, dim: int, groups: int = 1, eps: float = 1e-5) -> None:
+        super().__init__()
+        if dim < 1 or groups < 1 or dim % groups or not eps > 0:
+            raise ArgumentError(f"GatedNorm: required dim >= 1, groups that divide it and eps > 0, received dim={dim}, groups={groups}, eps={eps}.")
+        self.dim, self.groups, self.eps = dim, groups, eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        """Set the gain to 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate (..., dim) -> (..., dim) in the dtype of the gate."""
+        dtype = accumulation_dtype(gate.dtype)
+        gated = x.to(dtype) * F.silu(gate.to(dtype))
+        size = self.dim // self.groups
+        normed = F.rms_norm(gated.unflatten(-1, (self.groups, size)), (size,), None, self.eps).flatten(-2)
+        return (normed * self.weight.to(dtype)).to(gate.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, groups={self.groups}, eps={self.eps:g}"

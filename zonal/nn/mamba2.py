@@ -1,0 +1,171 @@
+"""Mamba-2 (state space duality): a selective recurrence as linear attention with a decay a token and head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.attention import attention
+from zonal.errors import ArgumentError
+from zonal.nn.convolution import ShortConvolution
+from zonal.nn.initialise import Draws
+from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
+from zonal.nn.norm import GatedNorm, accumulation_dtype
+from zonal.nn.recurrence import Sizes, draw_log_uniform_, draw_steps_, ssd
+
+# rates A that heads start with
+_RATES = (1.0, 16.0)
+
+
+class Mamba2(TokenMixer):
+    """h_t = e^{−A Δ_t} h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D ⊙ x_t, out = W_O norm(y ⊙ SiLU(z)), a state h (P × N) a head.
+
+    [z, x, B, C, Δ] = W_I u; x, B and C pass a causal depthwise convolution and SiLU first; Δ = softplus(Δ + b). B and C are keys
+    and queries shared by the heads of a group, Δ x the values, −A Δ the log decay, so this is ``zonal.attention`` of one operator:
+    it has the same paths, and its state is a ``zonal.Memory``. The norm is over each group's channels.
+
+    Args:
+        dim: size of input and output.
+        state: N, numbers in a key.
+        head_dim: P, channels of a head.
+        expand: channels of all heads over dim.
+        groups: groups of heads that share B and C.
+        conv: width of the convolution.
+        bias: biases in the two projections.
+        conv_bias: a bias in the convolution.
+        norm_eps: ε of the norm.
+        step_limit: the least and the largest Δ; None = any.
+
+    Cost: T N P a head (twice), and a little more within blocks; memory of a decoder: N P + conv numbers, whatever the length.
+
+    Source: Dao and Gu 2024, arXiv 2405.21060.
+
+    Raises: ArgumentError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int = 128,
+        head_dim: int = 64,
+        expand: int = 2,
+        groups: int = 1,
+        conv: int = 4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        norm_eps: float = 1e-5,
+        step_limit: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = Sizes("nn.Mamba2", dim, state, head_dim, expand, groups)
+        if step_limit is not None and not (len(step_limit) == 2 and 0 <= step_limit[0] < step_limit[1]):
+            raise ArgumentError(f"nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received {step_limit}.")
+        self.dim, self.step_limit = dim, step_limit
+        self.operator = ssd()
+        inner, heads, shared = self.sizes.inner, self.sizes.heads, self.sizes.shared
+        self.input = nn.Linear(dim, 2 * inner + 2 * shared + heads, bias=bias)
+        self.convolution: ShortConvolution = ShortConvolution(inner + 2 * shared, conv, "silu", conv_bias)
+        self.step_bias = nn.Parameter(torch.empty(heads))
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.skip = nn.Parameter(torch.empty(heads))
+        self.norm = GatedNorm(inner, groups, norm_eps)
+        self.output = nn.Linear(inner, dim, bias=bias)
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights: Δ log-uniform in [0.001, 0.1], A in [1, 16], D = 1."""
+        for name, linear in (("input", self.input), ("output", self.output)):
+            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        self.convolution.reset_parameters(draws.child("convolution"))
+        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_log_uniform_(self.log_rate, draws, "log_rate", *_RATES)
+        nn.init.ones_(self.skip)
+        self.norm.reset_parameters()
+
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        dtype = dtype or self.input.weight.dtype
+        device = torch.device(device) if device is not None else self.input.weight.device
+        return LayerMemory(self.sizes.empty_memory(self.operator, batch, dtype, device), self.convolution.empty_tail(batch, dtype, device))
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Any]:
+        """rates: what a head keeps of its state over one token of Δ = softplus(b)."""
+        return {"rates": (-self.log_rate.exp() * F.softplus(self.step_bias)).exp().tolist()}
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: LayerMemory | None = None,
+        *,
+        return_memory: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor | tuple[Tensor, LayerMemory]:
+        """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
+        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        sizes = self.sizes
+        gate, mixed, step = self.input(x).split([sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads], dim=2)
+        mixed, tail = self.convolution(
+            mixed, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+        )
+        # the recurrence runs in float32 or better
+        dtype = accumulation_dtype(mixed.dtype)
+        values, keys, queries = mixed.to(dtype).split([sizes.inner, sizes.shared, sizes.shared], dim=2)
+        step = F.softplus(step.to(dtype) + self.step_bias.to(dtype))
+        if self.step_limit is not None:
+            step = step.clamp(*self.step_limit)
+        values = values.unflatten(2, (sizes.heads, sizes.head_dim))
+        log_decay = -(step * self.log_rate.to(dtype).exp()).transpose(1, 2)
+        result = attention(
+            sizes.by_head(queries), sizes.by_head(keys), (values * step.unsqueeze(-1)).transpose(1, 2), self.operator, causal=True,
+            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path,
+            log_decay=log_decay,
+        )  # fmt: skip
+        y, absorbed = result if isinstance(result, tuple) else (result, None)
+        y = y.transpose(1, 2) + self.skip.to(dtype).unsqueeze(-1) * values
+        y = self.output(self.norm(y.flatten(2), gate))
+        if before is None or absorbed is None:
+            return y
+        return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    @torch.no_grad()
+    def load_transformers(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over the weights of transformers' ``Mamba2Mixer`` (or mamba_ssm's ``Mamba2``), by its own names.
+
+        Raises: ArgumentError naming what is missing, unknown or of another shape; the layer is then unchanged.
+        """
+        parameters = dict(self.named_parameters())
+        names = {theirs: ours for theirs, ours in _TRANSFORMERS.items() if ours in parameters}
+        wrong = [f"{name} is missing" for name in names if name not in weights] + [f"{name} is unknown" for name in weights if name not in names]
+        read: dict[str, Tensor] = {}
+        for theirs, ours in names.items():
+            if theirs in weights:
+                # a filter is (channels, 1, w) there, its last tap that of the token itself
+                value = weights[theirs].squeeze(1).flip(1) if theirs == "conv1d.weight" else weights[theirs]
+                read[ours] = value
+                if value.shape != parameters[ours].shape:
+                    wrong.append(f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} {tuple(parameters[ours].shape)}")
+        if wrong:
+            raise ArgumentError(f"nn.Mamba2.load_transformers: {'; '.join(wrong[:3])}. Make the layer with the sizes of the other one.")
+        for name, value in read.items():
+            parameters[name].copy_(value)
+
+    def extra_repr(self) -> str:
+        sizes = self.sizes
+        return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, groups={sizes.groups}"
+
+
+_TRANSFORMERS = {
+    "in_proj.weight": "input.weight", "in_proj.bias": "input.bias", "conv1d.weight": "convolution.weight", "conv1d.bias": "convolution.bias",
+    "dt_bias": "step_bias", "A_log": "log_rate", "D": "skip", "norm.weight": "norm.weight", "out_proj.weight": "output.weight", "out_proj.bias": "output.bias",
+}  # fmt: skip
+
+__all__ = ["Mamba2"]

@@ -1,0 +1,102 @@
+"""What every token mixer has in common: the layer of a block that lets tokens see each other."""
+
+import abc
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zonal.algebra.operator import Operator
+from zonal.errors import ArgumentError
+from zonal.nn.convolution import ShortConvolution
+from zonal.nn.initialise import Draws
+from zonal.nn.memory import LayerMemory, load_memories
+from zonal.nn.positions import check_masks
+
+
+class TokenMixer(nn.Module, abc.ABC):
+    """x (B, T, dim) -> y (B, T, dim): a block, a model, a memory and a file know a layer by this alone.
+
+    dim: size of x and y. operator: how the past is read. convolution: the short convolution, None where there is none.
+    causal: no token sees a later one; a memory needs that.
+    """
+
+    dim: int
+    operator: Operator
+    convolution: ShortConvolution | None
+    causal: bool = True
+
+    @abc.abstractmethod
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights but the operator's own."""
+
+    @abc.abstractmethod
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+
+    @abc.abstractmethod
+    def learned(self) -> dict[str, Any]:
+        """What a reader may want to know of what the layer has learned, in plain lists."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        memory: LayerMemory | None = None,
+        *,
+        return_memory: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor | tuple[Tensor, LayerMemory]:
+        """Mix.
+
+        Args:
+            x: (B, T, dim), one token or many.
+            memory: what came before x; the result is then a pair.
+            return_memory: also return a memory when none is given.
+            key_padding_mask: (B, T), True = real token.
+            cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1); without memory.
+            path: the execution path of ``zonal.attention``.
+
+        Returns: y (B, T, dim), or (y, memory) when a memory is given or asked for. The given memory is not changed.
+        """
+
+    def memory_bytes(self, length: int) -> int:
+        """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
+        memory = self.empty_memory(1)
+        return memory.nbytes - memory.memory.nbytes + memory.memory.bytes_at(length)
+
+    def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
+        """The memory that ``LayerMemory.save`` wrote, on the layer's device.
+
+        Raises: FileFormatError when the file is missing, damaged, or belongs to a layer of another kind.
+        """
+        return load_memories(path, [self.empty_memory(1)])[0]
+
+    def _before(
+        self, x: Tensor, memory: LayerMemory | None, return_memory: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> LayerMemory | None:
+        """The memory to go on from: the given one, an empty one where one is to be returned, or None. Refuses what does not fit."""
+        call = f"nn.{type(self).__name__}"
+        if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
+            raise ArgumentError(f"{call}: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}.")
+        batch, length, _ = x.shape
+        check_masks(call, batch, length, key_padding_mask, cu_seqlens)
+        if memory is None and return_memory:
+            memory = self.empty_memory(batch, x.dtype, x.device)
+        if memory is None:
+            return None
+        if cu_seqlens is not None:
+            raise ArgumentError(f"{call}: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
+        if not self.causal:
+            raise ArgumentError(f"{call}: a memory holds the past of a causal layer; this one was made with causal=False.")
+        if memory.batch != batch:
+            raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
+        if (memory.tail is None) != (self.convolution is None):
+            raise ArgumentError(f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
+        return memory
+
+
+__all__ = ["TokenMixer"]

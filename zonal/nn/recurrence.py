@@ -1,0 +1,100 @@
+"""What Mamba-2 and Mamba-3 share: their sizes, their state as sums that fade, and how their steps start.
+
+Both are linear attention with a decay: h_t = e^{g_t} h_{t-1} + v_t k_t^T and y_t = h_t q_t, which is score x link x anchor =
+Dot(scale=1) x Identity x Raw with the log decays g <= 0 of the call. So ``zonal.attention`` runs them, by whatever path is cheapest.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Raw
+from zonal.algebra.link import Identity
+from zonal.algebra.operator import Operator
+from zonal.algebra.score import Dot
+from zonal.errors import ArgumentError
+from zonal.memory import Memory
+from zonal.nn.initialise import Draws
+
+# the range of steps Δ that heads start with, uniform in the logarithm, as both papers have it
+STEPS = (1e-3, 0.1)
+
+
+def ssd() -> Operator:
+    """y_t = Σ_{s ≤ t} e^{g_{s+1} + … + g_t} (q_t·k_s) v_s, the decays g given with the call (``log_decay``)."""
+    return Operator(Dot(scale=1.0), Identity(), Raw(), name="ssd")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer: H = expand · dim / head_dim heads with states of state × head_dim numbers, B and C shared by ``groups`` of heads.
+
+    Raises: ArgumentError naming the layer when they do not fit.
+    """
+
+    call: str
+    dim: int
+    state: int
+    head_dim: int
+    expand: int
+    groups: int
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "state", "head_dim", "expand", "groups"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{self.call}: {name} must be a positive integer, received {value!r}.")
+        if self.inner % self.head_dim:
+            raise ArgumentError(f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}.")
+        if self.heads % self.groups:
+            raise ArgumentError(f"{self.call}: groups must divide the {self.heads} heads (expand · dim / head_dim), received groups={self.groups}.")
+
+    @property
+    def inner(self) -> int:
+        """Numbers a token of all heads."""
+        return self.expand * self.dim
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.inner // self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Numbers a token of B, and of C."""
+        return self.groups * self.state
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; without a copy for one group."""
+        grouped = x.unflatten(2, (self.groups, self.state)).transpose(1, 2)
+        return grouped.unsqueeze(2).expand(-1, -1, self.heads // self.groups, -1, -1).flatten(1, 2)
+
+    def empty_memory(self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device) -> Memory:
+        """The states of ``batch`` sequences that have not begun, in float32 or better."""
+        return Memory.empty(
+            operator, batch, self.heads, self.state, self.head_dim, torch.promote_types(dtype, torch.float32), device, kind="decayed"
+        )
+
+
+@torch.no_grad()
+def draw_log_uniform_(parameter: Tensor, draws: Draws, name: str, low: float, high: float) -> None:
+    """Fill with the logarithm of numbers in [low, high] whose logarithm is uniform."""
+    draws.uniform_(parameter, name, 0.5 * math.log(high / low))
+    parameter.add_(0.5 * math.log(low * high))
+
+
+@torch.no_grad()
+def draw_steps_(parameter: Tensor, draws: Draws, name: str) -> None:
+    """Fill biases b so that softplus(b) is log-uniform in ``STEPS``."""
+    draw_log_uniform_(parameter, draws, name, *STEPS)
+    parameter.copy_(inverse_softplus(parameter.exp()))
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with log(1 + e^x) = y > 0, without loss for small y."""
+    return y + torch.log(-torch.expm1(-y))
+
+
+__all__ = ["STEPS", "Sizes", "draw_log_uniform_", "draw_steps_", "inverse_softplus", "ssd"]
