@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zonal import mechanisms, report
+from zonal import report
 from zonal.cli import parse
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
 from zonal.cli.progress import watching
+from zonal.models.layers import check, layers_for
 from zonal.report import style
 from zonal.training import Comparison, ComparisonResult, ComparisonSpec
 
@@ -29,6 +30,7 @@ Examples:
   zonal compare --task mqar-demo --operators softmax,sko,ridge --budget 2m
   zonal compare --task text --data my.txt --operators softmax,sko,ska --seeds 3 --budget 10m
   zonal compare --task text --operators 'softmax,sko(degrees=(2,3)),ska(power=1)' --steps 500 --learning-rates 1e-3,3e-3
+  zonal compare --task mqar-demo --layers 4 --operators 'softmax,mamba2,[mamba2*3, ska]' --budget 5m
   zonal compare --resume runs/text-1a2b3c4d"""
 
 
@@ -37,7 +39,7 @@ class Compare:
     """Compare attention operators on one task."""
 
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
-    """Operators separated by commas; each a name, or name(argument=value, ...)."""
+    """Operators separated by commas; each a name, or name(argument=value, ...), for all layers, or [a list of layers] such as [mamba2*3, ska]."""
     seeds: str = "1"
     """How many seeds, or a list such as 0,1,2 (7, alone is seed 7)."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")] = None
@@ -70,8 +72,9 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     steps, budget = training_steps(options.training, options.budget, default="10m")
     # names are checked before the data is read: a misspelt operator should not wait for a large text
     for operator in operators:
-        mechanisms.resolve(operator)
-    layers = (operators[0],) * options.model.layers
+        for layer in dict.fromkeys(layers_for(operator, options.model.layers)):
+            check(layer, options.model.dim)
+    layers = layers_for(operators[0], options.model.layers)
     labels = tuple(style.label(operator) for operator in operators)
     task = options.task.resolve("compare")
     return ComparisonSpec(

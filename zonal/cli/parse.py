@@ -4,37 +4,14 @@ import math
 import re
 
 from zonal.errors import ArgumentError
+from zonal.models.layers import split
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_OPEN, _CLOSE = "([{", ")]}"
 
 
 def operators(text: str, option: str = "--operators") -> tuple[str, ...]:
-    """``"softmax,sko(degrees=(2,3)),ska(power=1)"`` → its three specs: commas inside brackets and quotes do not separate."""
-    found: list[str] = []
-    part, depth, quote = "", 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in _OPEN:
-            depth += 1
-        elif letter in _CLOSE:
-            depth -= 1
-            if depth < 0:
-                raise ArgumentError(f"{option}: {text!r} has a closing {letter!r} without an opening one.")
-        if letter == "," and not depth and not quote:
-            found.append(part.strip())
-            part = ""
-        else:
-            part += letter
-    if depth or quote:
-        raise ArgumentError(f"{option}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'.")
-    found.append(part.strip())
-    if not all(found):
-        raise ArgumentError(f"{option}: {text!r} has an empty entry. Write names separated by commas, such as softmax,sko.")
-    return tuple(found)
+    """``"softmax,sko(degrees=(2,3)),[mamba2*3, ska]"`` → its three entries: commas inside brackets and quotes do not separate."""
+    return split(text, option)
 
 
 def duration(text: str, option: str = "--budget") -> float:

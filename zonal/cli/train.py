@@ -8,12 +8,11 @@ from typing import Annotated
 
 import tyro
 
-from zonal import mechanisms, tasks
-from zonal.cli import parse
+from zonal import tasks
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
-from zonal.models import build
+from zonal.models import build, layer_list
 from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, interruptible, train
 from zonal.training.loop import run_identity
@@ -27,6 +26,7 @@ Train one model. The operator is one for every layer, or a list with one a layer
 Examples:
   zonal train --task text --operator sko --steps 500
   zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --dim 128 --steps 2000
+  zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
   zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99"""
 
 
@@ -35,7 +35,7 @@ class Train:
     """Train one model."""
 
     operator: str = "softmax"
-    """One operator for all layers, or a list with one a layer (then --layers is not needed)."""
+    """One operator (or mamba2, mamba3) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     learning_rate: float = 3e-3
     """Highest learning rate."""
     seed: int = 0
@@ -53,9 +53,7 @@ class Train:
 
 def layers_of(text: str, layers: int) -> tuple[str, ...]:
     """The operator of each layer. Raises: ArgumentError when a list has another length than an asked-for number of layers."""
-    operators = parse.operators(text, "--operator")
-    for operator in operators:
-        mechanisms.resolve(operator)
+    operators = layer_list(text, "--operator")
     if len(operators) == 1:
         return operators * layers
     if layers not in (len(operators), ModelOptions().layers):

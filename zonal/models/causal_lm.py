@@ -1,5 +1,6 @@
-"""The causal language model: an operator a layer, everything else shared."""
+"""The causal language model: a token mixer a layer, everything else shared."""
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from zonal import store
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
+from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory
 from zonal.models.sampling import Sampler, StopRule
 from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
@@ -48,16 +50,7 @@ class CausalLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             Block(
-                Attention(
-                    config.dim,
-                    config.heads,
-                    spec,
-                    kv_heads=config.kv_heads,
-                    head_dim=config.head_dim,
-                    rotary=rotary,
-                    qk_norm=config.qk_norm,
-                    conv=width,
-                ),
+                mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
                 SwiGLU(config.dim, config.mlp_hidden) if config.mlp == "swiglu" else None,
                 config.norm_eps,
             )
@@ -66,6 +59,12 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
+
+    def _attention(self, spec: str, width: int, rotary: Rotary | bool) -> Attention:
+        config = self.config
+        return Attention(
+            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width
+        )
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""

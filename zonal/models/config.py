@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from zonal import mechanisms
 from zonal.errors import ArgumentError
+from zonal.models.layers import check, layer_list
 
 Mlp = Literal["swiglu", "none"]
 
@@ -18,16 +18,18 @@ class ModelConfig:
     Args:
         vocab_size: number of tokens V.
         dim: width of the residual stream.
-        layers: the operator of each layer as a spec, for example ("softmax", "ska(power=1)").
-        heads: query heads of every layer.
+        layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a layer of
+            attention, or "mamba2" or "mamba3", which have sizes and a convolution of their own. One line such as
+            "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
+        heads: query heads of every layer of attention.
         kv_heads: key and value heads; None = ``heads``.
         head_dim: size of one head; None = dim / heads.
         mlp: "swiglu", or "none" for layers of attention alone.
         mlp_ratio: hidden size of the SwiGLU over dim; rounded up to a multiple of 8.
-        rotary: rotary positions in every layer.
+        rotary: rotary positions in every layer of attention.
         rotary_base: their wavelength base.
         qk_norm: RMSNorm on q and k.
-        conv: width of the short convolution before the projections, one number or one a layer; 0 = none.
+        conv: width of the short convolution before the projections of attention, one number or one a layer; 0 = none.
         tie_embeddings: the head is the embedding.
         max_len: the length the model is meant for; informs, does not limit.
         norm_eps: ε of the norms.
@@ -73,12 +75,14 @@ class ModelConfig:
                 raise refuse(field, "a positive number")
         if self.mlp not in get_args(Mlp):
             raise refuse("mlp", " or ".join(repr(name) for name in get_args(Mlp)))
-        if isinstance(self.layers, str) or not self.layers or not all(isinstance(spec, str) for spec in self.layers):
+        if isinstance(self.layers, str):
+            object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
+        if not self.layers or not all(isinstance(spec, str) for spec in self.layers):
             raise refuse("layers", 'a tuple with one operator spec a layer, such as ("softmax", "sko")')
         # a list from JSON is as good as a tuple, but a value must be hashable
         object.__setattr__(self, "layers", tuple(self.layers))
-        for spec in self.layers:
-            mechanisms.resolve(spec)  # an unknown name or argument is refused here, not when the model is built
+        for spec in dict.fromkeys(self.layers):
+            check(spec, self.dim)  # an unknown name or argument is refused here, not when the model is built
         if self.head_dim is None and self.dim % self.heads:
             raise ArgumentError(f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim.")
         if self.kv_heads is not None and self.heads % self.kv_heads:

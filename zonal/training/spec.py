@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zonal import mechanisms, tasks
+from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
+from zonal.models.layers import layers_for
 from zonal.store import read_json
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
@@ -37,7 +38,7 @@ class ComparisonSpec:
     model: the decoder; every entry of ``layers`` gives way to the operator of the run, so only their number counts.
     training: settings of all runs. ``steps`` is the number for every run, or with a budget the most allowed;
         ``learning_rate`` and ``seed`` give way to the grids below.
-    operators: specs such as "softmax" or "ska(power=1)", each once.
+    operators: specs such as "softmax", "ska(power=1)" or "mamba2", each once; "[mamba2*3, ska]" is a model with these layers.
     seeds: data order and initial weights; the same for every operator.
     learning_rates: the grid, the same for every operator; empty means ``training.learning_rate`` alone.
     budget_seconds: wall-clock for everything, measuring and evaluating included; None takes ``training.steps``.
@@ -69,7 +70,7 @@ class ComparisonSpec:
         if not self.operators or not self.seeds:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         for operator in self.operators:
-            mechanisms.resolve(operator)
+            self.model_for(operator)  # refuses what is no model
         if self.labels and len(self.labels) != len(self.operators):
             raise ArgumentError(f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}.")
         if not self.learning_rates:
@@ -87,8 +88,8 @@ class ComparisonSpec:
             )
 
     def model_for(self, operator: str) -> ModelConfig:
-        """The model with ``operator`` in every layer."""
-        return replace(self.model, layers=(operator,) * len(self.model.layers))
+        """The model with ``operator`` in every layer, or with the layers of a list such as "[mamba2*3, ska]"."""
+        return replace(self.model, layers=layers_for(operator, len(self.model.layers)))
 
     def runs(self) -> list[PlannedRun]:
         """All runs, in the order they are run: the first seed of every operator comes before the second of any."""
@@ -162,7 +163,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
         operators = tuple(stored["operators"])
         spec = ComparisonSpec(
             task=tasks.from_config(stored["task"]),
-            model=ModelConfig.from_dict({**stored["model"], "layers": operators[:1] * len(stored["model"]["layers"])}),
+            model=ModelConfig.from_dict({**stored["model"], "layers": layers_for(operators[0], len(stored["model"]["layers"]))}),
             training=TrainConfig.from_dict({**stored["training"], "steps": stored["requested_steps"]}),
             operators=operators,
             seeds=tuple(stored["seeds"]),

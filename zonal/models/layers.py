@@ -1,0 +1,108 @@
+"""The layers of a model by name: operators for attention, recurrences beside them, and whole lists in one line."""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from zonal import mechanisms
+from zonal.errors import ArgumentError, unknown_name
+from zonal.mechanisms import spec as specs
+from zonal.nn import Mamba2, Mamba3, TokenMixer
+
+_RECURRENCES: dict[str, Callable[..., TokenMixer]] = {"mamba2": Mamba2, "mamba3": Mamba3}
+_GIVEN = ("dim",)
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def split(text: str, call: str) -> tuple[str, ...]:
+    """``"softmax,sko(degrees=(2,3))"`` → its parts: commas inside brackets and quotes do not separate.
+
+    Raises: ArgumentError, beginning with ``call``, for brackets that do not close and for empty parts.
+    """
+    found: list[str] = []
+    part, depth, quote = "", 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _OPEN:
+            depth += 1
+        elif letter in _CLOSE:
+            depth -= 1
+            if depth < 0:
+                raise ArgumentError(f"{call}: {text!r} has a closing {letter!r} without an opening one.")
+        if letter == "," and not depth and not quote:
+            found.append(part.strip())
+            part = ""
+        else:
+            part += letter
+    if depth or quote:
+        raise ArgumentError(f"{call}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'.")
+    found.append(part.strip())
+    if not all(found):
+        raise ArgumentError(f"{call}: {text!r} has an empty entry. Write names separated by commas, such as softmax,sko.")
+    return tuple(found)
+
+
+def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
+    """One spec a layer from one line: ``"mamba2*3, ska(power=0), mamba2*3"`` → seven specs; square brackets around it are no part of it.
+
+    Raises: ArgumentError, beginning with ``call``, for what cannot be read or is repeated less than once.
+    """
+    text = text.strip()
+    inside = text[1:-1] if is_list(text) else text
+    found: list[str] = []
+    for part in split(inside, call):
+        spec, times = _repeated(part)
+        if times < 1:
+            raise ArgumentError(f"{call}: {part!r} must be repeated at least once.")
+        found += [spec] * times
+    return tuple(found)
+
+
+def is_list(text: str) -> bool:
+    """Whether an entry among operators is a whole list of layers, ``"[mamba2*3, ska]"``."""
+    return text.startswith("[") and text.endswith("]")
+
+
+def layers_for(entry: str, count: int) -> tuple[str, ...]:
+    """The layers that an entry of a comparison stands for: one spec for all ``count`` layers, or a list in square brackets.
+
+    Raises: ArgumentError when a list has another length.
+    """
+    if not is_list(entry):
+        return (entry,) * count
+    layers = layer_list(entry)
+    if len(layers) != count:
+        raise ArgumentError(f"layers: {entry!r} has {len(layers)} layers, the model has {count}. Give as many, or ask for a model of {len(layers)} layers.")
+    return layers
+
+
+def mixer(spec: str, dim: int, attention: Callable[[str], TokenMixer]) -> TokenMixer:
+    """The token mixer of a spec: a recurrence of width ``dim``, or what ``attention`` makes of an operator.
+
+    Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
+    """
+    return specs.made(spec, _RECURRENCES, _GIVEN, dim=dim) if specs.name_of(spec) in _RECURRENCES else attention(spec)
+
+
+def check(spec: str, dim: int) -> None:
+    """Refuse a spec that no layer of width ``dim`` can be made of: a recurrence is tried, without memory for its weights."""
+    name = specs.name_of(spec)
+    if name in _RECURRENCES:
+        with torch.device("meta"):
+            specs.made(spec, _RECURRENCES, _GIVEN, dim=dim)
+    elif name not in mechanisms.names() and name not in mechanisms.SHORT:
+        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES])
+    else:
+        mechanisms.resolve(spec)
+
+
+def _repeated(part: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.*?)\s*\*\s*(\d+)", part, flags=re.DOTALL)
+    return (part, 1) if found is None else (found[1], int(found[2]))
+
+
+__all__ = ["check", "is_list", "layer_list", "layers_for", "mixer", "split"]
