@@ -48,6 +48,8 @@ class Mamba3(TokenMixer):
     Raises: ArgumentError for sizes that do not fit.
     """
 
+    carries = ("previous", "angle")
+
     def __init__(
         self,
         dim: int,

@@ -26,6 +26,8 @@ class TokenMixer(nn.Module, abc.ABC):
     operator: Operator
     convolution: ShortConvolution | None
     causal: bool = True
+    carries: tuple[str, ...] = ()
+    """Names of what its memories carry beside keys and values."""
 
     @abc.abstractmethod
     def reset_parameters(self, draws: Draws) -> None:
@@ -96,6 +98,8 @@ class TokenMixer(nn.Module, abc.ABC):
             raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
         if (memory.tail is None) != (self.convolution is None):
             raise ArgumentError(f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
+        if set(memory.carried) != set(self.carries):
+            raise ArgumentError(f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
         return memory
 
 
