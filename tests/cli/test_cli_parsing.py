@@ -22,6 +22,7 @@ from zonal.errors import ArgumentError
         ("sko(degrees=(2, 3), init='ones,x'),softmax", ("sko(degrees=(2, 3), init='ones,x')", "softmax")),
         ("a(x=[1,2],y={3,4}),b", ("a(x=[1,2],y={3,4})", "b")),
         ("a(x=')'),b", ("a(x=')')", "b")),
+        ("softmax, mamba2, [mamba2*3, ska(power=1)]", ("softmax", "mamba2", "[mamba2*3, ska(power=1)]")),
     ],
 )
 def test_operators(text, found):
@@ -134,9 +135,21 @@ def test_fixed_steps_need_no_budget():
     assert (spec.training.steps, spec.budget_seconds) == (40, None)
 
 
+def test_a_comparison_may_name_whole_lists_of_layers():
+    words = "--task mqar-demo --train-examples 64 --test-examples 16 --steps 4 --layers 3 --operators 'softmax,mamba2,[mamba2*2, ska]'"
+    spec = specification(read(shlex.split(words)), "")
+    assert [spec.model_for(operator).layers for operator in spec.operators] == [("softmax",) * 3, ("mamba2",) * 3, ("mamba2", "mamba2", "ska")]
+    assert len({run.name for run in spec.runs()}) == 3
+    with pytest.raises(ArgumentError, match="has 3 layers, the model has 2"):
+        specification(read(shlex.split(words.replace("--layers 3", "--layers 2"))), "")
+    with pytest.raises(ArgumentError, match="mamba2"):
+        specification(read(shlex.split(words.replace("mamba2,", "mamba4,"))), "")
+
+
 def test_layers_of_a_trained_model():
     assert layers_of("sko", 3) == ("sko",) * 3
     assert layers_of("softmax,ska(power=1)", 2) == ("softmax", "ska(power=1)")
+    assert layers_of("mamba2*2, ska(power=0), mamba2", ModelOptions().layers) == ("mamba2", "mamba2", "ska(power=0)", "mamba2")
     assert layers_of("softmax,sko,linear", ModelOptions().layers) == ("softmax", "sko", "linear")
     with pytest.raises(ArgumentError, match="names 3 layers, --layers asks for 5"):
         layers_of("softmax,sko,linear", 5)

@@ -184,7 +184,7 @@ def test_train_says_where_the_model_is(here, trained, capsys):
     (folder,) = (here / "runs").iterdir()
     assert f"Model: {folder.relative_to(here)}/checkpoint.safetensors" in out
     assert "Held-out loss" in out
-    assert json.loads((folder / "run.json").read_text())["operator"] == "softmax | ska(power=1)"
+    assert json.loads((folder / "run.json").read_text())["operator"] == "[softmax, ska(power=1)]"
 
 
 def test_generate_continues_the_prompt(trained, capsys):

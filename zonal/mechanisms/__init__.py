@@ -30,7 +30,7 @@ def resolve(spec: str) -> Operator:
 
     Raises: ArgumentError naming the valid names, arguments, and the nearest.
     """
-    operator = specs.made(spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, ("prior",))
+    operator = specs.made(spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=("prior",))
     operator.spec = " ".join(spec.split())
     return operator
 

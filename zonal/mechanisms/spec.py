@@ -15,18 +15,19 @@ def name_of(spec: str) -> str:
     return _read(spec)[0]
 
 
-def made(spec: str, makers: Mapping[str, Callable[..., T]], hidden: Collection[str] = (), **given: Any) -> T:
+def made(spec: str, makers: Mapping[str, Callable[..., T]], given: Mapping[str, Any] | None = None, hidden: Collection[str] = ()) -> T:
     """What the maker of that name returns for the arguments of a spec.
 
     Args:
-        hidden: parameters of makers that a spec may not name. given: values for some of these.
+        given: parameters that the caller has chosen. hidden: those that a spec may not name either.
 
     Raises: ArgumentError naming the valid names or arguments, and the nearest.
     """
     name, keywords = _read(spec)
     if name not in makers:
         raise unknown_name("operator spec", "operator", name, [*makers])
-    known = [p for p in inspect.signature(makers[name]).parameters if p not in hidden]
+    given = given or {}
+    known = [p for p in inspect.signature(makers[name]).parameters if p not in hidden and p not in given]
     arguments: dict[str, Any] = {}
     for keyword in keywords:
         if keyword.arg not in known:

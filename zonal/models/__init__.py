@@ -2,9 +2,10 @@
 
 from zonal.models.causal_lm import CausalLM, Predictions, build
 from zonal.models.config import ModelConfig
+from zonal.models.convert import mamba2_from_transformers
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import layer_list
 from zonal.models.memory import ModelMemory
 from zonal.models.sampling import Sampler
 
-__all__ = ["CausalLM", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "layer_list"]
+__all__ = ["CausalLM", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "layer_list", "mamba2_from_transformers"]

@@ -1,7 +1,8 @@
 """The layers of a model by name: operators for attention, recurrences beside them, and whole lists in one line."""
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +12,6 @@ from zonal.mechanisms import spec as specs
 from zonal.nn import Mamba2, Mamba3, TokenMixer
 
 _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {"mamba2": Mamba2, "mamba3": Mamba3}
-_GIVEN = ("dim",)
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -80,12 +80,20 @@ def layers_for(entry: str, count: int) -> tuple[str, ...]:
     return layers
 
 
+def entry_of(layers: Sequence[str]) -> str:
+    """The one entry that ``layers_for`` reads as these layers: the spec they share, or a list in square brackets with repeats as *n."""
+    if len(set(layers)) == 1:
+        return layers[0]
+    parts = [(spec, len(list(group))) for spec, group in itertools.groupby(layers)]
+    return f"[{', '.join(spec if times == 1 else f'{spec}*{times}' for spec, times in parts)}]"
+
+
 def mixer(spec: str, dim: int, attention: Callable[[str], TokenMixer]) -> TokenMixer:
     """The token mixer of a spec: a recurrence of width ``dim``, or what ``attention`` makes of an operator.
 
     Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
     """
-    return specs.made(spec, _RECURRENCES, _GIVEN, dim=dim) if specs.name_of(spec) in _RECURRENCES else attention(spec)
+    return specs.made(spec, _RECURRENCES, {"dim": dim}) if specs.name_of(spec) in _RECURRENCES else attention(spec)
 
 
 def check(spec: str, dim: int) -> None:
@@ -93,7 +101,7 @@ def check(spec: str, dim: int) -> None:
     name = specs.name_of(spec)
     if name in _RECURRENCES:
         with torch.device("meta"):
-            specs.made(spec, _RECURRENCES, _GIVEN, dim=dim)
+            specs.made(spec, _RECURRENCES, {"dim": dim})
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
         raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES])
     else:
@@ -105,4 +113,4 @@ def _repeated(part: str) -> tuple[str, int]:
     return (part, 1) if found is None else (found[1], int(found[2]))
 
 
-__all__ = ["check", "is_list", "layer_list", "layers_for", "mixer", "split"]
+__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "split"]

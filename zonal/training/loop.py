@@ -19,6 +19,7 @@ import torch
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.metrics import Accumulator, accumulate
 from zonal.models import CausalLM
+from zonal.models.layers import entry_of
 from zonal.tasks.task import Task
 from zonal.training import checkpoint as checkpoints
 from zonal.training import events
@@ -82,11 +83,6 @@ def run_identity(model: CausalLM, task: Task, config: TrainConfig) -> dict[str, 
     return {"model": model.config.to_dict(), "task": task.config(), "training": config.trajectory()}
 
 
-def describe_operator(layers: tuple[str, ...]) -> str:
-    """The operator of a model: the spec all layers share, or the specs of a mixed one."""
-    return layers[0] if len(set(layers)) == 1 else " | ".join(layers)
-
-
 def _never() -> bool:
     return False
 
@@ -113,7 +109,7 @@ class _Run:
         else:
             model.float()
         self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
-        operator = describe_operator(model.config.layers)
+        operator = entry_of(model.config.layers)
         self.identity = {"identity": run_identity(model, task, config), "operator": operator}
         self.record = RunResult(operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype)
         self.notes: tuple[str, ...] = ()

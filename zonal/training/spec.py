@@ -9,7 +9,7 @@ from typing import Any
 from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
-from zonal.models.layers import layers_for
+from zonal.models.layers import entry_of, is_list, layer_list, layers_for
 from zonal.store import read_json
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
@@ -62,6 +62,8 @@ class ComparisonSpec:
     command: str = ""
 
     def __post_init__(self):
+        # one name for one model, as its runs record it
+        object.__setattr__(self, "operators", tuple(entry_of(layer_list(entry)) if is_list(entry) else entry for entry in self.operators))
         for name in ("operators", "seeds", "learning_rates", "labels"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)

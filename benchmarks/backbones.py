@@ -1,0 +1,178 @@
+"""Mamba-2 and Mamba-3 against transformers' Mamba-2 with the same weights on a CPU, forward and with backward; the recurrence alone; a decoder's step.
+
+The peer is ``Mamba2Mixer`` of transformers as it runs without CUDA, at the widths of Echo's models (50M: 448, 180M: 768) and of a
+small one. Both layers spend their time in the same two projections and in the recurrence between them; ``scan`` times the
+recurrence alone: transformers' ``mamba2_chunk_scan`` against ``zonal.attention`` on equal inputs. The share of a forward that two
+bare matrix products of the projections' shapes take is ``projections``: what no implementation can go below.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zonal
+from benchmarks import common
+from zonal.errors import ArgumentError
+from zonal.nn import Mamba2, Mamba3
+from zonal.nn.recurrence import ssd
+
+LENGTH = 2048
+# (width, state): heads of 64 channels, expand 2, one group
+SHAPES = ((128, 64), (448, 64), (768, 128))
+STEPS = 64
+
+
+def peer(width: int, state: int) -> Any:
+    """transformers' mixer. Raises: ArgumentError when transformers is not installed."""
+    try:
+        from transformers import Mamba2Config
+        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+    except ImportError as error:
+        raise ArgumentError(f"bench: backbones are measured against transformers, which is not installed ({error}). pip install transformers.") from error
+    config = Mamba2Config(hidden_size=width, num_heads=2 * width // 64, head_dim=64, n_groups=1, state_size=state, num_hidden_layers=1)
+    return Mamba2Mixer(config, 0)
+
+
+def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
+    """Errors of the layer against the peer in float64: outputs and the gradient of the input, on a length with ragged blocks."""
+    x = torch.randn(1, 777, width, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    expected = Mamba2(width, state=layer.sizes.state).double()
+    expected.load_transformers(other.state_dict())
+    wanted = expected(exact, path="dense")
+    wanted.square().sum().backward()
+    y, theirs = layer(x), other(x)
+    assert isinstance(y, Tensor)
+    assert isinstance(wanted, Tensor)
+    assert exact.grad is not None
+    found = {"ours": common.gate("Mamba2", y, wanted, 1e-5), "theirs": common.gate("transformers", theirs, wanted, 1e-4)}
+    for name, result in (("ours", y), ("theirs", theirs)):
+        gradient = torch.autograd.grad(result.square().sum(), x)[0]
+        found[f"{name}_gradient"] = common.gate(f"{name}: gradient", gradient, exact.grad, 1e-4)
+    return found
+
+
+def timed(layer: Callable[[Tensor], Any], x: Tensor, gradients: bool) -> Callable[[], object]:
+    """Forward alone, or with the gradients of x and all weights."""
+    def work() -> object:
+        if gradients:
+            layer(x).sum().backward()
+            return None
+        with torch.no_grad():
+            return layer(x)
+    return work
+
+
+def scans(layer: Mamba2, other: Any, gradients: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The recurrence alone, ours and the peer's, on equal inputs."""
+    from transformers.models.mamba2 import modeling_mamba2
+
+    sizes = layer.sizes
+    leaf = {"requires_grad": gradients}
+    x = torch.randn(1, LENGTH, sizes.heads, sizes.head_dim, **leaf)
+    b, c = (torch.randn(1, LENGTH, 1, sizes.state, **leaf) for _ in range(2))
+    raw = torch.randn(1, LENGTH, sizes.heads, **leaf)
+    operator, rate, bias = ssd(), layer.log_rate.detach().exp(), layer.step_bias.detach()
+
+    def ours() -> Tensor:
+        step = F.softplus(raw + bias)
+        y = zonal.attention(
+            sizes.by_head(c.flatten(2)), sizes.by_head(b.flatten(2)), (x * step.unsqueeze(-1)).transpose(1, 2), operator, causal=True,
+            log_decay=-(step * rate).transpose(1, 2),
+        )  # fmt: skip
+        return y.transpose(1, 2)
+
+    def theirs() -> Tensor:
+        return modeling_mamba2.mamba2_chunk_scan(x, raw, -rate, b, c, other.chunk_size, dt_bias=bias, dt_softplus=True)
+
+    common.gate("scan", ours(), theirs().detach().double(), 1e-4)
+
+    def work(run: Callable[[], Tensor]) -> Callable[[], object]:
+        return (lambda: torch.autograd.grad(run().sum(), [x, b, c, raw])) if gradients else run
+
+    return work(ours), work(theirs)
+
+
+def projections(layer: Mamba2, x: Tensor) -> Callable[[], object]:
+    """The two matrix products of a forward, bare."""
+    inner = torch.randn(1, x.shape[1], layer.sizes.inner)
+
+    def work() -> object:
+        with torch.no_grad():
+            return layer.input(x), layer.output(inner)
+    return work
+
+
+def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
+    """``STEPS`` tokens, one at a time."""
+    pieces = torch.randn(1, STEPS, width).split(1, dim=1)
+
+    def work() -> object:
+        with torch.no_grad():
+            memory = layer.empty_memory(1)
+            for piece in pieces:
+                _, memory = layer(piece, memory=memory)
+        return memory
+    return work
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 0 when it ran."""
+    parser = common.parser(__doc__ or "", "backbones")
+    parser.add_argument("--width", type=int, default=None, help="only this width (default: all)")
+    options: argparse.Namespace = parser.parse_args(argv)
+    device = common.prepare(options)
+    if device.type != "cpu":
+        raise ArgumentError("bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use --device cpu.")
+    import transformers
+
+    start = common.circumstances(device)
+    rows, errors = [], {}
+    for width, state in SHAPES[:1] if options.quick else [shape for shape in SHAPES if options.width in (None, shape[0])]:
+        other = peer(width, state)
+        layer, third = Mamba2(width, state=state), Mamba3(width, state=state)
+        layer.load_transformers(other.state_dict())
+        errors[str(width)] = gate(layer, other, width)
+        for gradients in (False, True):
+            x = torch.randn(1, LENGTH, width, requires_grad=gradients)
+            pairs = 3 if options.quick else 7
+            row: dict[str, object] = {"width": width, "state": state, "T": LENGTH, "gradients": gradients}
+            row["layer"] = common.compare(timed(layer, x, gradients), timed(other, x, gradients), device, pairs=pairs, budget=9).to_dict()
+            row["scan"] = common.compare(*scans(layer, other, gradients), device, pairs=pairs, budget=7).to_dict()
+            row["mamba3"] = common.compare(timed(third, x, gradients), timed(other, x, gradients), device, pairs=pairs, budget=7).to_dict()
+            if not gradients:
+                row["projections"] = common.compare(projections(layer, x), timed(other, x, False), device, pairs=pairs, budget=4).to_dict()
+                for name, one in (("decode", decoding(layer, width)), ("decode_mamba3", decoding(third, width))):
+                    times = common.interleaved({name: one}, device, rounds=3, budget=2)[name]
+                    row[f"{name}_microseconds"] = round(common.Quantiles.of(times).median / STEPS * 1e6, 1)
+                row["memory_bytes"], row["mamba3_memory_bytes"] = layer.memory_bytes(LENGTH), third.memory_bytes(LENGTH)
+            rows.append(row)
+            print(line(row), flush=True)
+    common.report(
+        options.out, "backbones", __doc__ or "", {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
+        {"errors": errors, "transformers": transformers.__version__}, start,
+    )  # fmt: skip
+    return 0
+
+
+def line(row: dict[str, object]) -> str:
+    """One row for people."""
+    def ratio(key: str) -> str:
+        found = row.get(key)
+        return "-" if not isinstance(found, dict) else f"{found['ratio']['median']:.2f} [{found['ratio']['low']:.2f}-{found['ratio']['high']:.2f}]"
+
+    kind = "forward+backward" if row["gradients"] else "forward"
+    step = f"; a decoder's step {row['decode_microseconds']} µs, Mamba-3 {row['decode_mamba3_microseconds']} µs" if "decode_microseconds" in row else ""
+    return (
+        f"width {row['width']}, state {row['state']}, {kind}: layer {ratio('layer')} of transformers, scan alone {ratio('scan')}, "
+        f"Mamba-3 {ratio('mamba3')}, bare projections {ratio('projections')}{step}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Models of other libraries as models of this one, from their configs and weights; nothing of theirs is imported."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+from zonal.models.causal_lm import CausalLM
+from zonal.models.config import ModelConfig
+from zonal.nn import Mamba2
+
+# what a config may say and this library has no word for
+_FIXED = {"hidden_act": "silu"}
+
+
+def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CausalLM:
+    """The causal language model of transformers' ``Mamba2ForCausalLM``: the same logits.
+
+    Args:
+        config: its ``config.to_dict()``.
+        weights: its ``state_dict()``.
+
+    Raises: ArgumentError naming what is missing, unknown, or has no counterpart here.
+    """
+    call = "models.mamba2_from_transformers"
+    for name, value in _FIXED.items():
+        if config.get(name, value) != value:
+            raise ArgumentError(f"{call}: {name} must be {value!r}, received {config[name]!r}.")
+    least, largest = (float(value) for value in config["time_step_limit"])
+    limit = None if (least, largest) == (0.0, float("inf")) else (least, largest)
+    spec = (
+        f"mamba2(state={config['state_size']}, head_dim={config['head_dim']}, expand={config['expand']}, groups={config['n_groups']}, "
+        f"conv={config['conv_kernel']}, bias={config['use_bias']}, conv_bias={config['use_conv_bias']}, norm_eps={config['layer_norm_epsilon']!r}, "
+        f"step_limit={limit!r})"
+    )
+    model = CausalLM(
+        ModelConfig(
+            vocab_size=config["vocab_size"], dim=config["hidden_size"], layers=(spec,) * config["num_hidden_layers"], heads=1, mlp="none",
+            tie_embeddings=config["tie_word_embeddings"], norm_eps=config["layer_norm_epsilon"],
+        )
+    )  # fmt: skip
+    left = dict(weights)
+
+    def take(name: str, target: Tensor) -> None:
+        value = left.pop(name, None)
+        if value is None or value.shape != target.shape:
+            raise ArgumentError(f"{call}: {name} of shape {tuple(target.shape)} was required, received {None if value is None else tuple(value.shape)}.")
+        target.copy_(value)
+
+    with torch.no_grad():
+        take("backbone.embeddings.weight", model.embedding.weight)
+        take("backbone.norm_f.weight", model.norm.weight)
+        if model.head is not None:
+            take("lm_head.weight", model.head.weight)
+        left.pop("lm_head.weight", None)  # tied: the embedding once more
+        for index, block in enumerate(model.blocks):
+            start = f"backbone.layers.{index}."
+            take(f"{start}norm.weight", block.attention_norm.weight)  # type: ignore[union-attr]
+            mixer = block.attention
+            assert isinstance(mixer, Mamba2)
+            names = [name for name in left if name.startswith(f"{start}mixer.")]
+            mixer.load_transformers({name.removeprefix(f"{start}mixer."): left.pop(name) for name in names})
+    if left:
+        raise ArgumentError(f"{call}: {next(iter(left))} is unknown. The weights belong to another kind of model.")
+    return model
+
+
+__all__ = ["mamba2_from_transformers"]
