@@ -514,6 +514,7 @@ _NARROWER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(32, 12
 _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
     ("forward", 2, 128): Tiling(128, 32, 8, 3),
+    ("decode", 2, 64): Tiling(64, 32, 4, 3),
     ("keys", 2, 128): Tiling(16, 128, 8, 2),
     ("queries", 2, 64): Tiling(128, 32, 8, 2),
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
