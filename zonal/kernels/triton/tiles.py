@@ -509,7 +509,10 @@ _BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
 # loads that stop short of the padded width take registers of their own
-_NARROWER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(32, 128, 8, 1)}
+_NARROWER: dict[tuple[str, int, int], Tiling] = {
+    ("decode", 2, 128): Tiling(32, 32, 4, 2),
+    ("keys", 2, 128): Tiling(32, 128, 8, 1),
+}
 # so do a key mask, a first key that moves, and weights that stay float32
 _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
@@ -519,6 +522,7 @@ _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("queries", 2, 64): Tiling(128, 32, 8, 2),
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
+_CROWDED_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(16, 64, 8, 2)}
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
@@ -534,7 +538,7 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     if capability < (9, 0):
         tables.append(_BEFORE_HOPPER)
     if traits.edged or traits.key_mask or traits.wide:
-        tables.append(_CROWDED)
+        tables += [_CROWDED] if capability >= (9, 0) else [_CROWDED, _CROWDED_BEFORE_HOPPER]
     tiling = next(table[key] for table in reversed(tables) if key in table)
     return tiling if capability in _ROOMY else replace(tiling, stages=1)
 
