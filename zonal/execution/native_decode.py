@@ -92,7 +92,6 @@ def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     q, k, v = call.tokens if fused is None or call.raw is None else call.raw[:3]
     if q.dtype not in decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
     y, after = _step(kept.decoder, memory, q, k, v)
     return call.scaled(y), after
 
@@ -137,29 +136,26 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     known = _made.get(operator)
     if known is None or type(memory) is not FeatureSums or memory.operator is not operator:
         return None
-    if not native.plain(q, k, v) or transforms.active() or os.environ.get(native.VARIABLE) == "off":
+    if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
         return None
-    form, shape, dtype = memory.form, q.shape, q.dtype
-    if len(shape) != 4:
+    if q.ndim != 4:
         return None
-    kept = known.get((shape[1], form.heads, form.key_dim, form.value_dim, form.batch, scale, False))
-    tokens = shape[2]
+    (batch, heads, key_dim, value_dim, _, _), state, dtype = memory.form, memory.state, q.dtype
+    _, query_heads, tokens, _ = shape = q.shape
+    kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
     if kept is None or not 1 <= tokens <= MOST_TOKENS:
         return None
-    batch, heads, key_dim = form.batch, form.heads, form.key_dim
-    if shape != (batch, shape[1], tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, form.value_dim):
+    if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
         return None
-    if dtype not in decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype or form.statistics != torch.float32:
+    if dtype not in decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype or state.dtype != torch.float32 or not state.is_cpu:
         return None
-    if not memory.state.is_cpu or q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or memory.state.requires_grad or not kept.fixed):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
         return None
     if kept.fused is None and torch.is_autocast_enabled("cpu"):
         return None
     bound = kept.bound
     if not kept.fixed:
-        bound = operator.bind(shape[1], heads)
+        bound = operator.bind(query_heads, heads)
         if not kept.good(bound, bound.score.fused(key_dim, bound.score_params, scale)):
             return None
     if kept.fused is not None:

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int WIDE = 4;            // vectors of a row at a time: with two rows' sums and the values they fill the registers
+constexpr int SUMS = 8;            // of 16 registers, beside the values and what is at hand
 constexpr int64_t STRIP = 4096;    // numbers of the state in one strip
 constexpr int64_t TEAM = 1 << 16;  // numbers of the state from which on to wake the other threads is worth it
 
@@ -29,11 +29,15 @@ struct Decoder {
   float eps;
 };
 
+struct Axes {  // what a step along each is, in numbers
+  int64_t batch, head, token, last;
+};
+
 // And for each call. Last axes of q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P) have stride 1; all in bfloat16, or else in float32. before and
 // after (B, Hkv, F, W), the same place or two that share nothing. count: tokens in the memory, of which padding (B) are none. y (B, H, T, P).
 struct Step {
   const void *q, *k, *v;
-  Strides qs, ks, vs;
+  Axes qs, ks, vs;
   int64_t T, bfloat16;
   const float* before;
   float* after;
@@ -88,13 +92,13 @@ void features(const Decoder& c, const float* x, float* room, float* out) {
 // N vectors of every row: M' = M + k v^T where UPDATES, sums += q^T M' where READS. from and to: the rows, ``width`` numbers each.
 template <bool UPDATES, bool READS, int N>
 APART void vectors(const float* from, float* to, int64_t width, int64_t rows, const float* k, const float* v, const float* q, float* sums) {
-  V value[N], x[N], y[N];
+  constexpr int GROUP = SUMS / N;  // rows with sums of their own: one sum would wait for itself
+  V value[N], total[GROUP][N];
   EACH_ROW {
     if (UPDATES) value[r] = load(v + r * L);
-    x[r] = READS ? load(sums + r * L) : V{};
-    y[r] = V{};
+    for (int i = 0; i < GROUP; ++i) total[i][r] = V{};
   }
-  const auto row = [&](int64_t a, V (&total)[N]) {
+  const auto row = [&](int64_t a, int i) {
     const V key = spread(UPDATES ? k[a] : 0.f), query = spread(READS ? q[a] : 0.f);
     EACH_ROW {
       V m = load(from + a * width + r * L);
@@ -102,16 +106,20 @@ APART void vectors(const float* from, float* to, int64_t width, int64_t rows, co
         m += key * value[r];
         store(to + a * width + r * L, m);
       }
-      if (READS) total[r] += query * m;
+      if (READS) total[i][r] += query * m;
     }
   };
   int64_t a = 0;
-  for (; a + 2 <= rows; a += 2) {
-    row(a, x);
-    row(a + 1, y);
+  for (; a + GROUP <= rows; a += GROUP) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < GROUP; ++i) row(a + i, i);
   }
-  if (a < rows) row(a, x);
-  if (READS) EACH_ROW store(sums + r * L, x[r] + y[r]);
+  for (; a < rows; ++a) row(a, 0);
+  if (READS)
+    EACH_ROW {
+      V sum_of = load(sums + r * L);
+      for (int i = 0; i < GROUP; ++i) sum_of += total[i][r];
+      store(sums + r * L, sum_of);
+    }
 }
 
 // the same of one column, whose value is v
@@ -135,7 +143,8 @@ APART void column(const float* from, float* to, int64_t width, int64_t rows, con
 template <bool UPDATES, bool READS>
 void pass(const float* from, float* to, int64_t width, int64_t rows, const float* k, const float* v, const float* q, float* sums) {
   int64_t p = 0;
-  for (; p + WIDE * L <= width; p += WIDE * L) vectors<UPDATES, READS, WIDE>(from + p, to + p, width, rows, k, v + p, q, sums + p);
+  for (; p + 4 * L <= width; p += 4 * L) vectors<UPDATES, READS, 4>(from + p, to + p, width, rows, k, v + p, q, sums + p);
+  for (; p + 2 * L <= width; p += 2 * L) vectors<UPDATES, READS, 2>(from + p, to + p, width, rows, k, v + p, q, sums + p);
   for (; p + L <= width; p += L) vectors<UPDATES, READS, 1>(from + p, to + p, width, rows, k, v + p, q, sums + p);
   for (; p < width; ++p) column<UPDATES, READS>(from + p, to + p, width, rows, k, v[p], q, sums + p);
 }

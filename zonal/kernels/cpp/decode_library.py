@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("scale", "weights", "roots", "tails")
 _SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "normalise", "include_self")
-_STEP = struct.Struct("=19q")  # ``Step`` of decode.cpp
+_STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
 
 
 class _Decoder(ctypes.Structure):
@@ -75,16 +75,20 @@ class Decoder:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor) -> tuple[Tensor, Tensor]:
         """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed.
 
-        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES`` and with last axes of stride 1; state (B, Hkv, features, P,
+        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
         or one more with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding included.
         """
-        batch, heads, _, _, value_dim = self.spec.shape
-        tokens = q.shape[2]
-        y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+        batch, heads, _, dim, value_dim = self.spec.shape
+        at, tokens = (q.stride(), k.stride(), v.stride()), q.shape[2]
+        if not at[0][3] == at[1][3] == at[2][3] == 1:
+            q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
+            at = (q.stride(), k.stride(), v.stride())
+        # like another tensor is made in half the time, which is a good part of a short step
+        y = torch.empty_like(q) if dim == value_dim and q.is_contiguous() else torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
         after = torch.empty_like(state)
         step = _STEP.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], tokens, q.dtype == torch.bfloat16,
-            state.data_ptr(), after.data_ptr(), count, padding.data_ptr(), y.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], tokens, q.dtype == torch.bfloat16, state.data_ptr(), after.data_ptr(),
+            count, padding.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         if self._function(self._address, step):
             raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
