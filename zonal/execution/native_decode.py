@@ -133,10 +133,10 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
 
     That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
     """
-    known = _made.get(operator)
-    if known is None or type(memory) is not FeatureSums or memory.operator is not operator:
-        return None
     if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
+        return None
+    known = _made.get(operator) if type(memory) is FeatureSums and memory.operator is operator else None
+    if known is None:
         return None
     if q.ndim != 4:
         return None
