@@ -106,7 +106,7 @@ def test_steps_equal_the_definition(name: str, shape: str, dtype: torch.dtype, s
     assert isinstance(memory, FeatureSums)
     assert isinstance(without, FeatureSums)
     assert memory.count == without.count == sum(PIECES)
-        cancels = room(double, exact[0], exact[1])
+    cancels = room(double, exact[0], exact[1])
     for got, torchs, true, factor in ((y, other, truth, cancels), (memory.state, without.state, state, torch.ones(()))):
         assert got.shape == true.shape
         size = max(1.0, true.abs().max().item())
