@@ -1,5 +1,6 @@
 """The chunked path by a compiled kernel on the CPU: which calls with sums over features it takes, and how a call becomes one."""
 
+import functools
 import os
 from dataclasses import replace
 
@@ -7,11 +8,12 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.prior import Rule, Visibility, intervals_of
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import feature_map
-from zonal.kernels import sums_ops
+from zonal.kernels import sums_ops, transforms
 from zonal.kernels.cpp import build, library, sums_library
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.memory import FeatureSums, Memory
@@ -70,14 +72,31 @@ def chunked(call: Call, memory: FeatureSums | None) -> tuple[Tensor, Memory | No
     )  # fmt: skip
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
-    y, _, final = sums_ops.feature_sums(
-        q, k, v, scale, rows, monomials, seen.key_mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, initial, before,
-        sums_ops.encode(spec), call.coefficients.shape[0],
-    )  # fmt: skip
+    tracked = torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad or (initial is not None and initial.requires_grad))
+    if not tracked and not transforms.active() and native.plain(q, k, v):
+        y, _, final = sums_library.forward(q, k, v, scale, rows, monomials, _places(seen), initial, before, spec)
+    else:
+        y, _, final = sums_ops.feature_sums(
+            q, k, v, scale, rows, monomials, seen.key_mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, initial, before,
+            sums_ops.encode(spec), call.coefficients.shape[0],
+        )  # fmt: skip
     if memory is None:
         return call.scaled(y), None
     absent = 0 if seen.key_mask is None else (~seen.key_mask).sum(1)
     return call.scaled(y), replace(memory, count=memory.count + k.shape[2], state=final, padding=memory.padding + absent)
+
+
+def _places(seen: Visibility) -> sums_library.Places:
+    """Who sees whom; kept from call to call where it follows from the call's shape."""
+    if seen.key_mask is None and seen.rule is not None:
+        return _kept_places(seen.rule)
+    return sums_library.places(seen.key_mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, seen.keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_places(rule: Rule) -> sums_library.Places:
+    found = intervals_of(*rule)
+    return sums_library.places(None, found.lo, found.hi, None, rule[1])
 
 
 __all__ = ["chunked", "refusal"]

@@ -40,7 +40,8 @@ def feature_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, factor, state after the last key) of ``SumsSpec``'s equation; arguments as in ``sums_library.forward``. Gradients flow to q, k, v,
     scale, the first ``learned`` coefficients, monomials and initial, from y and the last state."""
-    return sums_library.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, decode(spec))
+    seen = sums_library.places(key_mask, lo, hi, segment_start, k.shape[2])
+    return sums_library.forward(q, k, v, scale, coefficients, monomials, seen, initial, before, decode(spec))
 
 
 @feature_sums.register_fake
@@ -63,10 +64,10 @@ def feature_sums_backward(
     learned: int, scaled: bool, polynomial: bool, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, scale, coefficients (H, learned), monomials and initial; the last four empty where they are not asked for."""
+    seen = sums_library.places(key_mask, lo, hi, segment_start, k.shape[2])
     found = sums_library.backward(
-        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, decode(spec), learned, scaled,
-        polynomial, started,
-    )  # fmt: skip
+        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, seen, initial, before, decode(spec), learned, scaled, polynomial, started
+    )
     return (
         found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), _as(scale, found.scale), _as(coefficients, found.coefficients),
         _as(monomials, found.monomials), q.new_empty(0) if initial is None else _as(initial, found.initial),

@@ -89,36 +89,58 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
     return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), power, place, squares.float(), squares.double().sqrt().float())
 
 
+class Places(NamedTuple):
+    """Who sees whom, as the kernel reads it: int32, contiguous.
+
+    index (B or 1, S): the keys that are there, in order, then the others; present (B or 1,): how many. lo, hi (B or 1, T): the places in
+    ``index`` that each query sees, hi >= lo. edges (documents + 1,): borders of documents among the queries.
+    """
+
+    index: Tensor
+    present: Tensor
+    lo: Tensor
+    hi: Tensor
+    edges: Tensor
+
+
+def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int) -> Places:
+    """From lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S); segment_start (T,): where each query's document
+    begins, None = there is only one."""
+    hi = torch.maximum(lo, hi)
+    if segment_start is None:
+        edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32)
+    else:
+        edges = torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)).to(torch.int32)
+    if key_mask is None:
+        index, present = torch.arange(keys, dtype=torch.int32)[None], torch.tensor([keys], dtype=torch.int32)
+        return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
+    # intervals become intervals of places among the keys that are there
+    index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
+    rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0)).to(torch.int32)
+    return Places(index, rank[:, -1].contiguous(), rank[:, lo].contiguous(), rank[:, hi].contiguous(), edges)
+
+
 class _Arguments:
     """A filled-in ``_Sums`` and the tensors it points to, which must live as long."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-        segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, split: int,
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None,
+        before: Tensor | None, spec: SumsSpec, split: int,
     ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        hi, edges = torch.maximum(lo, hi), _edges(segment_start, queries)
-        if key_mask is None:
-            index, present = torch.arange(keys, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-        else:
-            # the keys that are there, in order; intervals become intervals of places among them
-            index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
-            rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
-            lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1].to(torch.int32)
         table = tables(spec.degree, spec.lowest, dim)
         tensors = {
             "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
-            "monomials": monomials.float().contiguous(), **table._asdict(), "index": index, "present": present,
-            "lo": lo.to(torch.int32).contiguous(), "hi": hi.to(torch.int32).contiguous(), "edges": edges.to(torch.int32).contiguous(),
+            "monomials": monomials.float().contiguous(), **table._asdict(), **seen._asdict(),
             "initial": None if initial is None else initial.float().contiguous(), "before": None if before is None else before.double().contiguous(),
         }  # fmt: skip
         self.kept = tensors
         self.call = _Sums(
             **{name: None if x is None else x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
             vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, F=table.left.shape[0],
-            low=table.low_left.shape[0], powers=monomials.shape[1], segments=edges.shape[0] - 1, by_batch=key_mask is not None,
+            low=table.low_left.shape[0], powers=monomials.shape[1], segments=seen.edges.shape[0] - 1, by_batch=seen.lo.shape[0] > 1,
             numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=split,
         )  # fmt: skip
 
@@ -126,13 +148,6 @@ class _Arguments:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
             self.kept[name] = x
-
-
-def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
-    """Borders of documents among the queries, (documents + 1,)."""
-    if segment_start is None:
-        return torch.tensor([0, queries])
-    return torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0))
 
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
@@ -146,21 +161,20 @@ def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None,
+    before: Tensor | None, spec: SumsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
 
-    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). segment_start (T,): where each query's document
-    begins, None = there is only one. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
     """
     batch, heads, queries, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     y = torch.empty(batch, heads, queries, value_dim)
     factor = torch.empty(batch, heads, queries)
     final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
-    split = _split(batch, kv_heads, _edges(segment_start, queries).shape[0] - 1, value_dim)
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
+    split = _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, spec, split)
     arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None})
     _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
     return y, factor, final
@@ -181,13 +195,12 @@ class Gradients(NamedTuple):
 
 def backward(
     dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
-    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
-    learned: int, scaled: bool, polynomial: bool, started: bool,
+    seen: Places, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, learned: int, scaled: bool, polynomial: bool, started: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of ``forward``. learned: of how many coefficients; scaled, polynomial, started: whether of scale, monomials, initial."""
     batch, heads, queries, dim = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    segments = _edges(segment_start, queries).shape[0] - 1
+    segments = seen.edges.shape[0] - 1
     split = _split(batch, kv_heads, segments, value_dim)
     tasks = batch * kv_heads * segments * split
     groups = heads // kv_heads
@@ -197,7 +210,7 @@ def backward(
     dscale = torch.zeros(batch, heads, dtype=torch.float64) if scaled else None
     dcoefficients = torch.zeros(tasks, groups, learned, dtype=torch.float64) if learned else None
     dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if polynomial else None
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, spec, split)
     arguments.call.learned = learned
     arguments.point(
         {
@@ -218,4 +231,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Gradients", "Tables", "backward", "forward", "state_shape", "tables"]
+__all__ = ["SOURCE", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]
