@@ -51,6 +51,8 @@ KINDS: dict[str, Callable[[], Operator]] = {
     "sko-1": lambda: m.sko(degrees=(1.0,), manifold_dim=4),
     "sko-3": lambda: m.sko(degrees=(3.0, 2.0), manifold_dim=4),
     "degree-6": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.5, 0.3, 0.4), floor=0.01, learn=True), anchor.Row()),
+    "squared_affine-decay": lambda: m.squared_affine(learn_bias=True).replace(prior=prior.Decay((0.9, 0.99))),
+    "squared_affine-decay-count": lambda: m.squared_affine().replace(prior=(prior.Decay((0.7,)), prior.Causal(include_self=False)), anchor=anchor.Count()),
     "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
     "linear-relu": lambda: Operator(score.Dot(map="relu"), link.Identity(), anchor.Row(allow_signed=True)),
 }
