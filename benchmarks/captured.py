@@ -103,12 +103,13 @@ def samples(path: Path, length: int, layers: Collection[int] | None = None) -> l
 
     Raises: FileFormatError for anything else, ArgumentError for layers that it does not have.
     """
-    own = _tensors(path)
+    hugging_face = path.suffix == ".gguf" or (path / "config.json").is_file()
+    own = None if hugging_face else _tensors(path)
     if own is not None:
         q, k, v = own
         half = min(length, q.shape[1] // 2)
         return [(path.stem, _sample(q[:, :half], k[:, :half], v[:, :half]), _sample(q[:, half : 2 * half], k[:, half : 2 * half], v[:, half : 2 * half]))]
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
+    if hugging_face:
         found, name = of_transformers(path, length), path.stem
     else:
         model, config = load_model(checkpoint_in(path))

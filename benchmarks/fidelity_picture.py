@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from zonal import store
+from zonal.algebra.declaration import require
 from zonal.features.fidelity import INPUTS
 from zonal.report import style
 
@@ -72,14 +73,15 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str,
 
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The picture. rows: as the benchmark writes them, causal."""
+    """The picture. rows: as the benchmark writes them, causal. Raises: ArgumentError when they hold nothing that it shows."""
     lines = chosen(rows)
+    require(bool(lines), "bench fidelity: no panel of these rows is one that the picture shows: causal, eps = 0.01 or 1.")
     shown = {_panel(reference) for _, found in lines for _, reference in found}
     points = [row for row in rows if _panel(row) in shown and any(row["family"] == curve.family for curve in CURVES)]
     errors = [row["causal"]["error"] for row in points] + [reference["average"]["causal"] for _, found in lines for _, reference in found]
     x = Axis(min(row["m"] for row in points) / 1.4, max(row["m"] for row in points) * 1.4, _CHART[0])
     y = Axis(max(errors) * 1.25, min(errors) / 1.25, _CHART[1])  # downwards
-    width, height = _LEFT + _COLUMNS * _CELL[0], _TOP + len(lines) * (_CELL[1] + 22) + 24
+    width, height = _LEFT + _COLUMNS * _CELL[0], _TOP + len(lines) * (_CELL[1] + 22)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">',
@@ -93,7 +95,7 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
             own = [row for row in points if _panel(row) == _panel(reference)]
             parts += [f'<g transform="translate({_LEFT + column * _CELL[0]} {top + 36})">', *_chart(name, reference, own, x, y), "</g>"]
         top += _CELL[1] + 22
-    parts += [_text(width / 2, height - 10, "features a token", anchor="middle", colour=_SOFT), f'<g transform="translate(14 {height / 2}) rotate(-90)">', _text(0, 0, "relative error of the outputs", anchor="middle", colour=_SOFT), "</g>", "</svg>"]
+    parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
@@ -125,6 +127,7 @@ def _legend() -> list[str]:
             parts += [f'<path d="M{x} {y}h30" {_stroke(entry)}/>', _marker(entry, x + 15, y, "signed" not in entry.label), _text(x + 38, y + 4, entry.label)]
         else:
             parts += [f'<path d="M{x} {y}h30" {_REFERENCES["average" if entry.startswith("mean") else "bound"]}/>', _text(x + 38, y + 4, entry)]
+    parts.append(_text(270, 68, "Across: features a token. Upwards: relative error of the outputs. Both axes are logarithmic.", colour=_SOFT))
     return parts
 
 

@@ -43,7 +43,7 @@ def _left(group: Path) -> list[int]:
 
 def require(call: str, what: str, size: int, device: torch.device | str, advice: str) -> None:
     """Raise InsufficientMemoryError, with both numbers, when ``size`` bytes for ``what`` are more than is free on the device."""
-    if size < _ASKED_FROM:
+    if torch.compiler.is_compiling() or size < _ASKED_FROM:  # the system cannot be asked inside a graph
         return
     left = free(device)
     if left is not None and size > left:
