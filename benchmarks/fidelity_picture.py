@@ -67,8 +67,13 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str,
 
     lines = [(f"Independent directions, ε = {eps:g}", there(*(("iid", dim, eps) for dim in (8, 16, 32, 64)))) for eps in (0.01, 1.0)]
     lines += [(f"{kind.capitalize()}, ε = 1", there(*((kind, dim, 1.0) for dim in (8, 16, 32, 64)))) for kind in ("anisotropic", "peaked")]
-    models = [(f"{kind}, d = {dim}", row) for (kind, dim, eps), row in panels.items() if kind not in INPUTS and eps == 1]
-    lines += [("Queries and keys of trained models, ε = 1", models[start : start + _COLUMNS]) for start in range(0, len(models), _COLUMNS)]
+    models: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for (kind, dim, eps), row in panels.items():
+        if kind not in INPUTS and eps == 1:
+            model, _, layer = kind.rpartition(", ")  # as captured.samples calls them; tensors of a file have no layer
+            models.setdefault(model or kind, []).append((f"{layer}, d = {dim}" if model else f"d = {dim}", row))
+    for model, found in models.items():
+        lines += [(f"Queries and keys of {model}, ε = 1", found[start : start + _COLUMNS]) for start in range(0, len(found), _COLUMNS)]
     return [(title, found) for title, found in lines if found]
 
 
