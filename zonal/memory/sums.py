@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal import room
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
@@ -74,6 +75,10 @@ def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
 def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
     size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     width = form.value_dim + (1 if operator.tags.normalises else 0)
+    room.require(
+        "Memory", f"sums over {size} features for {form.batch} sequences of {form.heads} heads", _state_bytes(operator, form), form.device,
+        "Use fewer features or a smaller batch.",
+    )  # fmt: skip
     state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
     return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
 
