@@ -43,6 +43,16 @@ def feature_sums(
     return sums_library.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, decode(spec))
 
 
+@feature_sums.register_kernel("cuda")
+def on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: str, learned: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from zonal.kernels.triton import sums_forward
+
+    return sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, decode(spec))
+
+
 @feature_sums.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
@@ -51,8 +61,9 @@ def _(
     rules = decode(spec)
     shape = (q.shape[0], q.shape[1], q.shape[2])
     state = sums_library.state_shape(k.shape[0], k.shape[1], k.shape[3], v.shape[3], rules) if rules.keeps else (0,)
+    kind = q.dtype if q.device.type == "cuda" else torch.float32
     return (
-        q.new_empty((*shape, v.shape[3]), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32), q.new_empty(state, dtype=torch.float32),
+        q.new_empty((*shape, v.shape[3]), dtype=kind), q.new_empty(shape, dtype=torch.float32), q.new_empty(state, dtype=torch.float32),
     )  # fmt: skip
 
 
@@ -70,6 +81,23 @@ def feature_sums_backward(
     return (
         found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), _as(scale, found.scale), _as(coefficients, found.coefficients),
         _as(monomials, found.monomials), q.new_empty(0) if initial is None else _as(initial, found.initial),
+    )  # fmt: skip
+
+
+@feature_sums_backward.register_kernel("cuda")
+def backward_on_cuda(
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor,
+    monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: str,
+    learned: int, scaled: bool, polynomial: bool, started: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from zonal.kernels.triton import sums_backward
+
+    found = sums_backward.backward(
+        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, decode(spec), learned
+    )
+    return (
+        found.q, found.k, found.v, _as(scale, found.scale if scaled else None), _as(coefficients, found.coefficients if learned else None),
+        _as(monomials, found.monomials if polynomial else None), q.new_empty(0) if initial is None else _as(initial, found.initial if started else None),
     )  # fmt: skip
 
 
@@ -120,4 +148,4 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, dfinal: Tensor | None) -> tuple[T
 
 feature_sums.register_autograd(_backward, setup_context=_setup)
 
-__all__ = ["decode", "encode", "feature_sums", "feature_sums_backward"]
+__all__ = ["backward_on_cuda", "decode", "encode", "feature_sums", "feature_sums_backward", "on_cuda"]

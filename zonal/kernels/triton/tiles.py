@@ -64,7 +64,7 @@ class Traits:
 
     mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the
     domain scores are clamped to, in the kernel's own unit. grouped: several query heads share a key head. key_mask, packed: whether these
-    tensors were given. narrow_key, narrow_value: D, P below the padded width.
+    tensors were given. listed: the keys of each query come as a list and not as rules. narrow_key, narrow_value: D, P below the padded width.
     wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
     """
 
@@ -88,6 +88,7 @@ class Traits:
     narrow_key: bool
     narrow_value: bool
     wide: bool
+    listed: bool = False
 
     @property
     def online(self) -> bool:
@@ -177,12 +178,14 @@ def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def visible_keys(t, edges, sizes, traits: tl.constexpr):
-    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end."""
+    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end; or lo and hi."""
     position = t + (sizes.keys - sizes.queries)
     lo = t * 0
     if traits.packed:
         lo = tl.load(edges + t)
-    if traits.causal:
+    if traits.listed:
+        hi = tl.load(edges + sizes.queries + t)
+    elif traits.causal:
         hi = position + 1 - traits.strict
     elif traits.chunked:
         # division rounds towards zero, which differs from floor for positions before key 0 only; they see nothing either way

@@ -1,0 +1,173 @@
+"""How sums over features lie in memory on CUDA, which features they are, and between which keys they are known.
+
+Features of a vector x of d numbers are products x_i x_j in pairs (a, b) of blocks of coordinates, a <= b, then x itself, then 1. A pair
+has all B^2 products: with a < b each stands for two monomials and counts twice, with a = b both orders are there.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.kernels.cpp import sums_library
+from zonal.kernels.triton import tiles
+
+# queries whose first one says which sum all of them read: no tile of queries is larger
+SHARED = 128
+# keys from one known sum to the next: few where the sums of features are small beside the tokens
+_CHUNKS = (128, 8192)
+
+
+class Layout(NamedTuple):
+    """The sums of one head: pairs B B + width + 1 rows of P numbers, then, for the row anchor, as many numbers for v = 1.
+
+    left, right (pairs,): blocks of each pair, int32. width: of x, padded. place, share (rows,): where a memory has the row, and what its
+    number is multiplied by (0 = nowhere). first, root, times (features of a memory,): a row that has this feature, what its number is
+    multiplied by to be in a memory, and how many rows have it.
+    """
+
+    block: int
+    left: Tensor
+    right: Tensor
+    width: int
+    place: Tensor
+    share: Tensor
+    first: Tensor
+    root: Tensor
+    times: Tensor
+
+    @property
+    def pairs(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.place.shape[0]
+
+
+def block_of(dim: int) -> int:
+    """Coordinates of a block."""
+    return 8 if dim <= 8 else 16
+
+
+def layout(degree: int, lowest: int, dim: int, device: torch.device) -> Layout:
+    """The layout for powers of the score up to ``degree`` <= 2 of vectors of ``dim`` numbers."""
+    return _layout(degree, lowest, dim, block_of(dim), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device) -> Layout:
+    blocks = tiles.ceil_div(dim, block) if degree == 2 else 0
+    pairs = [(a, b) for a in range(blocks) for b in range(a, blocks)]
+    width, squares = tiles.padded(dim), len(pairs) * block**2
+    number = {pair: index for index, pair in enumerate(pairs)}
+
+    def row(i: int, j: int) -> int:
+        return (number[i // block, j // block] * block + i % block) * block + j % block
+
+    rows = squares + width + 1
+    place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+    first, root, times = [], [], []
+    table = sums_library.tables(degree, lowest, dim)
+    order = table.place.argsort()
+    for at, (left, right, power) in enumerate(zip(*(x[order].tolist() for x in (table.left, table.right, table.degree)), strict=True)):
+        # rows of the table are 1, then the vector
+        i, j = left - 1, right - 1
+        found = {rows - 1} if power == 0 else {squares + j} if power == 1 else {row(i, j)} | ({row(j, i)} if i // block == j // block else set())
+        weight = 2**0.5 if power == 2 and i != j else 1.0
+        for each in found:
+            place[each], share[each] = at, 1 / weight
+        first.append(min(found))
+        root.append(weight)
+        times.append(float(len(found)))
+    left, right = torch.tensor(pairs, dtype=torch.int32).view(len(pairs), 2).T.contiguous()
+    made = Layout(block, left, right, width, place, share, torch.tensor(first), torch.tensor(root), torch.tensor(times))
+    return Layout(*(x.to(device) if isinstance(x, Tensor) else x for x in made))
+
+
+def from_memory(memory: Tensor, form: Layout) -> Tensor:
+    """Sums (B, Hkv, size) from a memory's state (B, Hkv, m, P or P + 1)."""
+    return memory.float().index_select(2, form.place) * form.share[:, None]
+
+
+def to_memory(sums: Tensor, form: Layout) -> Tensor:
+    """A memory's state from sums (B, Hkv, rows, P or P + 1)."""
+    return sums.index_select(2, form.first) * form.root[:, None]
+
+
+def from_memory_gradient(memory: Tensor, form: Layout) -> Tensor:
+    """The gradient of sums from that of a memory's state made of them: as ``to_memory`` reads one row of those that are alike, each gets its part."""
+    return memory.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place) * (form.share[:, None] != 0)
+
+
+def to_memory_gradient(sums: Tensor, form: Layout) -> Tensor:
+    """The gradient of a memory's state from that of the sums it was made into; rows that are alike have like gradients."""
+    return sums.index_select(2, form.first) * (form.times / form.root)[:, None]
+
+
+def into_rows(flat: Tensor, form: Layout, width: int, mass: bool) -> Tensor:
+    """(B, Hkv, rows, P or P + 1) from the sums of one border (B, Hkv, size)."""
+    rows = flat[..., : form.rows * width].unflatten(-1, (form.rows, width))
+    return torch.cat([rows, flat[..., form.rows * width :, None]], -1) if mass else rows
+
+
+def from_rows(rows: Tensor, width: int) -> Tensor:
+    """And back."""
+    return torch.cat([rows[..., :width].flatten(-2), rows[..., width:].flatten(-2)], -1)
+
+
+def chunk_of(form: Layout, key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Keys from one border to the next: about so many that the sums take no more room than q, k, v and y."""
+    state, token = 4 * form.rows * (value_dim + 1), 2 * itemsize * (key_dim + value_dim)
+    return min(max(tiles.power_of_two(tiles.ceil_div(state, token)), _CHUNKS[0]), _CHUNKS[1])
+
+
+class Borders(NamedTuple):
+    """Sums are known at borders 0 … n: border b before key min(b chunk, S), of the keys of the document that the key before it is in.
+
+    edges (2, T): lo and hi of each query. border (T,): which one it reads, rising; it does so where lo lies before it. keys (2, n + 1): the
+    keys between border b - 1 and b that are in its sum; queries (2, n + 1): those that read it. seeing (S,): the first query with hi > s.
+    kept (n,): whether the sum at b + 1 goes on from that at b. All int32.
+    """
+
+    chunk: int
+    count: int
+    edges: Tensor
+    border: Tensor
+    keys: Tensor
+    queries: Tensor
+    seeing: Tensor
+    kept: Tensor
+
+
+def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chunk: int, every: bool, device: torch.device) -> Borders:
+    """The borders of a call. lo, hi, segment_start (T,): as ``feature_sums`` takes them. every: the sum over all keys is asked for.
+
+    Nothing waits for the device where these are on the CPU, as calls have them.
+    """
+    queries = lo.shape[0]
+    hi = torch.maximum(lo, hi)
+    shared = hi[torch.arange(queries, device=hi.device) // SHARED * SHARED]
+    border = torch.where(shared >= keys, tiles.ceil_div(keys, chunk), shared // chunk)
+    count = tiles.ceil_div(keys, chunk) if every else int(border[-1]) if queries else 0
+    ends = (torch.arange(count + 1, device=lo.device) * chunk).clamp(max=keys)
+    starts = F.pad(ends[:-1], (1, 0))
+    kept = torch.ones(count, dtype=torch.int64, device=lo.device)
+    if segment_start is not None and count:
+        owner = segment_start[ends[1:] - 1]
+        kept = (owner < starts[1:]).long()
+        starts[1:] = torch.maximum(starts[1:], owner)
+    readers = torch.searchsorted(border, torch.arange(count + 2, device=lo.device))
+    seeing = torch.searchsorted(hi, torch.arange(keys, device=lo.device), right=True)
+    parts = [torch.stack([lo, hi]), border, torch.stack([starts, ends]), torch.stack([readers[:-1], readers[1:]]), seeing, kept]
+    # one transfer
+    sent = torch.cat([part.flatten().int() for part in parts]).to(device).split([part.numel() for part in parts])
+    return Borders(chunk, count, *(x.view(part.shape) for x, part in zip(sent, parts, strict=True)))
+
+
+__all__ = [
+    "SHARED", "Borders", "Layout", "block_of", "borders", "chunk_of", "from_memory", "from_memory_gradient", "from_rows", "into_rows", "layout", "to_memory",
+    "to_memory_gradient",
+]  # fmt: skip
