@@ -92,7 +92,8 @@ class Case:
 
 def _cases() -> dict[str, Case]:
     """The operator with most to it in every shape; each operator where chunks, masks and memories meet; each type."""
-    found = [Case("sq", shape) for shape in SHAPES]
+    # the gradient of few keys against their own sum is what rounding leaves of it
+    found = [Case("sq-count" if shape in ("short", "one") else "sq", shape) for shape in SHAPES]
     found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
     found += [Case("sq-count", shape) for shape in ("packed", "bidirectional-padding", "padding")]
     found += [Case(operator, "packed") for operator in ("linear", "sq-chunk", "square")]

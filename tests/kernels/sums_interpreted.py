@@ -55,7 +55,7 @@ def interpreted(own: bool) -> Iterator[None]:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))
-            stack.enter_context(patch.object(sums_layout, "chunk_of", lambda *call: 16))
+            stack.enter_context(patch.object(sums_state, "chunk_of", lambda *call: 16))
             stack.enter_context(patch.object(sums_state, "choose", lambda *call: sums_state.Strips(16, 4, 16, 4, 1)))
         yield
 

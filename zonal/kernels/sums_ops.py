@@ -61,9 +61,8 @@ def _(
     rules = decode(spec)
     shape = (q.shape[0], q.shape[1], q.shape[2])
     state = sums_library.state_shape(k.shape[0], k.shape[1], k.shape[3], v.shape[3], rules) if rules.keeps else (0,)
-    kind = q.dtype if q.device.type == "cuda" else torch.float32
     return (
-        q.new_empty((*shape, v.shape[3]), dtype=kind), q.new_empty(shape, dtype=torch.float32), q.new_empty(state, dtype=torch.float32),
+        q.new_empty((*shape, v.shape[3]), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32), q.new_empty(state, dtype=torch.float32),
     )  # fmt: skip
 
 

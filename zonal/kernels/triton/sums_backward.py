@@ -268,7 +268,9 @@ def backward(
     dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
     key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, spec: SumsSpec, learned: int,
 ) -> Gradients:  # fmt: skip
-    """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients. dy in q's type."""
+    """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients."""
+    # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
+    dy = dy.to(q.dtype)
     batch, heads, queries, dim = q.shape
     keys, width = v.shape[2:]
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

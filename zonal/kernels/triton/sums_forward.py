@@ -130,12 +130,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
     segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y (B, H, T, P) in q's type, the rows' factors (B, H, T) and the state after the last key (empty unless ``spec.keeps``), both float32.
+    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
 
     Arguments as ``zonal.kernels.cpp.sums_library.forward`` takes them, with ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
     """
     batch, heads, queries, _ = q.shape
-    y = torch.empty(batch, heads, queries, v.shape[3], dtype=q.dtype, device=q.device)
+    y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
         scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
         call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)

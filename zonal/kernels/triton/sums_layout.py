@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.kernels.cpp import sums_library
-from zonal.kernels.triton import tiles
-
-# queries whose first one says which sum all of them read: no tile of queries is larger
-SHARED = 128
-# keys from one known sum to the next: few where the sums of features are small beside the tokens
-_CHUNKS = (128, 8192)
+from zonal.kernels.triton.sizes import SHARED, block_of, ceil_div, padded, pairs_of, rows_of
 
 
 class Layout(NamedTuple):
@@ -29,9 +24,9 @@ class Layout(NamedTuple):
     """
 
     block: int
+    width: int
     left: Tensor
     right: Tensor
-    width: int
     place: Tensor
     share: Tensor
     first: Tensor
@@ -47,11 +42,6 @@ class Layout(NamedTuple):
         return self.place.shape[0]
 
 
-def block_of(dim: int) -> int:
-    """Coordinates of a block."""
-    return 8 if dim <= 8 else 16
-
-
 def layout(degree: int, lowest: int, dim: int, device: torch.device) -> Layout:
     """The layout for powers of the score up to ``degree`` <= 2 of vectors of ``dim`` numbers."""
     return _layout(degree, lowest, dim, block_of(dim), device)
@@ -59,15 +49,14 @@ def layout(degree: int, lowest: int, dim: int, device: torch.device) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device) -> Layout:
-    blocks = tiles.ceil_div(dim, block) if degree == 2 else 0
-    pairs = [(a, b) for a in range(blocks) for b in range(a, blocks)]
-    width, squares = tiles.padded(dim), len(pairs) * block**2
+    pairs = pairs_of(dim, block) if degree == 2 else []
+    width, squares = padded(dim), len(pairs) * block**2
     number = {pair: index for index, pair in enumerate(pairs)}
 
     def row(i: int, j: int) -> int:
         return (number[i // block, j // block] * block + i % block) * block + j % block
 
-    rows = squares + width + 1
+    rows = rows_of(degree, dim, block)
     place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     first, root, times = [], [], []
     table = sums_library.tables(degree, lowest, dim)
@@ -83,8 +72,8 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
         root.append(weight)
         times.append(float(len(found)))
     left, right = torch.tensor(pairs, dtype=torch.int32).view(len(pairs), 2).T.contiguous()
-    made = Layout(block, left, right, width, place, share, torch.tensor(first), torch.tensor(root), torch.tensor(times))
-    return Layout(*(x.to(device) if isinstance(x, Tensor) else x for x in made))
+    made = left, right, place, share, torch.tensor(first), torch.tensor(root), torch.tensor(times)
+    return Layout(block, width, *(x.to(device) for x in made))
 
 
 def from_memory(memory: Tensor, form: Layout) -> Tensor:
@@ -118,12 +107,6 @@ def from_rows(rows: Tensor, width: int) -> Tensor:
     return torch.cat([rows[..., :width].flatten(-2), rows[..., width:].flatten(-2)], -1)
 
 
-def chunk_of(form: Layout, key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Keys from one border to the next: about so many that the sums take no more room than q, k, v and y."""
-    state, token = 4 * form.rows * (value_dim + 1), 2 * itemsize * (key_dim + value_dim)
-    return min(max(tiles.power_of_two(tiles.ceil_div(state, token)), _CHUNKS[0]), _CHUNKS[1])
-
-
 class Borders(NamedTuple):
     """Sums are known at borders 0 … n: border b before key min(b chunk, S), of the keys of the document that the key before it is in.
 
@@ -150,8 +133,8 @@ def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chu
     queries = lo.shape[0]
     hi = torch.maximum(lo, hi)
     shared = hi[torch.arange(queries, device=hi.device) // SHARED * SHARED]
-    border = torch.where(shared >= keys, tiles.ceil_div(keys, chunk), shared // chunk)
-    count = tiles.ceil_div(keys, chunk) if every else int(border[-1]) if queries else 0
+    border = torch.where(shared >= keys, ceil_div(keys, chunk), shared // chunk)
+    count = ceil_div(keys, chunk) if every else int(border[-1]) if queries else 0
     ends = (torch.arange(count + 1, device=lo.device) * chunk).clamp(max=keys)
     starts = F.pad(ends[:-1], (1, 0))
     kept = torch.ones(count, dtype=torch.int64, device=lo.device)
@@ -167,7 +150,4 @@ def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chu
     return Borders(chunk, count, *(x.view(part.shape) for x, part in zip(sent, parts, strict=True)))
 
 
-__all__ = [
-    "SHARED", "Borders", "Layout", "block_of", "borders", "chunk_of", "from_memory", "from_memory_gradient", "from_rows", "into_rows", "layout", "to_memory",
-    "to_memory_gradient",
-]  # fmt: skip
+__all__ = ["Borders", "Layout", "borders", "from_memory", "from_memory_gradient", "from_rows", "into_rows", "layout", "to_memory", "to_memory_gradient"]

@@ -4,7 +4,7 @@ Features are made for one tile of tokens and one strip of a pair of blocks (see 
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, tiles
+from zonal.kernels.triton.sizes import ceil_div, chunk_of, padded
 from zonal.kernels.triton.sums_layout import Borders, Layout
 from zonal.kernels.triton.tiles import Tiling, row_numbers, weighted
 
@@ -260,7 +261,7 @@ _STRIPS: dict[tuple[str, int, int], Strips] = {
 
 def choose(kernel: str, key_dim: int, value_dim: int, itemsize: int) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
-    return _STRIPS[kernel, itemsize, max(64, tiles.padded(key_dim), tiles.padded(value_dim))]
+    return _STRIPS[kernel, itemsize, max(64, padded(key_dim), padded(value_dim))]
 
 
 class Call(NamedTuple):
@@ -285,7 +286,7 @@ class Call(NamedTuple):
         return torch.empty(like.shape[0], like.shape[1], self.borders.count + 1, self.size, dtype=torch.float32, device=like.device)
 
     def widths(self) -> dict[str, int]:
-        return {"BLOCK": self.form.block, "KEY_WIDTH": self.form.width, "VALUE_WIDTH": tiles.padded(self.tile.sizes.value_dim)}
+        return {"BLOCK": self.form.block, "KEY_WIDTH": self.form.width, "VALUE_WIDTH": padded(self.tile.sizes.value_dim)}
 
     def left(self, strips: Strips) -> int:
         return min(strips.left, self.form.block)
@@ -315,7 +316,7 @@ def carry(call: Call, sums: Tensor, reverse: bool) -> None:
     """Parts into sums, in place."""
     tiles.launch(
         carry_kernel,
-        sums.shape[0] * sums.shape[1] * tiles.ceil_div(call.size, _CARRIED),
+        sums.shape[0] * sums.shape[1] * ceil_div(call.size, _CARRIED),
         (sums, call.borders.kept, call.size, call.borders.count),
         {"PACKED": call.tile.traits.packed, "REVERSE": reverse, "WIDTH": _CARRIED},
         Tiling(_CARRIED, 0, 4, 1),
@@ -328,7 +329,7 @@ def prepare(
 ) -> Call:  # fmt: skip
     """What the kernels of a call are told."""
     form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
-    chunk = sums_layout.chunk_of(form, q.shape[3], v.shape[3], q.element_size())
+    chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
     found = sums_layout.borders(lo, hi, segment_start, k.shape[2], chunk, spec.keeps, q.device)
     tile = tiles.call(q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False))
     tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))

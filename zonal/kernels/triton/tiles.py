@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels.spec import TileSpec
+from zonal.kernels.triton.sizes import ceil_div, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -365,21 +366,6 @@ def rows_of(x: Tensor) -> Rows:
     if max(x.stride()[2:]) >= _WIDEST_STRIDE:
         x = x.contiguous()
     return Rows(x, *x.stride())
-
-
-def padded(width: int) -> int:
-    """The width of a tile that holds ``width`` columns: a power of two that the matrix units take."""
-    return max(16, power_of_two(width))
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def ceil_div(count: int, size: int) -> int:
-    """How many blocks of ``size`` hold ``count``."""
-    return -(-count // size)
 
 
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
