@@ -175,6 +175,7 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
         if rules.cuts:
             empty = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
             state = empty.absorb(data.k, data.v, data.mask).state  # type: ignore[attr-defined]
+    assert isinstance(y, Tensor)
     generator = torch.Generator().manual_seed(1)
     loss = (y.double() * torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
     if state is not None:

@@ -48,6 +48,7 @@ def on_cuda(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
     segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels."""
     from zonal.kernels.triton import sums_forward
 
     return sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, decode(spec))
@@ -89,6 +90,7 @@ def backward_on_cuda(
     monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: str,
     learned: int, scaled: bool, polynomial: bool, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels."""
     from zonal.kernels.triton import sums_backward
 
     found = sums_backward.backward(
