@@ -271,7 +271,7 @@ def backward(
     """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients."""
     # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
     dy = dy.to(q.dtype)
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     keys, width = v.shape[2:]
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
@@ -283,7 +283,7 @@ def backward(
         inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
         common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes
         code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "STRIDE": coefficients.shape[1], **call.widths()}
-        strips = sums_state.choose("read_back", dim, width, q.element_size())
+        strips = sums_state.choose("read_back", q, v, tile.traits)
         blocks = tiles.ceil_div(queries, strips.rows)
         scale_parts, weight_parts, parts = (
             torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device) for more in ((), (3,), (learned,))
@@ -306,7 +306,7 @@ def backward(
             if dfinal is not None:
                 back[:, :, -1] += sums_layout.from_rows(sums_layout.from_memory_gradient(dfinal, call.form), width)
             sums_state.carry(call, back, True)
-        strips = sums_state.choose("keys_back", dim, width, q.element_size())
+        strips = sums_state.choose("keys_back", q, v, tile.traits)
         tiles.launch(
             keys_back_kernel,
             batch * k.shape[1] * tiles.ceil_div(keys, strips.rows),

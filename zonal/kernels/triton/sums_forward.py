@@ -141,8 +141,8 @@ def forward(
         call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)
         factor = row_factors(call, q, before, spec)
         sums = sums_state.known(call, k, v, scale, initial)
-        strips = sums_state.choose("read", q.shape[3], v.shape[3], q.element_size())
         tile = call.tile
+        strips = sums_state.choose("read", q, v, tile.traits)
         tiles.launch(
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),

@@ -18,7 +18,7 @@ from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, tiles
 from zonal.kernels.triton.sizes import ceil_div, chunk_of, padded
 from zonal.kernels.triton.sums_layout import Borders, Layout
-from zonal.kernels.triton.tiles import Tiling, row_numbers, weighted
+from zonal.kernels.triton.tiles import Tiling, Traits, row_numbers, weighted
 
 
 class Place(NamedTuple):
@@ -230,38 +230,39 @@ class Strips(NamedTuple):
         return Tiling(self.rows, self.others, self.warps, self.stages)
 
 
-# by (kernel, bytes an element, padded width): the largest tiles whose numbers stay in registers (see compile.py)
-_STRIPS: dict[tuple[str, int, int], Strips] = {
-    ("absorb", 2, 64): Strips(64, 16, 0, 8, 2),
-    ("absorb", 2, 128): Strips(64, 8, 0, 8, 2),
-    ("absorb", 2, 256): Strips(32, 4, 0, 8, 1),
-    ("absorb", 4, 64): Strips(32, 4, 0, 8, 1),
-    ("absorb", 4, 128): Strips(16, 4, 0, 8, 1),
-    ("absorb", 4, 256): Strips(16, 2, 0, 8, 1),
-    ("read", 2, 64): Strips(128, 8, 64, 8, 2),
-    ("read", 2, 128): Strips(64, 8, 32, 8, 2),
-    ("read", 2, 256): Strips(32, 4, 16, 8, 1),
-    ("read", 4, 64): Strips(32, 4, 32, 8, 1),
-    ("read", 4, 128): Strips(16, 4, 16, 8, 1),
-    ("read", 4, 256): Strips(16, 2, 16, 8, 1),
-    ("read_back", 2, 64): Strips(64, 8, 64, 8, 1),
-    ("read_back", 2, 128): Strips(32, 8, 32, 8, 1),
-    ("read_back", 2, 256): Strips(16, 4, 16, 8, 1),
-    ("read_back", 4, 64): Strips(16, 4, 32, 8, 1),
-    ("read_back", 4, 128): Strips(16, 2, 16, 8, 1),
-    ("read_back", 4, 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", 2, 64): Strips(64, 8, 64, 8, 1),
-    ("keys_back", 2, 128): Strips(32, 8, 32, 8, 1),
-    ("keys_back", 2, 256): Strips(16, 4, 16, 8, 1),
-    ("keys_back", 4, 64): Strips(16, 4, 32, 8, 1),
-    ("keys_back", 4, 128): Strips(16, 2, 16, 8, 1),
-    ("keys_back", 4, 256): Strips(16, 2, 16, 8, 1),
+# by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
+_STRIPS: dict[tuple[str, str, int], Strips] = {
+    ("absorb", "half", 64): Strips(64, 16, 0, 8, 2),
+    ("absorb", "half", 128): Strips(64, 8, 0, 8, 2),
+    ("absorb", "half", 256): Strips(32, 4, 0, 8, 1),
+    ("absorb", "single", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "single", 128): Strips(16, 4, 0, 8, 1),
+    ("absorb", "single", 256): Strips(16, 2, 0, 8, 1),
+    ("read", "half", 64): Strips(128, 8, 64, 8, 2),
+    ("read", "half", 128): Strips(64, 8, 32, 8, 2),
+    ("read", "half", 256): Strips(32, 4, 16, 8, 1),
+    ("read", "single", 64): Strips(32, 4, 32, 8, 1),
+    ("read", "single", 128): Strips(16, 4, 16, 8, 1),
+    ("read", "single", 256): Strips(16, 2, 16, 8, 1),
+    ("read_back", "half", 64): Strips(64, 8, 64, 8, 1),
+    ("read_back", "half", 128): Strips(32, 8, 32, 8, 1),
+    ("read_back", "half", 256): Strips(16, 4, 16, 8, 1),
+    ("read_back", "single", 64): Strips(16, 4, 32, 8, 1),
+    ("read_back", "single", 128): Strips(16, 2, 16, 8, 1),
+    ("read_back", "single", 256): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 8, 64, 8, 1),
+    ("keys_back", "half", 128): Strips(32, 8, 32, 8, 1),
+    ("keys_back", "half", 256): Strips(16, 4, 16, 8, 1),
+    ("keys_back", "single", 64): Strips(16, 4, 32, 8, 1),
+    ("keys_back", "single", 128): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "single", 256): Strips(16, 2, 16, 8, 1),
 }
 
 
-def choose(kernel: str, key_dim: int, value_dim: int, itemsize: int) -> Strips:
+def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
-    return _STRIPS[kernel, itemsize, max(64, padded(key_dim), padded(value_dim))]
+    kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
+    return _STRIPS[kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))]
 
 
 class Call(NamedTuple):
@@ -296,8 +297,8 @@ def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, fac
     """Write what tokens bring to each border from ``from_border`` on: keys and values, or, where ``factor`` is given, queries and gradients."""
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
-    strips = choose("absorb", x.shape[3], rows.shape[3], x.element_size())
     form, tile = call.form, call.tile
+    strips = choose("absorb", x, rows, tile.traits)
     line_borders = batch * kv_heads * (call.borders.count + 1 - from_border)
     for squares in (True, False):
         programs = line_borders * (form.pairs * (form.block // call.left(strips)) if squares else 1)
