@@ -18,7 +18,7 @@ from kernels.sums_cases import CASES, DTYPES, LONG, attended, failure, inputs
 from torch import Tensor
 from triton.runtime import interpreter
 
-from zonal.execution import native_sums
+from zonal.execution import native, native_sums
 from zonal.kernels import sums_ops
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 
@@ -49,7 +49,8 @@ def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls on the CPU go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
     with ExitStack() as stack:
         if isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction):
-            stack.enter_context(patch.object(native_sums, "refusal", lambda call, kind=None: native_sums.cuda_refusal(call)))
+            stack.enter_context(patch.object(native_sums, "refusal", native_sums.cuda_refusal))
+            stack.enter_context(patch.object(native, "plain", lambda *tensors: False))
             stack.enter_context(patch.object(sums_ops, "feature_sums", OnCuda.apply))
             stack.enter_context(patch.object(sums_ops, "feature_sums_backward", sums_ops.backward_on_cuda))
         if not own:

@@ -109,13 +109,13 @@ def tiled(call: Call) -> Tensor:
         None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
-    if spec.inference and _plain(q, k, v):
+    if spec.inference and plain(q, k, v):
         return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
     y, *_ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
     return y
 
 
-def _plain(*tensors: Tensor) -> bool:
+def plain(*tensors: Tensor) -> bool:
     """Whether nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
     return (
         not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
@@ -123,4 +123,4 @@ def _plain(*tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "refusal", "tiled"]
+__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "tiled"]

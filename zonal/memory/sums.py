@@ -189,6 +189,17 @@ class FeatureSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], restored_pending(tensors))
 
 
+def carried(memory: "FeatureSums | DecayedSums", state: Tensor, tokens: Tokens) -> "FeatureSums | DecayedSums":
+    """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a memory that decays."""
+    common = {"count": memory.count + tokens.length, "state": state.to(memory.state), "padding": _more_padding(memory.padding, tokens)}
+    if tokens.log_decay is None:
+        return replace(memory, **common)
+    total = tokens.log_decay.expand(memory.form.batch, -1, -1).sum(-1)
+    if isinstance(memory, DecayedSums):
+        return replace(memory, **common, total=memory.total + total)
+    return DecayedSums(memory.operator, memory.form, **common, total=total)
+
+
 def restored_pending(tensors: dict[str, Tensor]) -> Tokens | None:
     """The pending tokens among saved tensors."""
     named = {name.removeprefix("pending."): x for name, x in tensors.items() if name.startswith("pending.")}
@@ -276,4 +287,4 @@ class DecayedSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"])
 
 
-__all__ = ["DecayedSums", "FeatureSums", "anchored", "features_of", "restored_pending", "total_of", "with_mass"]
+__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "with_mass"]
