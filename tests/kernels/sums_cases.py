@@ -30,8 +30,8 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
 class Shape:
     """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory."""
 
-    queries: int = 53
-    keys: int = 53
+    queries: int = 43
+    keys: int = 43
     key_dim: int = 6
     value_dim: int = 5
     batch: int = 1
@@ -48,18 +48,18 @@ SHAPES: dict[str, Shape] = {
     "causal": Shape(),
     "whole": Shape(queries=48, keys=48, key_dim=8, value_dim=16),
     "wide": Shape(queries=40, keys=40, key_dim=17, value_dim=3),
-    "gqa": Shape(heads=4, kv_heads=2, queries=39, keys=39, value_dim=17),
-    "padding": Shape(batch=2, heads=2, padding=True, queries=38, keys=38),
-    "bidirectional": Shape(causal=False, queries=20, keys=45, heads=2),
+    "gqa": Shape(heads=4, kv_heads=2, queries=26, keys=26, value_dim=17),
+    "padding": Shape(batch=2, padding=True, queries=38, keys=38),
+    "bidirectional": Shape(causal=False, queries=20, keys=45),
     "bidirectional-padding": Shape(causal=False, queries=18, keys=37, batch=2, padding=True),
     "late": Shape(queries=9, keys=60, strided=True),
     "early": Shape(queries=44, keys=30),
-    "packed": Shape(packed=(0, 1, 5, 37, 40, 75), queries=75, keys=75),
-    "packed-bidirectional": Shape(packed=(0, 3, 40, 50), queries=50, keys=50, causal=False, heads=2),
+    "packed": Shape(packed=(0, 1, 5, 37, 40, 59), queries=59, keys=59),
+    "packed-bidirectional": Shape(packed=(0, 3, 40, 50), queries=50, keys=50, causal=False),
     "short": Shape(queries=7, keys=7),
     "one": Shape(queries=1, keys=1),
-    "memory": Shape(queries=60, keys=60, cuts=(0, 16, 17, 60), heads=2, batch=2, padding=True),
-    "memory-bidirectional": Shape(causal=False, queries=40, keys=40, cuts=(0, 40), heads=2),
+    "memory": Shape(queries=37, keys=37, cuts=(0, 16, 17, 37), heads=2, kv_heads=1, padding=True),
+    "memory-bidirectional": Shape(causal=False, queries=33, keys=33, cuts=(0, 33)),
 }
 # for a device, in the tiles that calls have
 LARGE: dict[str, Shape] = {
@@ -95,16 +95,22 @@ def _cases() -> dict[str, Case]:
     # the gradient of few keys against their own sum is what rounding leaves of it
     found = [Case("sq-count" if shape in ("short", "one") else "sq", shape) for shape in SHAPES]
     found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
-    found += [Case("sq-count", shape) for shape in ("packed", "bidirectional-padding", "padding")]
+    found += [Case("sq-count", shape) for shape in ("packed", "bidirectional-padding")]
     found += [Case(operator, "packed") for operator in ("linear", "sq-chunk", "square")]
-    found += [Case("sq", shape, dtype) for dtype in ("bfloat16", "float16") for shape in ("gqa", "memory")]
+    # in 16 bits a row of few and small weights is rounded, and its gradient against its own sum is what that leaves: other anchors, other maps
+    found += [Case(operator, shape, dtype) for dtype in ("bfloat16", "float16") for operator, shape in (("sq-count", "gqa"), ("linear", "memory"))]
     return {case.name: case for case in found}
 
 
 CASES = _cases()
 LONG = {
     case.name: case
-    for case in [Case(operator, shape, dtype) for shape in LARGE for operator, dtype in itertools.product(("sq", "linear"), DTYPES)]
+    for case in [
+        Case(operator, shape, dtype)
+        for operator, shape, dtype in itertools.product(("sq", "sq-count", "linear"), LARGE, DTYPES)
+        # of 128 numbers there are more squares than sums are kept of
+        if (operator == "linear" or LARGE[shape].key_dim < 128) and (operator != "sq" or dtype == "float32")
+    ]
 }  # fmt: skip
 
 
