@@ -2,7 +2,7 @@
 
     python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link identity]
 
-Without choices: every link with every mask, in every type and head size for every device.
+Without choices every link with the causal mask, and with every mask the link with most features, in every type and head size for every device.
 """
 
 import argparse
@@ -35,6 +35,13 @@ LINKS: dict[str, tuple[Link, int, int]] = {
     "identity": (Link(FORMULAS["identity"], 0, "row", False), 1, 1),
 }
 MASKS = ("causal", "padding", "packed", "gqa", "memory")
+
+
+def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+    """All combinations of what was chosen; where no mask was, all links with the first, and with every mask the first link."""
+    chosen = list(links)
+    kinds = list(itertools.product(chosen, masks)) if masks is not None else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
+    return [Variant(*kind, *rest) for kind, *rest in itertools.product(kinds, dtypes, dims, devices)]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
@@ -94,11 +101,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = list(
-        itertools.starmap(
-            Variant, itertools.product(chosen.link or LINKS, chosen.mask or MASKS, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
-        )
-    )
+    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
     with contextlib.ExitStack() as stack:
         spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
         rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))

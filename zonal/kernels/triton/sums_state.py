@@ -232,30 +232,42 @@ class Strips(NamedTuple):
 
 # by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
 _STRIPS: dict[tuple[str, str, int], Strips] = {
-    ("absorb", "half", 64): Strips(64, 16, 0, 8, 2),
-    ("absorb", "half", 128): Strips(64, 8, 0, 8, 2),
-    ("absorb", "half", 256): Strips(32, 4, 0, 8, 1),
-    ("absorb", "single", 64): Strips(32, 4, 0, 8, 1),
-    ("absorb", "single", 128): Strips(16, 4, 0, 8, 1),
-    ("absorb", "single", 256): Strips(16, 2, 0, 8, 1),
-    ("read", "half", 64): Strips(128, 8, 64, 8, 2),
-    ("read", "half", 128): Strips(64, 8, 32, 8, 2),
-    ("read", "half", 256): Strips(32, 4, 16, 8, 1),
-    ("read", "single", 64): Strips(32, 4, 32, 8, 1),
-    ("read", "single", 128): Strips(16, 4, 16, 8, 1),
-    ("read", "single", 256): Strips(16, 2, 16, 8, 1),
-    ("read_back", "half", 64): Strips(64, 8, 64, 8, 1),
-    ("read_back", "half", 128): Strips(32, 8, 32, 8, 1),
-    ("read_back", "half", 256): Strips(16, 4, 16, 8, 1),
-    ("read_back", "single", 64): Strips(16, 4, 32, 8, 1),
-    ("read_back", "single", 128): Strips(16, 2, 16, 8, 1),
-    ("read_back", "single", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "half", 64): Strips(64, 8, 64, 8, 1),
-    ("keys_back", "half", 128): Strips(32, 8, 32, 8, 1),
-    ("keys_back", "half", 256): Strips(16, 4, 16, 8, 1),
-    ("keys_back", "single", 64): Strips(16, 4, 32, 8, 1),
-    ("keys_back", "single", 128): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "single", 256): Strips(16, 2, 16, 8, 1),
+    ("absorb", "half", 64): Strips(64, 8, 0, 8, 2),
+    ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
+    ("absorb", "half", 256): Strips(32, 2, 0, 8, 1),
+    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read", "half", 128): Strips(64, 4, 32, 8, 1),
+    ("read", "half", 256): Strips(32, 2, 16, 8, 1),
+    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("read_back", "half", 128): Strips(32, 4, 32, 8, 1),
+    ("read_back", "half", 256): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 128): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "half", 256): Strips(16, 2, 16, 8, 1),
+    ("absorb", "wide", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "wide", 128): Strips(32, 2, 0, 8, 1),
+    ("absorb", "wide", 256): Strips(16, 2, 0, 8, 1),
+    ("read", "wide", 64): Strips(64, 4, 32, 8, 1),
+    ("read", "wide", 128): Strips(32, 2, 16, 8, 1),
+    ("read", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("read_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("read_back", "wide", 128): Strips(16, 2, 16, 8, 1),
+    ("read_back", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("absorb", "single", 64): Strips(32, 4, 0, 8, 2),
+    ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
+    ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
+    ("read", "single", 64): Strips(16, 4, 16, 8, 1),
+    ("read", "single", 128): Strips(16, 2, 16, 8, 1),
+    ("read", "single", 256): Strips(16, 1, 16, 8, 1),
+    ("read_back", "single", 64): Strips(16, 2, 16, 8, 1),
+    ("read_back", "single", 128): Strips(16, 1, 16, 8, 1),
+    ("read_back", "single", 256): Strips(16, 1, 16, 8, 1),
+    ("keys_back", "single", 64): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "single", 128): Strips(16, 1, 16, 8, 1),
+    ("keys_back", "single", 256): Strips(16, 1, 16, 8, 1),
 }
 
 
@@ -290,7 +302,8 @@ class Call(NamedTuple):
         return {"BLOCK": self.form.block, "KEY_WIDTH": self.form.width, "VALUE_WIDTH": padded(self.tile.sizes.value_dim)}
 
     def left(self, strips: Strips) -> int:
-        return min(strips.left, self.form.block)
+        """Rows of a pair of blocks that make a strip; the matrix units take no fewer than 16 features."""
+        return min(max(strips.left, 16 // self.form.block), self.form.block)
 
 
 def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, factor: Tensor | None, delta: Tensor | None, from_border: int) -> None:
