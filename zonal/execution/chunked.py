@@ -5,6 +5,7 @@ product carry G, M, C (``ridge_block``). Packed documents run as a batch of docu
 """
 
 import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

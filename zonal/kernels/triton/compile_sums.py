@@ -41,7 +41,7 @@ def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[st
     """All combinations of what was chosen; where no mask was, all links with the first, and with every mask the first link."""
     chosen = list(links)
     kinds = list(itertools.product(chosen, masks)) if masks is not None else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
-    return [Variant(*kind, *rest) for kind, *rest in itertools.product(kinds, dtypes, dims, devices)]
+    return [Variant(link, mask, dtype, dim, device) for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
