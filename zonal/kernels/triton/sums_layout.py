@@ -130,24 +130,25 @@ def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chu
 
     Nothing waits for the device where these are on the CPU, as calls have them.
     """
-    queries = lo.shape[0]
+    queries, whole = lo.shape[0], ceil_div(keys, chunk)
+    count = whole if every else 0
+    if queries and not every:
+        furthest = max(int(x[(queries - 1) // SHARED * SHARED]) for x in (lo, hi))
+        count = whole if furthest >= keys else furthest // chunk
+    lo, hi = (x.to(torch.int32).to(device) for x in (lo, hi))
     hi = torch.maximum(lo, hi)
-    shared = hi[torch.arange(queries, device=hi.device) // SHARED * SHARED]
-    border = torch.where(shared >= keys, ceil_div(keys, chunk), shared // chunk)
-    count = ceil_div(keys, chunk) if every else int(border[-1]) if queries else 0
-    ends = (torch.arange(count + 1, device=lo.device) * chunk).clamp(max=keys)
+    shared = hi[torch.arange(queries, device=device) // SHARED * SHARED]
+    border = torch.where(shared >= keys, whole, shared // chunk).int()
+    ends = (torch.arange(count + 1, device=device, dtype=torch.int32) * chunk).clamp(max=keys)
     starts = F.pad(ends[:-1], (1, 0))
-    kept = torch.ones(count, dtype=torch.int64, device=lo.device)
+    kept = torch.ones(count, dtype=torch.int32, device=device)
     if segment_start is not None and count:
-        owner = segment_start[ends[1:] - 1]
-        kept = (owner < starts[1:]).long()
+        owner = segment_start.to(torch.int32).to(device)[ends[1:] - 1]
+        kept = (owner < starts[1:]).int()
         starts[1:] = torch.maximum(starts[1:], owner)
-    readers = torch.searchsorted(border, torch.arange(count + 2, device=lo.device))
-    seeing = torch.searchsorted(hi, torch.arange(keys, device=lo.device), right=True)
-    parts = [torch.stack([lo, hi]), border, torch.stack([starts, ends]), torch.stack([readers[:-1], readers[1:]]), seeing, kept]
-    # one transfer
-    sent = torch.cat([part.flatten().int() for part in parts]).to(device).split([part.numel() for part in parts])
-    return Borders(chunk, count, *(x.view(part.shape) for x, part in zip(sent, parts, strict=True)))
+    readers = torch.searchsorted(border, torch.arange(count + 2, device=device, dtype=torch.int32), out_int32=True)
+    seeing = torch.searchsorted(hi, torch.arange(keys, device=device, dtype=torch.int32), right=True, out_int32=True)
+    return Borders(chunk, count, torch.stack([lo, hi]), border, torch.stack([starts, ends]), torch.stack([readers[:-1], readers[1:]]), seeing, kept)
 
 
 __all__ = ["Borders", "Layout", "borders", "from_memory", "from_memory_gradient", "from_rows", "into_rows", "layout", "to_memory", "to_memory_gradient"]
