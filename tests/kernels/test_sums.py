@@ -27,6 +27,7 @@ from zonal.execution.problem import problem_of
 from zonal.features import SymmetricPowers
 from zonal.kernels import sums_ops
 from zonal.kernels.cpp import build, library, sums_library
+from zonal.memory.sums import anchored
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
@@ -325,7 +326,11 @@ def cancelling(gap: float, tokens: int, duplicates: bool) -> list[Tensor]:
 @pytest.mark.parametrize("duplicates", [False, True], ids=["keys", "one key again and again"])
 @pytest.mark.parametrize("gap", [0.3, 0.05, 0.01, 1e-3])
 def test_rows_that_cancel_are_summed_directly(gap: float, duplicates: bool) -> None:
-    """4096 keys at which (x + b)^2 nearly vanishes: outputs and gradients are as good as the definition's in the same precision."""
+    """4096 keys at which (x + b)^2 nearly vanishes: outputs and gradients are as good as the definition's in the same precision.
+
+    One key again and again rounds alike at every addition, and what its gradients are made of cancels; errors of 1e-5, and what l' / l makes of
+    them, are then allowed besides.
+    """
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5, learn_bias=True), anchor.Row())
     tensors = cancelling(gap, 4096, duplicates)
     found = []
@@ -333,7 +338,12 @@ def test_rows_that_cancel_are_summed_directly(gap: float, duplicates: bool) -> N
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         y = zonal.attention(*leaves, operator, causal=True, path=path)
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*leaves, *operator.parameters()])])
-    assert_as_good(*found)
+    if not duplicates:
+        return assert_as_good(*found)
+    noise = 1e-5 * found[2][0].abs().max()
+    for index, (a, b, t) in enumerate(zip(*found, strict=True)):
+        allowed = noise * (max(4 / gap, 32) if index else 1) * (64 if index > 1 else 1)  # each key's is a sum over 4096 queries
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max() + allowed, index
 
 
 def test_only_rows_that_cancel_are_summed_directly() -> None:
@@ -360,10 +370,21 @@ def test_rows_that_cancel_in_a_memory(gap: float) -> None:
         y, _ = zonal.attention(q[:, :, 500:], k[:, :, 500:], v[:, :, 500:], operator, causal=True, memory=memory, path="chunked")
         truth = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")[:, :, 500:]
     good = ~y.isnan()
-    assert (y - truth)[good].abs().max() < 0.1
+    assert (y - truth)[good].abs().max() < 0.1 * truth.abs().max()
     assert good.all() == (gap > 1e-3)
     usual = torch.arange(500, 600) % 3 == 0
     assert (y - truth)[:, :, usual].abs().max() < 1e-4
+
+
+def test_negative_sums_of_a_positive_link_are_no_numbers() -> None:
+    """Torch's form of the chunked path and a memory's read-out, which see a row's sum only."""
+    total = torch.tensor([[[[1.0, 2.0]], [[1.0, -1e-9]], [[0.0, 0.0]]]])
+    y = anchored(total, m.squared_affine().bind(3, 3), torch.ones(1))[0, :, 0, 0]
+    assert y[0] == 0.5
+    assert y[1].isnan()
+    assert y[2] == 0
+    signed = Operator(score.Dot(), link.Identity(), anchor.Row(allow_signed=True))
+    assert not anchored(total, signed.bind(3, 3), torch.ones(1)).isnan().any()
 
 
 # -- its limits --------------------------------------------------------------------------------------------------------------
@@ -395,7 +416,7 @@ def test_the_same_bits_again(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        operator, tensors = m.squared_affine(learn_bias=True), sample()
+        operator, tensors = m.squared_affine(learn_bias=True).replace(prior=prior.Decay((0.99,))), sample()
         first = run(operator, tensors)
         assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, run(operator, tensors), strict=True))
     finally:
@@ -488,12 +509,12 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
 # -- torch's machinery -------------------------------------------------------------------------------------------------------
 
 
-def arguments(learned: bool = True) -> tuple:
+def arguments(learned: bool = True, fading: bool = False) -> tuple:
     operator, (q, k, v) = m.squared_affine(learn_bias=True), sample(23)
     call = prepare(operator, q, k, v, causal=True)
     code = native.code_of(operator.link)
     assert code is not None
-    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True)
+    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True)
     coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
     monomials = torch.tensor([[0.01, 0.2, 1.0]]).repeat(2, 1).requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)
@@ -501,12 +522,16 @@ def arguments(learned: bool = True) -> tuple:
     state = torch.randn(2, 2, 15, 5, generator=torch.Generator().manual_seed(2)).abs().requires_grad_(learned)
     scale = torch.full((2,), 0.7, requires_grad=learned)
     seen = call.visibility
-    return q, k, v, scale, coefficients, monomials, mask, seen.lo, seen.hi, None, state, torch.ones(2, dtype=torch.float64), sums_ops.encode(spec), 1
+    decay = (-0.1 * mask[:, None] * torch.rand(2, 2, 23, dtype=torch.float64)).requires_grad_(learned) if fading else None
+    bias = torch.rand(2, 2, 23).requires_grad_(learned) if fading else None
+    before = torch.ones(2, dtype=torch.float64)
+    return q, k, v, scale, coefficients, monomials, state, decay, bias, mask, seen.lo, seen.hi, None, before, sums_ops.encode(spec), 1
 
 
 def test_opcheck() -> None:
     torch.library.opcheck(sums_ops.feature_sums, arguments())
     torch.library.opcheck(sums_ops.feature_sums, arguments(learned=False))
+    torch.library.opcheck(sums_ops.feature_sums, arguments(fading=True))
 
 
 def test_second_derivatives_are_refused() -> None:

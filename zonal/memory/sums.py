@@ -55,10 +55,15 @@ def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Ten
 
 
 def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
-    """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1)."""
+    """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1).
+
+    Rows of a positive link whose sum came out negative have cancelled to nothing but rounding: they are NaN.
+    """
     name = type(bound.anchor).__name__
     if name == "Row":
         y, mass = total[..., :-1], total[..., -1:]
+        if bound.link.positive:
+            mass = mass.masked_fill(mass < 0, float("nan"))
         empty = mass == 0
         return torch.where(empty, 0, y / torch.where(empty, 1, mass))
     if name == "Count":

@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr float THIN = 1.f / 256, LOST = 1.f / (1 << 20);
+constexpr float THIN = 1.f / 256, LOST = 1.f / (1 << 16);
 
 // ---- between neighbours ------------------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, c
 // ---- forward -----------------------------------------------------------------------------------------------------------------------------
 
 struct Buffers {
-  float *state, *weights, *factors, *queries, *out, *keys, *values, *masses, *rows, *strip, *room;
+  float *state, *lost, *weights, *factors, *queries, *out, *keys, *values, *masses, *rows, *near, *strip, *room;
   Mark* marks;
   uint8_t* thin;  // (groups, BLOCK): rows of the block that do without the state
 };
@@ -126,9 +126,11 @@ struct Buffers {
 Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(extra + 512 + task.keys() + c.F * (task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + task.keys() + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
+  at.lost = scratch.take(c.F * task.width);
+  at.near = scratch.take(std::max(task.width, c.D) * C);
   at.weights = scratch.take(task.groups * c.F);
   at.factors = scratch.take(task.keys());
   for (int64_t s = 0; s < task.keys(); ++s) at.factors[s] = unit(c, task.key(task.start + static_cast<int32_t>(s)));
@@ -146,6 +148,14 @@ Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   return at;
 }
 
+// the state, or its gradient, from a memory, or nothing
+void start(const Task& task, const float* memory, bool gradient, const Buffers& at) {
+  const size_t size = sizeof(float) * task.c.F * task.width;
+  if (memory != nullptr) from_memory(task, memory, gradient, at.state);
+  else std::memset(at.state, 0, size);
+  std::memset(at.lost, 0, size);
+}
+
 // keys [s0, s1), at most BLOCK, into the state as it is when all of the span's have come; then, where ``reads``, what the block's queries
 // read there into out
 void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
@@ -156,13 +166,20 @@ void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
-    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.room);
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.lost + a0 * task.width, at.room);
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         features<true>(c, at.queries + (g * PER + i) * c.low * C, at.weights + g * c.F, a0, a1, at.strip);
         columns_by_columns(state, task.width, task.width, at.strip, C, a1 - a0, at.out + (g * PER + i) * task.width * C);
       }
   }
+}
+
+// columns_by_columns for a block of keys, summed up by itself first: thousands of keys that are alike would round alike, one after the other
+void block_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t keys, float* near, float* sums) {
+  std::memset(near, 0, sizeof(float) * width * C);
+  columns_by_columns(a, stride, width, cols, C, keys, near);
+  for (int64_t i = 0; i < width * C; i += L) store(sums + i, load(sums + i) + load(near + i));
 }
 
 // what queries that ``sees(g, t)`` get from keys [from, to) through the link, added to out
@@ -187,7 +204,7 @@ void directly(const Task& task, const Span& span, int32_t from, int32_t to, cons
             const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
             weigh<decltype(n)::value>(c, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
           });
-        if (end > s0) columns_by_columns(at.values, task.step, task.width, at.room, C, end - s0, at.out + (g * PER + i) * task.width * C);
+        if (end > s0) block_by_columns(at.values, task.step, task.width, at.room, end - s0, at.near, at.out + (g * PER + i) * task.width * C);
       }
   }
 }
@@ -214,8 +231,8 @@ void fade_reads(const Task& task, const Span& span, const Buffers& at) {
 }
 
 // Rows of a positive link whose terms cancel. A row's sum is sum_a w_a psi_a(q) M_a, whose terms' sizes sum to at most
-// bound = |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz); it is known to about a unit in the last place of that. Rows below THIN of it are summed
-// again without the state. What a memory brought cannot be: rows below LOST of it, among them all negative ones, become NaN.
+// bound = |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz); it is known to some units in the last place of that, 1e-6 at worst. Rows below THIN of it are
+// summed again without the state. What a memory brought cannot be: rows below LOST of it, of which a tenth or more may be rounding, become NaN.
 void guard(const Task& task, const Span& span, const Buffers& at) {
   const Sums& c = task.c;
   if (!c.guards || !span.reads) return;
@@ -281,12 +298,11 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
   const Task task(c, number, true);
   const Buffers at = forward_buffers(task, scratch);
   weigh_features(task, at.weights);
-  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     pack_queries(task, span, at.queries);
     std::memset(at.out, 0, sizeof(float) * task.groups * PER * task.width * C);
-    fade(task, span.from, span.to, at.state);
+    fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
     for (; span.to - s > BLOCK; s += BLOCK) advance(task, span, s, s + BLOCK, false, at);
     if (span.to > s || span.reads) advance(task, span, s, span.to, span.reads, at);
@@ -391,7 +407,7 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
-    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.room);
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.lost + a0 * task.width, at.room);
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         const float* column = at.queries + (g * PER + i) * c.low * C;
@@ -486,7 +502,7 @@ void directly_back(const Task& task, const Span& span, int32_t from, int32_t to,
           });
         std::memset(weights + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
         std::memset(changes + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
-        columns_by_columns(at.rows, c.D, c.D, changes, C, end - s0, more.dlow + number * c.low * C + C);
+        block_by_columns(at.rows, c.D, c.D, changes, end - s0, at.near, more.dlow + number * c.low * C + C);
       }
       gather(more.scores, s1 - s0, more.du + g * BLOCK * task.step, task.step, columns, more.near_values);
       gather(more.changes, s1 - s0, more.query_rows + g * BLOCK * D16, D16, columns, more.near_keys);
@@ -523,7 +539,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
     for (int64_t g = 0; reads && g < task.groups; ++g) {
       const float* read_columns = all.read_columns + g * PER * task.width * C;
       absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, all.read + g * BLOCK * task.step, task.step, task.width,
-             read_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.room);
+             read_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.lost + a0 * task.width, at.room);
     }
     for (int64_t i = 0; i < columns; ++i) {
       const float* column = at.keys + i * c.low * C;
@@ -560,15 +576,14 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
   std::vector<V> power_sums(dmonomials == nullptr ? 0 : task.groups * c.powers);
   V* sums = dmonomials == nullptr ? nullptr : power_sums.data();
   weigh_features(task, at.weights);
-  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     if (span.t1 == span.t0) continue;  // nobody reads what comes in last
     pack_queries(task, span, at.queries);
     pack_gradients(task, span, all);
     std::memset(all.more.dlow, 0, sizeof(float) * task.groups * PER * c.low * C);
     std::fill(power_sums.begin(), power_sums.end(), V{});
-    fade(task, span.from, span.to, at.state);
+    fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
     for (; span.to - s > BLOCK; s += BLOCK) advance_back(task, span, s, s + BLOCK, false, all, sums);
     if (span.to > s || span.reads) advance_back(task, span, s, span.to, span.reads, all, sums);
@@ -584,8 +599,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
         for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
     }
   }
-  if (c.dfinal != nullptr) from_memory(task, c.dfinal, true, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.dfinal, true, at);
   for (auto span = task.spans.rbegin(); span != task.spans.rend(); ++span) {
     bool reads = span->reads;
     if (reads) {
@@ -599,7 +613,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
       reads = false;
       s = end;
     } while (s < span->to);
-    fade(task, span->from, span->to, at.state);
+    fade(task, span->from, span->to, at.state, at.lost);
   }
   if (c.dinitial != nullptr) to_memory(task, at.state, true, c.dinitial);
 }

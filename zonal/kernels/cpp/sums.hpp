@@ -304,10 +304,23 @@ APART void rows_by_columns(const float* rows, int64_t stride, const float* cols,
   }
 }
 
+// sum += x, where ``lost`` keeps what rounding took from earlier additions (Kahan)
+template <typename X>
+INLINE void add(float* sum, float* lost, X x) {
+  X before, missing;
+  std::memcpy(&before, sum, sizeof(X));
+  std::memcpy(&missing, lost, sizeof(X));
+  const X more = x - missing, after = before + more;
+  missing = (after - before) - more;
+  std::memcpy(sum, &after, sizeof(X));
+  std::memcpy(lost, &missing, sizeof(X));
+}
+
 // into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
-// rows (tokens, step)
-template <int N>
-APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step) {
+// rows (tokens, step); lost: beside into, what rounding took there
+template <int N, bool KEEPS = false>
+APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step,
+                           float* lost = nullptr) {
   V x[N], y[N];
   EACH_ROW x[r] = y[r] = V{};
   for (; tokens > 0; tokens -= C, features += features_step) {
@@ -324,8 +337,13 @@ APART void columns_by_rows(const float* features, int64_t features_step, const f
   }
   EACH_ROW {
     float* to = into + r * into_step;
-    store(to, load(to) + x[r]);
-    store(to + L, load(to + L) + y[r]);
+    if constexpr (KEEPS) {
+      add(to, lost + r * into_step, x[r]);
+      add(to + L, lost + r * into_step + L, y[r]);
+    } else {
+      store(to, load(to) + x[r]);
+      store(to + L, load(to + L) + y[r]);
+    }
   }
 }
 
@@ -352,9 +370,10 @@ void features(const Sums& c, const float* column, const float* weights, int64_t 
 }
 
 // Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); ``last``, where it is not null, is
-// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. room (columns, SLICE, C).
+// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. lost: beside the
+// strip, what rounding took from it: a state is as good as the sums of single blocks, however many. room (columns, SLICE, C).
 void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
-            const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* room) {
+            const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* lost, float* room) {
   const int64_t columns = (tokens + C - 1) / C;
   const bool apart = last != nullptr && width % C == 1;
   const int64_t body = apart ? width - 1 : width;
@@ -367,22 +386,22 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
     for (int64_t a = s0; a < s1; a += R)
       with_rows<R>(s1 - a, [&](auto n) {
         constexpr int N = decltype(n)::value;
-        float* state = strip + (a - a0) * width;
+        float *state = strip + (a - a0) * width, *missing = lost + (a - a0) * width;
         const float* at = room + (a - s0) * C;
-        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, state + p, width);
+        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N, true>(at, SLICE * C, rows + p, step, tokens, state + p, width, missing + p);
         if (body % C != 0) {
           float sums[N * C] = {};
           const int64_t p = body / C * C;
           columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, sums, C);
           EACH_ROW
-            for (int64_t i = 0; p + i < body; ++i) state[r * width + p + i] += sums[r * C + i];
+            for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * C + i]);
         }
         if (apart)
           EACH_ROW {
             V total = V{};
             for (int64_t i = 0; i < columns; ++i)
               total += load(at + (i * SLICE + r) * C) * load(last + i * last_step) + load(at + (i * SLICE + r) * C + L) * load(last + i * last_step + L);
-            state[r * width + width - 1] += sum(total);
+            add(state + r * width + width - 1, missing + r * width + width - 1, sum(total));
           }
       });
   }
@@ -466,10 +485,13 @@ void to_memory(const Task& task, const float* state, bool gradient, float* memor
 }
 
 // a state, or its gradient, after more time has passed
-void fade(const Task& task, int32_t from, int32_t to, float* state) {
+void fade(const Task& task, int32_t from, int32_t to, float* state, float* lost) {
   if (task.running == nullptr || from == to) return;
   const float left = static_cast<float>(std::exp(task.mark(to) - task.mark(from)));
-  for (int64_t i = 0; i < task.c.F * task.width; ++i) state[i] *= left;
+  for (int64_t i = 0; i < task.c.F * task.width; ++i) {
+    state[i] *= left;
+    lost[i] *= left;
+  }
 }
 
 }  // namespace

@@ -176,7 +176,7 @@ def forward(
     log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; the queries are then the last positions. key_bias: (B, Hkv, S).
 
     Of a positive link with the row anchor, a row whose sum over features has cancelled to less than 1/256 of what its terms may sum to is
-    summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-20 of it, or negative, is NaN.
+    summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
     """
     batch, heads, queries, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]

@@ -63,7 +63,7 @@ def read_rest(
 def read_kernel(
     q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges, sizes, from_border,
     value: tl.constexpr, traits: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. from_border: the first one whose sums are not all zero. factor: written for the row anchor, else read."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
@@ -120,6 +120,9 @@ def read_kernel(
     )  # fmt: skip
     if traits.anchor == "row":
         by = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
+        if POSITIVE:
+            # a sum of what is not negative that comes out negative is nothing but rounding
+            by = tl.where(mass < 0, float("nan"), by)
         tl.store(factor + tl.cast(line, tl.int64) * sizes.queries + row, by, mask=there)
     else:
         by = row_numbers(factor, line, begin, sizes.queries, QUERIES, 0.0)
@@ -149,7 +152,7 @@ def forward(
             (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
              tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes, int(initial is None)),
             {"value": tile.functions.value, "traits": tile.traits, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
-             "STRIDE": coefficients.shape[1], **call.widths()},
+             "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
             strips.tiling(),
         )  # fmt: skip
         final = torch.empty(0, dtype=torch.float32, device=q.device)
