@@ -232,7 +232,7 @@ class Strips(NamedTuple):
 
 # by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
 _STRIPS: dict[tuple[str, str, int], Strips] = {
-    ("absorb", "half", 64): Strips(64, 8, 0, 8, 2),
+    ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 256): Strips(32, 2, 0, 8, 1),
     ("read", "half", 64): Strips(128, 4, 64, 8, 2),
