@@ -334,9 +334,11 @@ def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch,
 def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
     cases = gpu.table()
-    assert len({str(case) for case in cases}) == len(cases) == 114
-    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys}
+    assert len({str(case) for case in cases}) == len(cases) == 114 + 56
+    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys and c.path == "tiled"}
     assert plain == {(o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)}
+    sums = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.path == "chunked"}
+    assert sums == {(o, t, d, g) for o in ("squared_affine", "linear") for t in gpu.SUMS_LENGTHS for d in (32, 64) for g in (False, True)}
     assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
     assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
     packed = next(case for case in cases if case.documents > 1)
@@ -369,8 +371,12 @@ def test_without_a_gpu_it_says_what_to_do(device: str, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def gpu_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Case]:
-    """The benchmark with the CPU in the place of the device: two short rows of its kinds."""
-    cases = [gpu.Case("sko", 130, 16, gradients=True, width=64), gpu.Case("softmax", 1, 16, keys=300, width=64)]
+    """The benchmark with the CPU in the place of the device: short rows of its kinds."""
+    cases = [
+        gpu.Case("sko", 130, 16, gradients=True, width=64), gpu.Case("softmax", 1, 16, keys=300, width=64),
+        gpu.Case("squared_affine", 400, 8, gradients=True, width=32),
+    ]  # fmt: skip
+    monkeypatch.setattr(gpu, "_GATE_SUMS", 300)
     monkeypatch.setattr(gpu, "table", lambda: cases)
     monkeypatch.setattr(gpu, "required", lambda device: None)
     monkeypatch.setattr(gpu, "flash", contextlib.nullcontext)
@@ -384,7 +390,7 @@ def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path:
     assert gpu.main(["--device", "cpu", "--budget", "0.05", "--out", str(out)]) == 0
     assert "of FlashAttention  sko, T=130, forward+backward, d=16, H=4, B=1" in capsys.readouterr().out
     value = json.loads(out.read_text())
-    assert (value["benchmark"], value["summary"]["not_run"], len(value["rows"])) == ("gpu", [], 2)
+    assert (value["benchmark"], value["summary"]["not_run"], len(value["rows"])) == ("gpu", [], 3)
     assert all(0 <= error <= gpu.TOLERANCE for error in value["summary"]["errors"].values())
     for row, case in zip(value["rows"], gpu_on_cpu, strict=True):
         seconds = row["against_flash"]["subject"]["median"]
@@ -393,7 +399,7 @@ def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path:
         assert math.isfinite(row["against_flash"]["ratio"]["median"])
     # out of time at once: what was not run is named
     assert gpu.main(["--device", "cpu", "--minutes", "-1", "--out", str(out)]) == 0
-    assert len(json.loads(out.read_text())["summary"]["not_run"]) == 2
+    assert len(json.loads(out.read_text())["summary"]["not_run"]) == 3
 
 
 def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Case], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The chunked path by a compiled kernel on the CPU: which calls with sums over features it takes, and how a call becomes one."""
+"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls with sums over features it takes, and how a call becomes one."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     bound = call.bound
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
@@ -41,12 +41,28 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
         return f"a memory of kind {kind!r} is not in it"
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
+    if call.device.type == "cuda":
+        return cuda_refusal(call, kind)
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
     failure = library.failure(code, sums_library.SOURCE)
     return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def cuda_refusal(call: Call, kind: str | None = None) -> str | None:
+    """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
+    code, features = native.code_of(call.bound.link), feature_map(call.bound.link)
+    if code is None or not code.triton:
+        return f"link {type(call.bound.link).__name__} has no Triton functions"
+    if not call.bias.empty or kind == "decayed":
+        return "on CUDA decays and key biases are not in it"
+    if features is not None and features.degree > 2:
+        return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
+    if max(call.shape[4:]) > native.LARGEST:
+        return f"key and value dimensions must be 1 to {native.LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
 
 
 def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
@@ -135,4 +151,4 @@ def _kept_places(rule: Rule, keys: int) -> sums_library.Places:
     return sums_library.places(None, found.lo, found.hi, None, keys)
 
 
-__all__ = ["chunked", "refusal"]
+__all__ = ["chunked", "cuda_refusal", "refusal"]

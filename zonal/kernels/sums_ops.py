@@ -44,6 +44,21 @@ def feature_sums(
     return sums_library.forward(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, decode(spec))
 
 
+@feature_sums.register_kernel("cuda")
+def on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, initial: Tensor | None, log_decay: Tensor | None,
+    key_bias: Tensor | None, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Tensor | None, spec: str, learned: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels, which have no decays and key biases and sum no row apart."""
+    from zonal.kernels.triton import sums_forward
+
+    if log_decay is not None or key_bias is not None:
+        raise PathError("attention: the Triton kernels of path 'chunked' have no decays and no key biases. Set ZONAL_KERNELS=off, and torch runs.")
+    rules = decode(spec)
+    made = sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, rules)
+    return *made, q.new_zeros(q.shape[:3] if rules.guards else (0,), dtype=torch.uint8)
+
+
 @feature_sums.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, initial: Tensor | None, log_decay: Tensor | None,
@@ -79,6 +94,25 @@ def feature_sums_backward(
         # rates that are the operator's own are one row for the whole batch
         q.new_empty(0) if log_decay is None or found.log_decay is None else found.log_decay.sum_to_size(log_decay.shape).to(log_decay.dtype),
         q.new_empty(0) if key_bias is None else _as(key_bias, found.key_bias),
+    )  # fmt: skip
+
+
+@feature_sums_backward.register_kernel("cuda")
+def backward_on_cuda(
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, final: Tensor, apart: Tensor, scale: Tensor,
+    coefficients: Tensor, monomials: Tensor, initial: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, lo: Tensor,
+    hi: Tensor, segment_start: Tensor | None, before: Tensor | None, spec: str, learned: int, asked: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels, of calls that ``on_cuda`` takes."""
+    from zonal.kernels.triton import sums_backward
+
+    found = sums_backward.backward(
+        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, decode(spec), learned
+    )
+    return (
+        found.q, found.k, found.v, _as(scale, found.scale if asked[0] else None), _as(coefficients, found.coefficients if learned else None),
+        _as(monomials, found.monomials if asked[1] else None), q.new_empty(0) if initial is None else _as(initial, found.initial if asked[2] else None),
+        q.new_empty(0), q.new_empty(0),
     )  # fmt: skip
 
 
@@ -133,4 +167,4 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, dfinal: Tensor | None, __: Tensor
 
 feature_sums.register_autograd(_backward, setup_context=_setup)
 
-__all__ = ["decode", "encode", "feature_sums", "feature_sums_backward"]
+__all__ = ["backward_on_cuda", "decode", "encode", "feature_sums", "feature_sums_backward", "on_cuda"]
