@@ -472,8 +472,8 @@ _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 4, 64): Tiling(32, 32, 8, 2, 255),
     ("forward", 4, 128): Tiling(32, 16, 8, 1, 128),
     ("forward", 4, 256): Tiling(16, 32, 8, 1),
-    ("decode", 2, 64): Tiling(64, 32, 4, 4),
-    ("decode", 2, 128): Tiling(32, 32, 4, 3),
+    ("decode", 2, 64): Tiling(64, 32, 4, 4, 255),
+    ("decode", 2, 128): Tiling(32, 32, 4, 3, 255),
     ("decode", 2, 256): Tiling(16, 32, 4, 2),
     ("decode", 4, 64): Tiling(16, 32, 4, 1, 255),
     ("decode", 4, 128): Tiling(16, 32, 8, 1, 128),
@@ -498,20 +498,18 @@ _BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
 # loads that stop short of the padded width take registers of their own
-_NARROWER: dict[tuple[str, int, int], Tiling] = {
-    ("decode", 2, 128): Tiling(32, 32, 4, 2),
-    ("keys", 2, 128): Tiling(32, 128, 8, 1),
-}
+_NARROWER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(32, 128, 8, 1)}
 # so do a key mask, a first key that moves, and weights that stay float32
 _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("forward", 2, 64): Tiling(128, 64, 8, 3),
     ("forward", 2, 128): Tiling(128, 32, 8, 3),
-    ("decode", 2, 64): Tiling(64, 32, 4, 3),
     ("keys", 2, 128): Tiling(16, 128, 8, 2),
     ("queries", 2, 64): Tiling(128, 32, 8, 2),
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
 _CROWDED_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(16, 64, 8, 2)}
+# float16 whose weights stay float32, for triton 3.6
+_WIDE: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(64, 32, 8, 2)}
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
@@ -528,6 +526,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
         tables.append(_BEFORE_HOPPER)
     if traits.edged or traits.key_mask or traits.wide:
         tables += [_CROWDED] if capability >= (9, 0) else [_CROWDED, _CROWDED_BEFORE_HOPPER]
+    if traits.wide:
+        tables.append(_WIDE)
     tiling = next(table[key] for table in reversed(tables) if key in table)
     return tiling if capability in _ROOMY else replace(tiling, stages=1)
 
