@@ -29,8 +29,8 @@ OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
 }  # fmt: skip
 HEADS = 8
-STEPS = 64
-"""Of a loop that decodes."""
+STEPS = 256
+"""Of a loop that decodes. Its first ones find the caches as the peer has left them, full of keys."""
 SHORT = 1024
 
 
@@ -161,7 +161,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
 @torch.no_grad()
 def _steps(name: str, case: Case) -> float:
     """The error of a loop of steps, one token and four at a time, against the float64 definition."""
-    work, worst = Work.of(Case(case.operator, case.dim, 777)), 0.0
+    work, worst = Work.of(Case(case.operator, case.dim, 4 * STEPS + 200)), 0.0
     for tokens in (1, 4):
         q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
         refused = native_decode.refusal(prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features")
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(device)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
-        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 100, peer="decode"), Case("sq", 8, 400, peer="flat")]
+        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 300, peer="decode"), Case("sq", 8, 400, peer="flat")]
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(cases)
     rows, missed = [], []
