@@ -143,7 +143,7 @@ def test_features_are_those_of_memories(degree: int, dim: int) -> None:
             continue  # no link leaves the constant out
         x = torch.randn(1, 1, 1, dim, generator=torch.Generator().manual_seed(dim))
         size = features.dimension(dim)
-        decoder = Decoder(DecodeSpec((1, 1, 1, dim, 1), degree, lowest, "raw", True), torch.ones(1), torch.ones(1, size))
+        decoder = Decoder(DecodeSpec((1, 1, 1, dim, 1), degree, lowest, "raw", False, True), torch.ones(1), torch.ones(1, size))
         _, state = decoder(x, x, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, size, 1), 0, torch.zeros(1, dtype=torch.int64))
         assert torch.allclose(state.flatten(), features(x).flatten(), rtol=1e-6, atol=1e-7)
 
@@ -429,3 +429,16 @@ def test_the_planner_streams_few_tokens_after_sums() -> None:
     call = prepare(m.squared_affine(), q, k, v, causal=True)
     short, long = (Memory.empty(m.squared_affine(), 2, 2, 5, 6).absorb(k.expand(-1, -1, n, -1), v.expand(-1, -1, n, -1)) for n in (10, 5000))
     assert plan.choose(call, memory=short, constants=DEFAULT_CPU).estimates[0] == plan.choose(call, memory=long, constants=DEFAULT_CPU).estimates[0]
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_a_negative_sum_of_a_positive_link_is_no_number(positive: bool) -> None:
+    """It is rounding, which a link that may be negative cannot say."""
+    spec = DecodeSpec((1, 1, 1, 2, 3), 1, 0, "row", positive, False)
+    decoder = Decoder(spec, torch.ones(1), torch.ones(1, 3))
+    state = torch.full((1, 1, 3, 4), 1.0)
+    state[..., -1] = -1.0
+    zeros = torch.zeros(1, 1, 1, 2)
+    y, _ = decoder(zeros, zeros, torch.zeros(1, 1, 1, 3), state, 5, torch.zeros(1, dtype=torch.int64))
+    assert bool(y.isnan().all()) is positive
+    assert positive or torch.equal(y, torch.full_like(y, -1.0))

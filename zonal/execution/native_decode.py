@@ -110,7 +110,7 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     plain = Fused(False, 0.0, 1.0) if fused is None else fused
     spec = DecodeSpec(
         (batch, heads, bound.kv_heads, dim, value_dim), features.degree, features.lowest,
-        "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", call.include_self, plain.normalise, plain.eps,
+        "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self, plain.normalise, plain.eps,
     )  # fmt: skip
     with torch.no_grad():
         monomials = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)

@@ -25,7 +25,7 @@ struct Decoder {
   const float* weights;  // (H or 1, F): the link's coefficient of each feature's power
   const float* roots;    // of powers two and up: the root of the number of ways to write a feature; null below degree three
   const int32_t* tails;  // (degree - 1, D): of power two and up, how many products begin with each number; null below degree three
-  int64_t B, H, Hkv, D, P, F, degree, lowest, heads_weigh, anchor, normalise, include_self;
+  int64_t B, H, Hkv, D, P, F, degree, lowest, heads_weigh, anchor, positive, normalise, include_self;
   float eps;
 };
 
@@ -200,7 +200,10 @@ void head(const Decoder& c, const Step& step, int64_t task, Scratch& scratch) {
       const float* total = sums + (t * groups + g) * width;
       const int64_t seen = step.count - step.padding[b] + t + c.include_self;
       float factor = 1.f;
-      if (c.anchor == ROW) factor = total[c.P] != 0.f ? 1.f / total[c.P] : 0.f;
+      if (c.anchor == ROW) {  // a positive link's row whose sum came out negative has cancelled to nothing but rounding
+        const bool lost = c.positive && total[c.P] < 0.f;
+        factor = lost ? std::numeric_limits<float>::quiet_NaN() : total[c.P] != 0.f ? 1.f / total[c.P] : 0.f;
+      }
       if (c.anchor == COUNT) factor = seen > 0 ? 1.f / static_cast<float>(seen) : 0.f;
       T* y = static_cast<T*>(step.y) + ((b * c.H + kv * groups + g) * tokens + t) * c.P;
       for (int64_t p = 0; p < c.P; ++p) put(y + p, total[p] * factor);

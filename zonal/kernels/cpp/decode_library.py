@@ -18,7 +18,7 @@ CODE = FORMULAS["identity"]
 DTYPES = (torch.float32, torch.bfloat16)
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("scale", "weights", "roots", "tails")
-_SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "normalise", "include_self")
+_SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "positive", "normalise", "include_self")
 _STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
 
 
@@ -33,12 +33,14 @@ class DecodeSpec:
     """The rules of a decoder: y_t = factor_t sum_s l(S_ts) v_s over the tokens of a memory and those up to t, itself only with include_self.
 
     shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S that l is made of. anchor, normalise, eps: as in ``TileSpec``.
+    positive: whether l >= 0 everywhere; a row with a negative sum is then NaN.
     """
 
     shape: tuple[int, int, int, int, int]
     degree: int
     lowest: int
     anchor: Literal["row", "count", "raw"]
+    positive: bool
     include_self: bool
     normalise: bool = False
     eps: float = 1e-12
@@ -65,7 +67,7 @@ class Decoder:
         self._rules = _Decoder(
             **{name: None if x is None else x.data_ptr() for name, x in self._kept.items()}, B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
             F=weights.shape[1], degree=spec.degree, lowest=spec.lowest, heads_weigh=weights.shape[0] > 1, anchor=_ANCHORS[spec.anchor],
-            normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
+            positive=spec.positive, normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
         )  # fmt: skip
         self._address = ctypes.byref(self._rules)
         function = library.load(CODE, SOURCE).zonal_decode
