@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import plan
+from zonal.execution import native_decode, plan
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.dense import dense
@@ -72,6 +72,10 @@ def attention(
     """
     if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
+    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is None:
+        found = native_decode.again(q, k, v, operator, memory, scale)  # a decoder's step: to prepare and to plan it costs more than to run it
+        if found is not None:
+            return found
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(

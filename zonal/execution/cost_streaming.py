@@ -28,7 +28,7 @@ def _stream(p: Problem, tally: Tally) -> float:
     heads, kv, r = p.B * p.H, p.B * p.Hkv, p.D
     tokens = min(p.T, p.S)
     prefix = p.S - tokens
-    tally.views(6 + 6 * tokens)
+    tally.views(6 if p.without_decode is None else 6 + 6 * tokens)
     out = heads * p.T * p.P * 2.0
     if p.kind == "keys":
         # on average half of the sequence is there
@@ -45,6 +45,12 @@ def _stream(p: Problem, tally: Tally) -> float:
     assert p.features is not None
     width = p.P + p.tags.normalises
     state = kv * p.features.dimension(r) * width
+    if p.without_decode is None:  # a compiled kernel: the state read once and written once, and each token in the cache
+        flops = 2.0 * tokens * (kv + heads) * p.features.dimension(r) * width
+        rate = tally.constants.sums or 1.6 * tally.constants.matmul.at(2.0**25) / 2.0**25
+        moved = 2.0 * state * p.itemsize
+        tally.add(flops * rate + moved * tally.constants.traffic, flops=flops, moved=moved, calls=8)
+        return out + 2.0 * state
     directions = 1 + 2 * p.gradients
     trivial = p.features.trivial
     if prefix:

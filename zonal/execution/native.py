@@ -108,18 +108,22 @@ def tiled(call: Call) -> Tensor:
         None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
-    if spec.inference and _plain(q, k, v):
+    if spec.inference and plain(q, k, v):
         return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
     y, *_ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
     return y
 
 
-def _plain(*tensors: Tensor) -> bool:
-    """Whether nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
-    return (
-        not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
-    )  # fmt: skip
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are tensors of the CPU and nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    for x in tensors:  # any() takes twice as long
+        if type(x) is not Tensor or not x.is_cpu:
+            return False
+    return True
 
 
-__all__ = ["VARIABLE", "code_of", "refusal", "tiled"]
+__all__ = ["VARIABLE", "code_of", "plain", "refusal", "tiled"]

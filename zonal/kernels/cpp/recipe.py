@@ -16,9 +16,11 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16", "sums")
+SOURCES = ("tile", "tile_bf16", "sums", "decode")
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
+# the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
+_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",)}
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
@@ -67,7 +69,7 @@ def defines(code: Formula) -> str:
 
 def sources(code: Formula) -> tuple[str, ...]:
     """What is compiled for one of the library's own links ahead of its first use."""
-    return tuple(source for source in SOURCES if source != "sums" or code.name in _POLYNOMIALS)
+    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)))
 
 
 def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
