@@ -301,11 +301,10 @@ struct Walk {
     return at;
   }
 
-  static int64_t floats(const Ridge& c, bool backwards) {
+  static int64_t floats(const Ridge& c) {
     const int64_t r = c.D, rw = up(r, 8), Pw = up(c.P, 8), order = up(r, 4) + 4;
     const int64_t state = 2 * r * rw + 2 * std::max(r * Pw, c.P * rw) + 2 * r * rw;
     const int64_t block = (BLOCK + 1) * rw + 2 * (rw + 8) * BLOCK + BLOCK * Pw + (Pw + 8) * BLOCK + BLOCK * (BLOCK + rw) + (rw + 8) * BLOCK + BLOCK * BLOCK + 2 * BLOCK * std::max(rw, Pw);
-    (void)backwards;
     return doubles * (state + block) + 2 * (r * rw + order * (order + rw) + r * rw) + 16 * 40;
   }
 
@@ -530,7 +529,7 @@ INLINE void each_block(const Span& span, const F& f) {
 
 template <typename F>
 Outcome forward_in(const Task& task, Scratch& room) {
-  room.begin(Walk<F>::floats(task.c, false));
+  room.begin(Walk<F>::floats(task.c));
   Walk<F> walk(task, false, room);
   Outcome state = walk.begin();
   for (size_t i = 0; state == GOOD && i < task.spans.size(); ++i) {
@@ -569,7 +568,7 @@ struct Back {
   const Task& task;
   const int64_t r, rw, P, Pw, queries;
   F *xs, *us, *dkeys, *dvalues, *dy, *dx, *own, *others;
-  F *turned, *symmetric, *cross, *cross_t, *shift, *shift_t;  // sum of u x^T and that plus its transpose; dC, dM and theirs
+  F *turned, *symmetric, *cross, *cross_t, *shift = nullptr, *shift_t = nullptr;  // sum of u x^T and that plus its transpose; dC, dM and theirs
   double* ridge;
 
   static int64_t floats(const Ridge& c, const Task& task) {
@@ -692,7 +691,6 @@ struct Back {
 
   // the sums of later queries as they are multiplied with
   void prepare() {
-    for (int64_t i = 0; i < r; ++i) std::memcpy(symmetric + i * rw, turned + i * rw, sizeof(F) * rw);
     turn(turned, rw, r, r, symmetric, rw);
     for (int64_t i = 0; i < r * rw; ++i) symmetric[i] += turned[i];
     turn(cross, rw, P, r, cross_t, Pw);
@@ -760,7 +758,7 @@ struct Back {
 
 template <typename F>
 void backward_in(const Task& task, Scratch& room) {
-  room.begin(Walk<F>::floats(task.c, true) + Back<F>::floats(task.c, task));
+  room.begin(Walk<F>::floats(task.c) + Back<F>::floats(task.c, task));
   Walk<F> walk(task, true, room);
   Back<F> back(walk, room);
   walk.begin();

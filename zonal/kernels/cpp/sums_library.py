@@ -99,26 +99,18 @@ class _Arguments:
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        hi, edges = torch.maximum(lo, hi), _edges(segment_start, queries)
-        if key_mask is None:
-            index, present = torch.arange(keys, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-        else:
-            # the keys that are there, in order; intervals become intervals of places among them
-            index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
-            rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
-            lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1].to(torch.int32)
+        seen = places(key_mask, lo, hi, segment_start, queries, keys)
         table = tables(spec.degree, spec.lowest, dim)
         tensors = {
             "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
-            "monomials": monomials.float().contiguous(), **table._asdict(), "index": index, "present": present,
-            "lo": lo.to(torch.int32).contiguous(), "hi": hi.to(torch.int32).contiguous(), "edges": edges.to(torch.int32).contiguous(),
+            "monomials": monomials.float().contiguous(), **table._asdict(), **seen._asdict(),
             "initial": None if initial is None else initial.float().contiguous(), "before": None if before is None else before.double().contiguous(),
         }  # fmt: skip
         self.kept = tensors
         self.call = _Sums(
             **{name: None if x is None else x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
             vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, F=table.left.shape[0],
-            low=table.low_left.shape[0], powers=monomials.shape[1], segments=edges.shape[0] - 1, by_batch=key_mask is not None,
+            low=table.low_left.shape[0], powers=monomials.shape[1], segments=seen.edges.shape[0] - 1, by_batch=key_mask is not None,
             numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=split,
         )  # fmt: skip
 
@@ -126,6 +118,29 @@ class _Arguments:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
             self.kept[name] = x
+
+
+class Places(NamedTuple):
+    """Who sees whom, int32. index (B or 1, S): the keys that are there, in order, then the others; present (B or 1): how many; lo, hi (B or
+    1, T): the places in it that a query sees, hi >= lo; edges: borders of documents among the queries."""
+
+    index: Tensor
+    present: Tensor
+    lo: Tensor
+    hi: Tensor
+    edges: Tensor
+
+
+def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, queries: int, keys: int) -> Places:
+    """The keys that each query may see, [lo, hi) before ``key_mask`` (B, S), as places among those that are there."""
+    hi = torch.maximum(lo, hi)
+    if key_mask is None:
+        index, present = torch.arange(keys), torch.tensor([keys])
+    else:
+        index = torch.argsort(~key_mask, dim=1, stable=True)
+        rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
+        lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1]
+    return Places(*(x.to(torch.int32).contiguous() for x in (index, present, lo, hi, _edges(segment_start, queries))))
 
 
 def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
@@ -218,4 +233,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Gradients", "Tables", "backward", "forward", "state_shape", "tables"]
+__all__ = ["SOURCE", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]
