@@ -58,11 +58,14 @@ namespace {
 
 // ---- products ----------------------------------------------------------------------------------------------------------------------------
 
+typedef double V4 __attribute__((vector_size(32), aligned(8), may_alias));
 template <typename F>
 struct Lane {
-  typedef F Vector __attribute__((vector_size(32), aligned(sizeof(F)), may_alias));
+  using Vector = std::conditional_t<sizeof(F) == 4, V8, V4>;
   static constexpr int count = 32 / sizeof(F);
 };
+INLINE V8 all(float x) { return V8{x, x, x, x, x, x, x, x}; }  // V8{} + x is an addition more
+INLINE V4 all(double x) { return V4{x, x, x, x}; }
 template <typename F>
 INLINE typename Lane<F>::Vector& at(F* p) { return *reinterpret_cast<typename Lane<F>::Vector*>(p); }
 template <typename F>
@@ -84,7 +87,7 @@ APART void tile(const F* a, int64_t a_step, const F* b, int64_t b_step, int64_t 
     X row[W];
     EACH_VECTOR row[w] = at(b + w * l);
     EACH_ROW {
-      const X number = X{} + (ACROSS ? a[r] : a[r * a_step]);
+      const X number = all(ACROSS ? a[r] : a[r * a_step]);
       EACH_VECTOR sums[r][w] += number * row[w];
     }
     a += ACROSS ? a_step : 1;
@@ -255,11 +258,22 @@ struct Task {
   int64_t row(int64_t g, int64_t t) const { return (b * c.H + head(g)) * c.T + t; }
 };
 
+// a . b in sums of their own: one alone would wait for itself at every step
+template <typename F, typename A, typename B>
+F inner(const A* a, const B* b, int64_t n) {
+  F parts[16] = {};
+  int64_t d = 0;
+  for (; d + 16 <= n; d += 16)
+    for (int i = 0; i < 16; ++i) parts[i] += static_cast<F>(a[d + i]) * static_cast<F>(b[d + i]);
+  for (int i = 0; d < n; ++d, ++i) parts[i] += static_cast<F>(a[d]) * static_cast<F>(b[d]);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
 template <typename F>
 F length(const float* k, int64_t n) {
-  F total = 0;
-  for (int64_t d = 0; d < n; ++d) total += static_cast<F>(k[d]) * k[d];
-  return std::sqrt(total);
+  return std::sqrt(inner<F>(k, k, n));
 }
 
 // Of some rows: how many keys of the block each sees, which rises, and from which row on each key is seen.
@@ -633,11 +647,7 @@ struct Back {
       F* u = kept(us, k, g, t0);
       walk.apply(dx, count, seen, u);
       double along = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        F total = 0;
-        for (int64_t d = 0; d < r; ++d) total += u[i * rw + d] * x[i * rw + d];
-        along += total;
-      }
+      for (int64_t i = 0; i < count; ++i) along += inner<F>(u + i * rw, x + i * rw, r);
       *ridge -= along;
       if (n > 0) {
         if (k < last) walk.near(x, rw, count, walk.keys_t, r, seen, own);
@@ -660,12 +670,8 @@ struct Back {
     for (int64_t i = 0; i < count; ++i) {
       const float* q = task.query(g, t0 + i);
       float* dq = c.dq + task.row(g, t0 + i) * r;
-      F along = 0;
-      for (int64_t d = 0; d < r; ++d) {
-        along += u[i * rw + d] * q[d];
-        dq[d] = static_cast<float>(scale * u[i * rw + d]);
-      }
-      *dscale += along;
+      for (int64_t d = 0; d < r; ++d) dq[d] = static_cast<float>(scale * u[i * rw + d]);
+      *dscale += inner<F>(u + i * rw, q, r);
     }
   }
 
@@ -722,9 +728,7 @@ struct Back {
       const F norm = length<F>(k, r);
       if (!(norm > c.limit)) continue;
       float* dk = c.dk + ((task.b * c.Hkv + task.kv) * c.S + task.index[s]) * r;
-      F along = 0;
-      for (int64_t d = 0; d < r; ++d) along += static_cast<F>(dk[d]) * k[d];
-      along /= norm * norm;
+      const F along = inner<F>(dk, k, r) / (norm * norm);
       const F scale = static_cast<F>(c.limit) / norm;
       for (int64_t d = 0; d < r; ++d) dk[d] = static_cast<float>(scale * (dk[d] - along * k[d]));
     }
