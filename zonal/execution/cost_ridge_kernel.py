@@ -8,8 +8,8 @@ from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
 # of ridge.cpp: keys of a block, keys without a query that are only summed up, and tokens from one inverse to the next
-_BLOCK = 32
-_FAR = 4 * _BLOCK
+_BLOCK = 16
+_FAR = 8 * _BLOCK
 _REMAKE = 1024
 
 

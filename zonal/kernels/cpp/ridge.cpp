@@ -18,13 +18,13 @@
 #include <vector>
 
 #ifndef ZONAL_BLOCK
-#define ZONAL_BLOCK 32
+#define ZONAL_BLOCK 16
 #endif
 
 namespace {
 
 constexpr int BLOCK = ZONAL_BLOCK;      // keys of a block, and rows taken through it at once
-constexpr int64_t FAR = 4 * BLOCK;      // so many keys without a query between them are summed up, and P is made from the sum
+constexpr int64_t FAR = 8 * BLOCK;      // so many keys without a query between them are summed up, and P is made from the sum
 constexpr int64_t REMAKE = 1024;        // tokens after which P is made again from G
 constexpr double LOST = 1e-3;           // eps |G + rho I| |P| from which on float32 is not enough
 enum Outcome { GOOD = 0, DOUBLE = 1, INDEFINITE = 2 };
@@ -61,8 +61,13 @@ namespace {
 typedef double V4 __attribute__((vector_size(32), aligned(8), may_alias));
 template <typename F>
 struct Lane {
-  using Vector = std::conditional_t<sizeof(F) == 4, V8, V4>;
-  static constexpr int count = 32 / sizeof(F);
+  using Vector = V8;
+  static constexpr int count = 8;
+};
+template <>
+struct Lane<double> {
+  using Vector = V4;
+  static constexpr int count = 4;
 };
 INLINE V8 all(float x) { return V8{x, x, x, x, x, x, x, x}; }  // V8{} + x is an addition more
 INLINE V4 all(double x) { return V4{x, x, x, x}; }
@@ -258,17 +263,18 @@ struct Task {
   int64_t row(int64_t g, int64_t t) const { return (b * c.H + head(g)) * c.T + t; }
 };
 
-// a . b in sums of their own: one alone would wait for itself at every step
+// a . b
 template <typename F, typename A, typename B>
 F inner(const A* a, const B* b, int64_t n) {
-  F parts[16] = {};
-  int64_t d = 0;
-  for (; d + 16 <= n; d += 16)
-    for (int i = 0; i < 16; ++i) parts[i] += static_cast<F>(a[d + i]) * static_cast<F>(b[d + i]);
-  for (int i = 0; d < n; ++d, ++i) parts[i] += static_cast<F>(a[d]) * static_cast<F>(b[d]);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-  return parts[0];
+  if constexpr (std::is_same_v<F, float>) return dot(a, b, n);
+  F total = 0;
+  for (int64_t d = 0; d < n; ++d) total += static_cast<F>(a[d]) * static_cast<F>(b[d]);
+  return total;
+}
+
+// rows of tensors come from far away: those of the next block are on their way while this one is worked on
+INLINE void fetch(const float* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i);
 }
 
 template <typename F>
@@ -420,6 +426,10 @@ struct Walk {
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
+      if (s + BLOCK < task.spans.back().to) {
+        fetch(task.key(s + BLOCK), r);
+        fetch(task.value(s + BLOCK), P);
+      }
     }
     std::memset(keys + (n + 1) * rw, 0, sizeof(F) * (BLOCK - n) * rw);
     std::memset(values + n * Pw, 0, sizeof(F) * (BLOCK - n) * Pw);
@@ -509,6 +519,7 @@ struct Walk {
       const float* q = task.query(g, t0 + i);
       for (int64_t d = 0; d < r; ++d) to[i * rw + d] = scale * q[d];
       for (int64_t d = r; d < rw; ++d) to[i * rw + d] = 0;
+      if (t0 + i + BLOCK < task.end) fetch(task.query(g, t0 + i + BLOCK), r);
     }
   }
 
