@@ -144,8 +144,9 @@ class Operator(nn.Module):
                 "use score.Cosine() with temperature >= 1"
             )
         if isinstance(self.anchor, Row) and not self.tags.positive and not self.anchor.allow_signed:
+            what = f"{type(self.score).__name__} scores" if isinstance(self.link, Identity) else f"{type(self.link).__name__} values"
             return (
-                f"anchor Row divides by a sum of {type(self.link).__name__} values, which may be negative and cancel; "
+                f"anchor Row divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
             )
         if self.anchor.solves and any(isinstance(p, ALiBi | Decay) for p in self.prior):

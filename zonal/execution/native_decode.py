@@ -85,7 +85,7 @@ def _temperature(fused: Fused | None) -> Tensor | None:
 
 def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     """y (B, H, T, P) and the memory after the call's tokens, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
-    batch, heads, tokens, _, _, value_dim = call.shape
+    batch, heads, _, _, _, value_dim = call.shape
     scale = None if call.raw is None else call.raw.scale
     fused = None if call.raw is None else call.bound.score.fused(call.head_dim, call.bound.score_params, scale)
     kept = _decoder(call, (heads, call.bound.kv_heads, call.head_dim, value_dim, batch, scale, call.raw is None), fused)
@@ -108,7 +108,6 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     assert features is not None
     batch, heads, _, _, dim, value_dim = call.shape
     plain = Fused(False, 0.0, 1.0) if fused is None else fused
-    temperature = _temperature(plain)
     spec = DecodeSpec(
         (batch, heads, bound.kv_heads, dim, value_dim), features.degree, features.lowest,
         "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", call.include_self, plain.normalise, plain.eps,
@@ -116,9 +115,10 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     with torch.no_grad():
         monomials = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)
         weights = features.scale(monomials.float(), dim)
-        scale = torch.full((heads,), plain.scale) if temperature is None else temperature
+        scale = plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale)
         decoder = Decoder(spec, scale, weights)
     fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
+    temperature = _temperature(fused)
     kept = known[key] = _Kept(decoder, bound, fused, None if temperature is None else temperature.detach().clone(), fixed)
     return kept
 
@@ -133,12 +133,12 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
 
     That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
     """
-    known = _made.get(operator)
-    if known is None or type(memory) is not FeatureSums or memory.operator is not operator:
-        return None
     if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
         return None
-    if q.ndim != 4:
+    if type(memory) is not FeatureSums or memory.operator is not operator:
+        return None
+    known = _made.get(operator)
+    if known is None or q.ndim != 4:
         return None
     (batch, heads, key_dim, value_dim, _, _), state, dtype = memory.form, memory.state, q.dtype
     _, query_heads, tokens, _ = shape = q.shape
