@@ -67,7 +67,7 @@ class Explanation:
 
     @property
     def decode(self) -> str:
-        """What runs the streaming path's few tokens after a memory of sums over features."""
+        """What runs the streaming path's few tokens after a memory of sums."""
         reason = self.problem.without_decode
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
