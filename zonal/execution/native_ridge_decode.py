@@ -73,7 +73,7 @@ class _Kept(NamedTuple):
     learned: tuple[tuple[int, int], ...]
 
 
-# of each operator, by (heads, key heads, key dim, scale, whether queries and keys come prepared)
+# of each operator, by (heads, key heads, key dim, scale)
 _made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
 
 
@@ -94,15 +94,15 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
         scale = (scale if factor is None else scale * factor).contiguous()
     kept = _Kept(bound, clipped, scale, call.include_self, _learned(call.operator))
+    q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
+    if q.dtype not in ridge_decode_library.DTYPES:
+        q, k, v = q.float(), k.float(), v.float()
+    y, after = _step(kept, memory, q, k, v)
     if raw is not None:
         known = _made.setdefault(call.operator, {})
         if len(known) >= _KEPT:
             known.clear()
         known[heads, bound.kv_heads, call.head_dim, raw.scale] = kept
-    q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
-    if q.dtype not in ridge_decode_library.DTYPES:
-        q, k, v = q.float(), k.float(), v.float()
-    y, after = _step(kept, memory, q, k, v)
     return y.to(call.dtype), after
 
 

@@ -75,12 +75,12 @@ APART void add_outer(const double* from, const double* a, const double* b, doubl
   }
 }
 
-struct Head {  // a head's memory as it is now, and where its next state goes
+struct Now {  // a head's memory as it is now, and where its next state goes
   const double *gram, *cross, *inverse, *shift, *last;
 };
 
 template <typename T>
-void read(const Step& c, const Head& now, int64_t b, int64_t h, int64_t t, double* room) {
+void read(const Step& c, const Now& now, int64_t b, int64_t h, int64_t t, double* room) {
   double *x = room, *y = room + std::max(c.r, c.P);
   const T* q = static_cast<const T*>(c.q) + b * c.qs.batch + h * c.qs.head + t * c.qs.token;
   for (int64_t d = 0; d < c.r; ++d) y[d] = c.scale[h] * number(q[d]);
@@ -100,7 +100,7 @@ void head(const Step& c, int64_t task, Scratch& scratch) {
   scratch.begin(2 * (4 * most + 16));
   double* room = reinterpret_cast<double*>(scratch.take(2 * 2 * most));
   double *z = reinterpret_cast<double*>(scratch.take(2 * most)), *v = reinterpret_cast<double*>(scratch.take(2 * most));
-  Head now{c.gram + task * square, c.cross + task * c.P * c.r, c.inverse + task * square, nullptr, nullptr};
+  Now now{c.gram + task * square, c.cross + task * c.P * c.r, c.inverse + task * square, nullptr, nullptr};
   if (c.power > 0) {
     now.shift = c.shift + task * square;
     now.last = c.last + task * c.r;

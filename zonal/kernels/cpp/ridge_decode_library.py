@@ -20,7 +20,7 @@ _STEP = struct.Struct("=24qd16q")  # ``Step`` of ridge_decode.cpp
 
 
 class Sums(NamedTuple):
-    """What a step reads and what it leaves, float64 and contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0
+    """What a step reads and what it leaves, float64: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0
     shift (B, Hkv, r, r), first and last key (B, Hkv, r)."""
 
     gram: Tensor
@@ -58,6 +58,7 @@ def step(
     if not at[0][3] == at[1][3] == at[2][3] == 1:
         q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
         at = (q.stride(), k.stride(), v.stride())
+    before = Sums(*(None if x is None else x.contiguous() for x in before))  # type: ignore[arg-type]
     y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
     after = Sums(*(None if x is None else torch.empty_like(x) for x in before))  # type: ignore[arg-type]
     packed = _STEP.pack(
