@@ -379,12 +379,13 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, tensors = m.ska(), sample(200)
-    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
+    expected = zonal.attention(*(x.double() for x in tensors), operator, causal=True, path="dense")
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="chunked"), expected, atol=1e-4)
+        y = zonal.attention(*tensors, operator, causal=True, path="chunked")
+    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,7 @@ struct Walk {
   const double rho;
   int64_t since = 0;    // tokens since P was made from G
   int64_t n = 0;        // keys of the block
+  bool finite = true;   // its values are
   bool backwards;
   F *inverse, *sums, *cross, *cross_t = nullptr, *shift = nullptr, *shift_t = nullptr;
   double *gram, *system, *inverted;
@@ -418,6 +419,7 @@ struct Walk {
   // keys [from, to) with the one before them, their values, and what is across
   void load_block(int32_t from, int32_t to, bool across) {
     n = to - from;
+    finite = true;
     if (from > task.start) put_key(from - 1, keys);
     else
       for (int64_t d = 0; d < r; ++d) keys[d] = c.last == nullptr ? F(0) : static_cast<F>(c.last[(task.b * c.Hkv + task.kv) * r + d]);
@@ -426,6 +428,7 @@ struct Walk {
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
+      finite = finite && std::isfinite(dot(v, v, P));
       if (s + BLOCK < task.spans.back().to) {
         fetch(task.key(s + BLOCK), r);
         fetch(task.value(s + BLOCK), P);
@@ -538,7 +541,10 @@ struct Walk {
     whole<SET, false>(count, r, Pw, more, rw, cross_t, Pw, out, Pw);
     if (n > 0) {
       near(more, rw, count, keys_t, r, seen, scores);
-      weigh<ADD>(scores, count, values, Pw, Pw, seen, out, Pw);
+      if (finite) weigh<ADD>(scores, count, values, Pw, Pw, seen, out, Pw);
+      // rows that do not see a value must not take zero times what is no number
+      else
+        for (int64_t i = 0; i < count; ++i) whole<ADD, false>(1, seen.keys[i], Pw, scores + i * BLOCK, BLOCK, values, Pw, out + i * Pw, Pw);
     }
     if (static_cast<void*>(out) == y) return;
     for (int64_t i = 0; i < count; ++i)

@@ -110,7 +110,7 @@ def backward(
     segment_start: Tensor | None, before: Before, power: int, limit: float, started: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of ``forward``, where ``doubled`` is its second result. started: whether the memory gets some."""
-    (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
+    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, power, limit)
     memory = Before(*(torch.zeros(x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
     # an unfinished sum a task, so that the order of threads does not matter
