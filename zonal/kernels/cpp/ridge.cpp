@@ -243,7 +243,8 @@ struct Task {
     const int32_t limit = std::max(hi[end - 1], from);
     for (int64_t t = first; t < end;) {
       const int32_t next = std::max(hi[t], from);
-      if (next - from >= FAR) {
+      // at the very start P is at its largest, and steps from there lose most digits
+      if (next - from >= FAR || (from == start && next - from > 1)) {
         spans.push_back({t, t, from, next, true});
         from = next;
       }
