@@ -190,9 +190,9 @@ def _slightly_wrong(self: Link, x: Tensor, c: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("path", "name", "target", "wrong"),
     [
-        ("tiled", "yat", "zonal.algebra.link.Yat.derivative", lambda self, x, c: 2 * x * (2 + 0.1 - x) / (2 + 0.1 - 2 * x).square() * (1 + 1e-6)),
-        ("tiled", "sko", "zonal.algebra.link.Gegenbauer.coefficient_vjp", lambda self, x, g, c: torch.zeros_like(c, dtype=torch.float64)),
-        ("tiled", "softmax", "zonal.execution.tiled._folded", lambda x, groups: x * (1 + 1e-6)),
+        ("tiled", "yat", "zonal.algebra.link.Yat.derivative_into", lambda self, x, c, out: 2 * x * (2 + 0.1 - x) / (2 + 0.1 - 2 * x).square() * (1 + 1e-6)),
+        ("tiled", "sko", "zonal.algebra.link.Gegenbauer.coefficient_vjp_into", lambda self, x, g, c, spare: torch.zeros_like(c, dtype=torch.float64)),
+        ("tiled", "softmax", "zonal.execution.tiled._add_product", lambda total, a, b, scratch: total.add_(a @ b, alpha=1 + 1e-6)),
     ],
 )
 def test_suite_sees_a_broken_kernel(path: str, name: str, target: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The planner: its choice, its estimates against what really happens, and what it refuses."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -262,12 +263,17 @@ RUN = {
 }
 
 
+def _baddbmm_flops(total: torch.Size, a: torch.Size, b: torch.Size, **ignored: object) -> int:
+    return 2 * math.prod(total) * a[2]
+
+
 def measure(spec: str, shape: dict, path: str) -> tuple[cost.Estimate, LiveMemory, int]:
     operator = m.resolve(spec)
     call = call_of(operator, **shape)
     problem = problem_of(call)
     estimate = cost.MODELS[path](problem, DEFAULT_CPU)
-    counter = FlopCounterMode(display=False)
+    # torch's own counter knows no baddbmm in place
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: _baddbmm_flops})
     call.tokens  # noqa: B018 - what the score prepares is no path's own
     with LiveMemory() as live, counter:
         y = RUN[path](call)
@@ -288,7 +294,7 @@ def test_estimates_are_near_what_happens(spec: str, shape: dict, path: str) -> N
     estimate, live, flops = measure(spec, shape, path)
     assert live.peak / 2.2 < estimate.peak_bytes < live.peak * 2.2
     assert live.calls / 2.2 < estimate.calls < live.calls * 2.2
-    # torch's counter knows no in-place baddbmm, which the ridge is made of, and no backward of a factorisation
+    # torch's counter knows no backward of a factorisation
     slack = 1.35 if call.tags.solves else 1.02
     assert flops * 0.99 / (1.15 if call.tags.solves else 1) <= estimate.products <= flops * slack
 
@@ -351,7 +357,7 @@ def test_blocks_see_the_keys_of_their_queries(name: str, case_name: str, size: i
     blocks = problem_of(call).span.blocks(case.queries, case.keys, size)
     assert [block.start for block in blocks] == list(range(0, case.queries, size))
     for block in blocks:
-        expected = call.visibility.key_range(block.start, block.stop)
+        expected = call.visibility.rows(block.start, block.stop)[:2]
         got = (block.lo, block.hi) if block.hi > block.lo else (0, 0)
         if call.visibility.packed:
             # a document's first query may see nothing, and the rule does not look inside a block
@@ -361,7 +367,7 @@ def test_blocks_see_the_keys_of_their_queries(name: str, case_name: str, size: i
         else:
             assert got == expected
         if block.whole and block.hi > block.lo:
-            assert call.visibility.all_visible(block.start, block.stop, block.lo, block.hi)
+            assert call.visibility.rows(block.start, block.stop).all_see(block.lo, block.hi)
 
 
 def test_planning_is_cheap() -> None:
@@ -437,7 +443,7 @@ def test_tiles_are_counted(operator: Operator, queries: int, keys: int, causal: 
     expected: dict[bool, int] = {False: 0, True: 0}
     for t0 in range(0, queries, rows):
         t1 = min(t0 + rows, queries)
-        lo, hi = call.visibility.key_range(t0, t1)
+        lo, hi = call.visibility.rows(t0, t1)[:2]
         for s0 in range(lo, hi, cols):
             expected[call.visibility.tile(t0, t1, s0, min(s0 + cols, hi), torch.device("cpu")) is not None] += 1
     assert sum(counted.values()) == sum(expected.values())

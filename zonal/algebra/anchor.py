@@ -41,6 +41,12 @@ class State(NamedTuple):
     top: Tensor
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a @ b in place, without the product's own buffer: total contiguous (B, H, T, P), a (B, H, T, S), b (B, H, S, P)."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    return total
+
+
 class Anchor(Declaration):
     """From a kernel to weights. ``solves``: needs the kernel among keys. ``include_self``: whether a causal query sees its own key by default."""
 
@@ -73,12 +79,13 @@ class SumAnchor(Anchor):
         """
         if not log:
             mass = state.mass.add_(kernel.sum(-1, keepdim=True)) if self.normalises else state.mass
-            return State(state.total.add_(kernel @ v), mass, state.top)
+            return State(_add_product(state.total, kernel, v), mass, state.top)
         top = torch.maximum(state.top, kernel.amax(-1, keepdim=True))
         safe = top.masked_fill(top == float("-inf"), 0)
         part = kernel.sub_(safe).exp_()
         keep = (state.top - safe).exp_()
-        return State(state.total.mul_(keep).add_(part @ v), state.mass.mul_(keep).add_(part.sum(-1, keepdim=True)), top)
+        total = _add_product(state.total.mul_(keep), part, v)
+        return State(total, state.mass.mul_(keep).add_(part.sum(-1, keepdim=True)), top)
 
     def combine(self, a: State, b: State, log: bool) -> State:
         """The sum over both sets of keys. Associative and commutative."""

@@ -20,36 +20,39 @@ from zonal.formula import FORMULAS, Formula
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 
 
-def horner(x: Tensor, c: Tensor) -> Tensor:
-    """sum_k c[k] x^k for c (n, H, 1, 1)."""
+def horner(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """sum_k c[k] x^k for c (n, H, 1, 1); in ``out`` where it is given and no graph is recorded."""
     if c.shape[0] == 1:
         return c[0].expand(x.shape)
-    # one buffer for all steps where no graph is recorded: fresh buffers cost more than the arithmetic
-    in_place = not (torch.is_grad_enabled() and (x.requires_grad or c.requires_grad))
+    if torch.is_grad_enabled() and (x.requires_grad or c.requires_grad):
+        y = torch.addcmul(c[-2], c[-1], x)
+        for k in range(c.shape[0] - 3, -1, -1):
+            y = torch.addcmul(c[k], y, x)
+        return y
     # two calls that vectorise are faster than one with two scalars, which does not
-    out = (x * c[-1]).add_(c[-2]) if in_place else torch.addcmul(c[-2], c[-1], x)
-    for k in range(c.shape[0] - 3, -1, -1):
-        out = torch.addcmul(c[k], out, x, out=out) if in_place else torch.addcmul(c[k], out, x)
-    return out
+    *lower, second, first = c.unbind()
+    y = torch.mul(x, first, out=out).add_(second)
+    for lower_one in reversed(lower):
+        torch.addcmul(lower_one, y, x, out=y)
+    return y
 
 
-def horner_derivative(x: Tensor, c: Tensor) -> Tensor:
-    """sum_k k c[k] x^(k-1)."""
+def horner_derivative(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """sum_k k c[k] x^(k-1); ``out`` as for ``horner``."""
     if c.shape[0] == 1:
         return torch.zeros_like(x)
     powers = torch.arange(1, c.shape[0], dtype=c.dtype, device=c.device).view(-1, 1, 1, 1)
-    return horner(x, c[1:] * powers)
+    return horner(x, c[1:] * powers, out)
 
 
-def power_sums(x: Tensor, grad: Tensor, count: int) -> Tensor:
-    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64."""
-    sums, term = [], grad
-    for k in range(count):
-        # float32 inside a tile, float64 across tiles: summing 1e7 small terms in float32 loses three digits
-        sums.append(term.sum((-1, -2)).double().sum(0))
-        if k + 1 < count:
-            term = term * x if k == 0 else term.mul_(x)
-    return torch.stack(sums).view(count, -1, 1, 1)
+def power_sums(x: Tensor, grad: Tensor, count: int, spare: Tensor | None = None) -> Tensor:
+    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64. spare: a buffer of x's shape that may be used up."""
+    sums, term = [grad.sum((-1, -2))], grad
+    for k in range(1, count):
+        term = torch.mul(term, x, out=spare) if k == 1 else term.mul_(x)
+        sums.append(term.sum((-1, -2)))
+    # float32 inside a tile, float64 across tiles: summing 1e7 small terms in float32 loses three digits
+    return torch.stack(sums).double().sum(1).view(count, -1, 1, 1)
 
 
 class Link(Declaration):
@@ -96,6 +99,18 @@ class Link(Declaration):
     def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
         """Gradient of sum(grad * value(x, c)) with respect to c, in float64."""
         return torch.zeros(0, 1, 1, 1, dtype=torch.float64, device=x.device)
+
+    # The same three for tiles of one shape after another, without a graph. The last argument is a buffer of x's shape that may be used, and
+    # returned: a fresh one a tile costs more than the arithmetic. A link that does not care leaves them alone.
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.value(x, c)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.derivative(x, c)
+
+    def coefficient_vjp_into(self, x: Tensor, grad: Tensor, c: Tensor, spare: Tensor) -> Tensor:
+        return self.coefficient_vjp(x, grad, c)
 
 
 @dataclass(frozen=True)
@@ -249,6 +264,15 @@ class Gegenbauer(Link):
         sums = [(grad * r).sum((-1, -2)).double().sum(0) for r in gegenbauer.basis(x, c.shape[0], self.manifold_dim)]
         return torch.stack(sums).view(c.shape[0], -1, 1, 1)
 
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.value(x, c) if self.clenshaw else horner(x, c, out)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.derivative(x, c) if self.clenshaw else horner_derivative(x, c, out)
+
+    def coefficient_vjp_into(self, x: Tensor, grad: Tensor, c: Tensor, spare: Tensor) -> Tensor:
+        return self.coefficient_vjp(x, grad, c) if self.clenshaw else power_sums(x, grad, c.shape[0], spare)
+
     def moves(self) -> tuple[Move, ...]:
         return (
             Move("assumed", "link", f"the kernel is zonal: a polynomial of degree <= {self.degree} in the cosine"),
@@ -265,7 +289,7 @@ class Yat(Link):
     eps: float = 0.01
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Yat: eps must be > 0 (the kernel is unbounded at 0), received {self.eps}.")
+        require(0 < self.eps < math.inf, f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.")
 
     @property
     def positive(self) -> bool:
@@ -285,6 +309,15 @@ class Yat(Link):
     def derivative(self, x: Tensor, c: Tensor) -> Tensor:
         gap = 2 + self.eps - 2 * x
         return 2 * x * (2 + self.eps - x) / gap.square()
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        gap = torch.mul(x, -2, out=out).add_(2 + self.eps)
+        return torch.div(x, gap, out=gap).mul_(x)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        gap = torch.mul(x, -2, out=out).add_(2 + self.eps)
+        part = torch.div(x, gap, out=gap)
+        return torch.addcmul(part, part, part, out=part).mul_(2)  # 2 u (1 + u) with u = x / gap
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("assumed", "link", f"evidence is alignment squared over distance squared (eps = {self.eps:g})"),)
@@ -331,6 +364,15 @@ class SquaredAffine(Link):
 
     def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
         return power_sums(x, 2 * grad * (x + c[0]), 1)
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return torch.add(x, c[0], out=out).square_()
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return torch.add(x, c[0], out=out).mul_(2)
+
+    def coefficient_vjp_into(self, x: Tensor, grad: Tensor, c: Tensor, spare: Tensor) -> Tensor:
+        return power_sums(x, torch.add(x, c[0], out=spare).mul_(2).mul_(grad), 1)
 
     def moves(self) -> tuple[Move, ...]:
         return (
@@ -388,6 +430,12 @@ class PolynomialSquare(Link):
 
     def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
         return power_sums(x, 2 * grad * horner(x, c), c.shape[0])
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return horner(x, c, out).square_().add_(self.floor)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return horner(x, c, out).mul_(2).mul_(horner_derivative(x, c))
 
     def moves(self) -> tuple[Move, ...]:
         return (

@@ -123,18 +123,42 @@ class Intervals(NamedTuple):
     position: Tensor
 
 
+Rule = tuple[int, int, tuple[Prior, ...], bool, bool]  # queries, keys, priors, causal, include_self
+
+
+class Rows(NamedTuple):
+    """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the first one's hi, where each next
+    one sees one more, else None. The key mask may forbid more."""
+
+    first: int
+    last: int
+    common: int
+    until: int
+    edge: int | None
+
+    def all_see(self, s0: int, s1: int) -> bool:
+        """Whether the rule forbids nothing among the keys [s0, s1)."""
+        return self.common <= s0 and s1 <= self.until
+
+    def diagonal(self, s0: int) -> int | None:
+        """The d for which the mask of keys from s0 on is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where it has another shape."""
+        return None if self.edge is None or self.common > s0 else self.edge - s0 - 1
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which keys each query may see: s in [lo_t, hi_t) and key_mask[b, s].
 
     made: the intervals, or what makes them when they are asked for (a kernel that knows the rules does without).
     key_mask: bool (B, S) or None. edges: borders of packed documents, int64 (N + 1,) on the CPU, None without packing.
+    rule: what the intervals follow from where that is plain values, so that they can be kept from call to call (``intervals_of``); else None.
     """
 
     made: Intervals | Callable[[], Intervals]
     keys: int
     key_mask: Tensor | None = None
     edges: Tensor | None = None
+    rule: Rule | None = None
     _kept: list[Intervals] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -168,37 +192,27 @@ class Visibility:
 
     def tail(self, first: int) -> "Visibility":
         """Without the first queries."""
-        return replace(self, made=Intervals(*(x[first:] for x in self.intervals)))
+        return replace(self, made=Intervals(*(x[first:] for x in self.intervals)), rule=None)
 
     @property
     def nested(self) -> bool:
         """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
         return bool((self.lo <= self.segment_start).all())
 
-    def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The keys that any query in [start, stop) may see."""
+    def rows(self, start: int, stop: int) -> "Rows":
+        """What the interval rule says of the queries [start, stop), as plain numbers."""
         lo, hi = self.lo[start:stop], self.hi[start:stop]
         open_ = hi > lo
         if not bool(open_.any()):
-            return 0, 0
-        return int(lo[open_].min()), int(hi[open_].max())
-
-    def all_visible(self, t0: int, t1: int, s0: int, s1: int) -> bool:
-        """Whether the interval rule forbids nothing in this tile (the key mask may still)."""
-        return bool((self.lo[t0:t1] <= s0).all() and (self.hi[t0:t1] >= s1).all())
-
-    def diagonal(self, t0: int, t1: int, s0: int, s1: int) -> int | None:
-        """The d for which a tile's mask is s - s0 <= t - t0 + d, as ``torch.tril`` has it; None where the mask has another shape."""
-        if self.key_mask is not None or t1 <= t0:
-            return None
-        edge = self.hi[t0:t1] - torch.arange(t0, t1)
-        first = int(edge[0])
-        return first + t0 - s0 - 1 if bool((edge == first).all()) and bool((self.lo[t0:t1] <= s0).all()) else None
+            return Rows(0, 0, 0, 0, None)
+        edge = hi - torch.arange(start, stop)
+        straight = int(edge[0]) if bool((edge == edge[0]).all()) else None
+        return Rows(int(lo[open_].min()), int(hi[open_].max()), int(lo.max()), int(hi.min()), None if straight is None else straight + start)
 
     def tile(self, t0: int, t1: int, s0: int, s1: int, device: torch.device) -> Tensor | None:
         """The mask of a tile, broadcastable to (B, 1, t, s); None where nothing is forbidden."""
         mask = None
-        if not self.all_visible(t0, t1, s0, s1):
+        if not self.rows(t0, t1).all_see(s0, s1):
             s = torch.arange(s0, s1)
             mask = ((s >= self.lo[t0:t1, None]) & (s < self.hi[t0:t1, None])).to(device)[None, None]
         if self.key_mask is not None:
@@ -261,10 +275,12 @@ def visibility(
     if cu_seqlens is not None:
         edges = checked_cu_seqlens(cu_seqlens, keys)
         require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
-    return Visibility(functools.partial(_intervals, queries, keys, priors, causal, include_self, edges), keys, key_padding_mask, edges)
+    rule = (queries, keys, priors, causal, include_self)
+    return Visibility(functools.partial(intervals_of, *rule, edges), keys, key_padding_mask, edges, rule if edges is None else None)
 
 
-def _intervals(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None) -> Intervals:
+def intervals_of(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None = None) -> Intervals:
+    """The intervals of ``visibility``'s rules. edges: of packed documents."""
     mode: Literal["none", "causal", "chunk"] = "causal" if causal else "none"
     left: int | None = None
     right: int | None = None
@@ -307,4 +323,4 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
 
 PRIORS: dict[str, type[Declaration]] = {"Causal": Causal, "ChunkCausal": ChunkCausal, "Window": Window, "ALiBi": ALiBi, "Decay": Decay}
 
-__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Visibility", "Window", "visibility"]
+__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Rule", "Visibility", "Window", "intervals_of", "visibility"]

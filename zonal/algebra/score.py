@@ -67,6 +67,10 @@ class Score(Declaration):
         """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
         return self
 
+    def chosen(self, k: Tensor) -> dict[str, Tensor]:
+        """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take nothing."""
+        return {}
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_query")
 

@@ -5,7 +5,6 @@ product carry G, M, C (``ridge_block``). Packed documents run as a batch of docu
 """
 
 import warnings
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Toke
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.ridge import previous_keys
-from zonal.memory.sums import anchored, with_mass
+from zonal.memory.sums import anchored, carried, with_mass
 from zonal.memory.tokens import joined
 
 _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
@@ -96,7 +95,7 @@ def _run_kernel(call: Call, memory: Memory | None, return_memory: bool) -> tuple
     if call.tags.solves:
         assert memory is None or isinstance(memory, RidgeStatistics)
         return native_ridge.chunked(call, memory, return_memory=return_memory)
-    assert memory is None or isinstance(memory, FeatureSums)
+    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
     return native_sums.chunked(call, memory)
 
 
@@ -174,14 +173,7 @@ def _sums(
         return y, memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias))
     assert final is not None
     assert isinstance(memory, FeatureSums | DecayedSums)
-    absent = tokens.padded()
-    padding = memory.padding if absent is None else memory.padding + absent
-    common = {"count": memory.count + tokens.length, "state": final.to(memory.state), "padding": padding}
-    if isinstance(memory, DecayedSums):
-        return y, replace(memory, **common, total=memory.total if decay is None else memory.total + decay.sum(-1))
-    if decay is not None:
-        return y, DecayedSums(memory.operator, memory.form, **common, total=decay.sum(-1))
-    return y, replace(memory, **common)
+    return y, carried(memory, final, tokens)
 
 
 def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | None) -> Tensor:

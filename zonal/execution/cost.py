@@ -216,13 +216,13 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     tally.views(query_blocks * groups * 36 + 28)
     heads = p.B * p.H
     tile = batch * p.H * query_block * key_block
-    made = 2 + p.tags.log_space if p.tags.log_space or not p.operations else 4 + (p.operations > 2 and p.coefficients == 0)
-    peak = heads * p.T * 1.0 + (1.0 + made + 3.5 * p.biased) * tile + 3.0 * out
+    buffers = 1.5 if p.tags.log_space else 2.0  # scores and kernel in one or two, and now and then a mask
+    peak = heads * p.T * 1.0 + (buffers + 3.5 * p.biased) * tile + 3.0 * out
     if p.gradients:
         tally.views(query_blocks * groups * 24 + 40)
         tally.recorded(2)
         tally.passes("simple", heads * p.T * p.P, 2)
-        peak += heads * p.T * (p.P + p.D) + p.B * p.Hkv * p.S * (p.D + p.P) + 2.0 * tile
+        peak += heads * p.T * (p.P + p.D) + p.B * p.Hkv * p.S * (p.D + p.P) + 1.0 * tile
     return tally.estimate("tiled", peak + heads * p.T * p.P)
 
 

@@ -19,7 +19,7 @@ from zonal.kernels.cpp import build, library
 from zonal.kernels.spec import TileSpec
 
 VARIABLE = "ZONAL_KERNELS"
-_LARGEST = 256
+LARGEST = 256
 
 
 def refusal(call: Call) -> str | None:
@@ -41,13 +41,13 @@ def refusal(call: Call) -> str | None:
     if not call.bias.empty:
         return "log priors (decay, ALiBi, key biases) are not in it"
     extra = 0 if score.lift is None else score.lift.extra
-    if max(call.shape[4] + extra, call.shape[5]) > _LARGEST or min(call.shape[4:]) < 1:
-        limits = f"1 to {_LARGEST - extra} and 1 to {_LARGEST}" if extra else f"1 to {_LARGEST}"
+    if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
+        limits = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
         return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
         if not (code.triton or (code.log and not code.cpp_value)):
             return f"link {type(link).__name__} has no Triton functions"
-        return None if _has_triton() else "triton is not installed (pip install triton)"
+        return None if has_triton() else "triton is not installed (pip install triton)"
     if build.compiler() is None and code.name not in build.carried():
         return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library of this link came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -57,7 +57,8 @@ def refusal(call: Call) -> str | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -123,4 +124,4 @@ def plain(*tensors: Tensor) -> bool:
     return all([type(x) is Tensor and x.is_cpu for x in tensors])  # a generator takes twice as long
 
 
-__all__ = ["VARIABLE", "code_of", "plain", "refusal", "tiled"]
+__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "tiled"]

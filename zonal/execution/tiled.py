@@ -5,6 +5,7 @@ Per tile, with D_t = dy_t . y_t for a row anchor (0 otherwise): in log space W =
 dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK = dY V^T - D and dS = dK B l'(S).
 """
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Anchor, SumAnchor
 from zonal.algebra.link import Link
-from zonal.algebra.prior import Bias, Visibility
+from zonal.algebra.prior import Bias, Rows, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution import native
@@ -73,13 +74,26 @@ def _expanded(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _folded(x: Tensor, groups: int) -> Tensor:
-    """Sum over the query heads that share a key head."""
-    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(B, H, t, n) -> (B, Hkv, groups * t, n): the queries that share a key head are rows of one matrix."""
+    return x if groups == 1 else x.reshape(x.shape[0], -1, groups * x.shape[2], x.shape[3])
+
+
+class _Scratch:
+    """Buffers that all tiles of a pass share: fresh ones cost more than the arithmetic, as their pages are new every time."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._kept = like, {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape)
+        if name not in self._kept or self._kept[name].numel() < size:
+            self._kept[name] = self._like.new_empty(size)
+        return self._kept[name][:size].view(shape)
 
 
 class _Tile(NamedTuple):
-    """One tile: the score S, its prior's factor (None in log space), log K or K with the prior, and where it is forbidden."""
+    """One tile: the score S, its prior's factor (None in log space), log K or K with the prior, and where it is forbidden. All (B, H, t, s)."""
 
     score: Tensor
     prior: Tensor | None
@@ -94,25 +108,42 @@ class _Tile(NamedTuple):
         return x if self.forbidden is None else x.masked_fill_(self.forbidden, 0)
 
 
-def _tile(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int]) -> _Tile:
-    score = parts.score.pair(q, k)
-    if parts.link.domain is not None:
-        score = score.clamp_(*parts.link.domain)
+def _score(parts: _Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
+    """S (B, H, t, s) for q (B, H, t, D), k (B, Hkv, s, D)."""
+    if not parts.score.bilinear:
+        score = parts.score.pair(q, _expanded(k, parts.groups))
+    else:
+        q, shape = _grouped(q, parts.groups), (*q.shape[:3], k.shape[2])
+        score = scratch.take("score", shape)
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=score.view(-1, q.shape[2], k.shape[2]))
+    # what a cosine exceeds its bound by is rounding, and does a polynomial no harm
+    domain, bound = parts.link.domain, parts.score.bound
+    if domain is None or (parts.link.degree is not None and bound is not None and -bound >= domain[0] and bound <= domain[1]):
+        return score
+    return score.clamp_(*domain)
+
+
+def _tile(
+    parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch
+) -> _Tile:
+    score = _score(parts, q, k, scratch)
     seen = parts.visibility
     prior = bias.tile(*span, seen.position, score.dtype)
-    free = seen.key_mask is None and seen.all_visible(*span)
-    diagonal = None if free or parts.log or prior is not None else seen.diagonal(*span)
+    free = seen.key_mask is None and rows.all_see(*span[2:])
+    diagonal = None if free or parts.log or prior is not None or seen.key_mask is not None else rows.diagonal(span[2])
     mask = None if free or diagonal is not None else seen.tile(*span, score.device)
     forbidden = None if mask is None else ~mask
     if prior is not None and forbidden is not None:
         prior = prior.masked_fill(forbidden, 0)
     if parts.log:
-        kernel = score if parts.score.bilinear else score.clone()  # a bilinear score's gradient does without the score
+        # a bilinear score's gradient does without the score
+        kernel = score if parts.score.bilinear else scratch.take("kernel", tuple(score.shape)).copy_(score)
         kernel = kernel if prior is None else kernel.add_(prior)
         return _Tile(score, None, kernel if forbidden is None else kernel.masked_fill_(forbidden, float("-inf")), forbidden, None)
-    kernel = parts.link.value(score, c)
+    out = scratch.take("kernel", tuple(score.shape))
+    kernel = parts.link.value_into(score, c, out)
     if kernel is score and (prior is not None or not free):
-        kernel = kernel.clone()
+        kernel = out.copy_(score)
     if prior is not None:
         prior = prior.exp()
         kernel.mul_(prior)
@@ -131,18 +162,26 @@ def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
 def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, block: tuple[int, int]) -> None:
     """Fill y (b, H, T, P) and the row factors (b, H, T, 1)."""
     batch, heads, queries, _ = q.shape
+    groups, scratch = parts.groups, _Scratch(q)
     online = parts.log and parts.anchor.normalises
     count = parts.visibility.count(q.device)[..., None]
     for t0 in range(0, queries, block[0]):
         t1 = min(t0 + block[0], queries)
-        state = parts.anchor.init((batch, heads, t1 - t0), v.shape[3], q)
-        lo, hi = parts.visibility.key_range(t0, t1)
-        for s0 in range(lo, hi, block[1]):
-            s1 = min(s0 + block[1], hi)
-            tile = _tile(parts, q[:, :, t0:t1], _expanded(k[:, :, s0:s1], parts.groups), c, bias, (t0, t1, s0, s1))
+        state = parts.anchor.init((batch, heads // groups, groups * (t1 - t0)), v.shape[3], q)
+        rows = parts.visibility.rows(t0, t1)
+        for s0 in range(rows.first, rows.last, block[1]):
+            s1 = min(s0 + block[1], rows.last)
+            tile = _tile(parts, q[:, :, t0:t1], k[:, :, s0:s1], c, bias, (t0, t1, s0, s1), rows, scratch)
             kernel = tile.kernel.exp_() if parts.log and not online else tile.kernel
-            state = parts.anchor.absorb(state, kernel, _expanded(v[:, :, s0:s1], parts.groups), online)
-        y[:, :, t0:t1], factor[:, :, t0:t1] = parts.anchor.finalise(state, count[:, :, t0:t1], online)
+            state = parts.anchor.absorb(state, _grouped(kernel, groups), v[:, :, s0:s1], online)
+        done = parts.anchor.finalise(state, count[:, :, t0:t1].repeat(1, 1, groups, 1), online)
+        for whole, part in zip((y, factor), done, strict=True):
+            whole[:, :, t0:t1] = part.expand(batch, heads // groups, -1, -1).reshape(batch, heads, t1 - t0, -1)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: _Scratch) -> None:
+    """total += a @ b for a slice of rows, into which torch would multiply matrix by matrix."""
+    total += torch.bmm(a, b, out=scratch.take("product", tuple(total.shape)))
 
 
 class _Gradients(NamedTuple):
@@ -159,23 +198,30 @@ class _Gradients(NamedTuple):
 def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
     """Add the gradients of some sequences to ``out``."""
     q, k, v, c, y, factor, dy = tensors
+    groups, scratch = parts.groups, _Scratch(q)
     online = parts.log and parts.anchor.normalises
-    queries = q.shape[2]
+    batch, heads, queries, _ = q.shape
     shared = (dy * y).sum(-1, keepdim=True) if parts.anchor.normalises else None
     if not online:  # the row's factor goes with dy, which is narrower than a tile
         dy = dy * factor
         shared = None if shared is None else shared * factor
+    dk_all, dv_all = out.k.flatten(0, 1), out.v.flatten(0, 1)
     for t0 in range(0, queries, block[0]):
         t1 = min(t0 + block[0], queries)
-        lo, hi = parts.visibility.key_range(t0, t1)
-        q_tile, dy_tile, factor_tile = q[:, :, t0:t1], dy[:, :, t0:t1], factor[:, :, t0:t1]
-        for s0 in range(lo, hi, block[1]):
-            s1 = min(s0 + block[1], hi)
-            k_tile, v_tile = _expanded(k[:, :, s0:s1], parts.groups), _expanded(v[:, :, s0:s1], parts.groups)
-            tile = _tile(parts, q_tile, k_tile, c, bias, (t0, t1, s0, s1))
-            kernel = tile.kernel.sub_(factor_tile).exp_() if online else tile.kernel.exp_() if parts.log else tile.kernel
-            out.v[:, :, s0:s1] += _folded(kernel.mT @ dy_tile, parts.groups)
-            ds = dy_tile @ v_tile.mT
+        rows = parts.visibility.rows(t0, t1)
+        q_row, factor_row = q[:, :, t0:t1], factor[:, :, t0:t1]
+        # rows of one matrix a key head
+        q_flat, dy_flat = (_grouped(x[:, :, t0:t1], groups).flatten(0, 1) for x in (q, dy))
+        dq_flat = torch.zeros_like(q_flat)
+        for s0 in range(rows.first, rows.last, block[1]):
+            s1 = min(s0 + block[1], rows.last)
+            k_tile, v_tile = k[:, :, s0:s1], v[:, :, s0:s1]
+            tile = _tile(parts, q_row, k_tile, c, bias, (t0, t1, s0, s1), rows, scratch)
+            shape, flat = (batch, heads, t1 - t0, s1 - s0), (-1, groups * (t1 - t0), s1 - s0)
+            kernel = tile.kernel.sub_(factor_row).exp_() if online else tile.kernel.exp_() if parts.log else tile.kernel
+            _add_product(dv_all[:, s0:s1], kernel.reshape(flat).mT, dy_flat, scratch)
+            ds = scratch.take("slope", shape)
+            torch.bmm(dy_flat, v_tile.flatten(0, 1).mT, out=ds.view(flat))
             if shared is not None:
                 ds -= shared[:, :, t0:t1]
             tilted = out.row is not None or out.col is not None
@@ -184,16 +230,22 @@ def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Grad
                 if tile.prior is not None:
                     ds.mul_(tile.prior)
                 tile.cut_(ds)
+                spare = scratch.take("kernel", shape)  # K is not needed any more
                 if out.c is not None:
-                    out.c.add_(parts.link.coefficient_vjp(tile.score, ds, c).sum_to_size(out.c.shape))
-                ds.mul_(parts.link.derivative(tile.score, c))
+                    out.c.add_(parts.link.coefficient_vjp_into(tile.score, ds, c, spare).sum_to_size(out.c.shape))
+                ds.mul_(parts.link.derivative_into(tile.score, c, spare))
             if dlog is not None and out.row is not None:
                 out.row[..., t0:t1] += dlog.sum(-1).sum_to_size(out.row[..., t0:t1].shape)
             if dlog is not None and out.col is not None:
                 out.col[..., s0:s1] += dlog.sum(-2).sum_to_size(out.col[..., s0:s1].shape)
-            dq_tile, dk_tile = parts.score.pair_vjp(q_tile, k_tile, tile.score, ds)
-            out.q[:, :, t0:t1] += dq_tile
-            out.k[:, :, s0:s1] += _folded(dk_tile, parts.groups)
+            if parts.score.bilinear:
+                dq_flat.baddbmm_(ds.view(flat), k_tile.flatten(0, 1))
+                _add_product(dk_all[:, s0:s1], ds.view(flat).mT, q_flat, scratch)
+            else:
+                dq_tile, dk_tile = parts.score.pair_vjp(q_row, _expanded(k_tile, groups), tile.score, ds)
+                dq_flat += _grouped(dq_tile, groups).flatten(0, 1)
+                dk_all[:, s0:s1] += dk_tile.unflatten(1, (-1, groups)).sum(2).flatten(0, 1)
+        out.q[:, :, t0:t1] = dq_flat.view(batch, heads, t1 - t0, -1)
 
 
 class _Tiled(torch.autograd.Function):
@@ -221,7 +273,7 @@ class _Tiled(torch.autograd.Function):
             )
         q, k, v, c, row, col, y, factor = ctx.saved_tensors
         parts: _Parts = ctx.parts
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
         drow = torch.zeros_like(row) if ctx.needs_input_grad[4] else None
         dcol = torch.zeros_like(col) if ctx.needs_input_grad[5] else None

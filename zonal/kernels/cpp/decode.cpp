@@ -211,7 +211,7 @@ void head(const Decoder& c, const Step& step, int64_t task, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 4; }
+int64_t zonal_version() { return 5; }
 
 // Returns 0, or 1 when memory ran out; nothing of ``after`` is then to be used.
 int zonal_decode(const Decoder* decoder, const Step* step) {

@@ -83,9 +83,10 @@ class Decoder:
         if not at[0][3] == at[1][3] == at[2][3] == 1:
             q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
             at = (q.stride(), k.stride(), v.stride())
+        # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
+        after = torch.empty_like(state)
         # like another tensor is made in half the time, which is a good part of a short step
         y = torch.empty_like(q) if dim == value_dim and q.is_contiguous() else torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
-        after = torch.empty_like(state)
         step = _STEP.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], tokens, q.dtype == torch.bfloat16, state.data_ptr(), after.data_ptr(),
             count, padding.data_ptr(), y.data_ptr(),

@@ -52,7 +52,7 @@ class _Arguments:
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        seen = places(key_mask, lo, hi, segment_start, queries, keys)
+        seen = places(key_mask, lo, hi, segment_start, keys)
         memory = {name: None if x is None else x.double().contiguous() for name, x in before._asdict().items()}
         self.kept: dict[str, Tensor | None] = {
             "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "ridge": ridge.double().contiguous(), "index": seen.index, "lo": seen.lo,
