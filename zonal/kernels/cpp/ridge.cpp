@@ -843,7 +843,7 @@ int each_task(const Ridge& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 4; }
+int64_t zonal_version() { return 5; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_ridge_forward(const Ridge* call) {
