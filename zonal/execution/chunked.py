@@ -13,7 +13,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import native_sums
+from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
 from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
@@ -71,14 +71,14 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     if call.visibility.packed and (memory is not None or return_memory):
         raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
     if block is None and _by_kernel(call, memory):
-        assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
         if memory is not None:
             check_memory(call, memory)
         try:
-            y, after = native_sums.chunked(call, memory)
+            y, after = _run_kernel(call, memory, return_memory)
             return y, after if return_memory else None
         except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch's sums over features run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
+            what = "ridge read-outs" if call.tags.solves else "sums over features"
+            warnings.warn(f"zonal: torch's {what} run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
     if call.visibility.packed:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
@@ -91,8 +91,18 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     return run(call, tokens, before, memory, return_memory, block)
 
 
+def _run_kernel(call: Call, memory: Memory | None, return_memory: bool) -> tuple[Tensor, Memory | None]:
+    if call.tags.solves:
+        assert memory is None or isinstance(memory, RidgeStatistics)
+        return native_ridge.chunked(call, memory, return_memory=return_memory)
+    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
+    return native_sums.chunked(call, memory)
+
+
 def _by_kernel(call: Call, memory: Memory | None) -> bool:
-    if call.tags.solves or (memory is not None and memory.form.statistics != torch.float32):
+    if call.tags.solves:
+        return native_ridge.refusal(call, memory is not None) is None
+    if memory is not None and memory.form.statistics != torch.float32:
         return False
     return native_sums.refusal(call, None if memory is None else memory.kind) is None
 

@@ -60,8 +60,14 @@ class Explanation:
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
     @property
+    def ridge(self) -> str:
+        """What runs the chunked path's ridge read-outs, as far as it has any."""
+        reason = self.problem.without_ridge
+        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+
+    @property
     def decode(self) -> str:
-        """What runs the streaming path's few tokens after a memory of sums over features."""
+        """What runs the streaming path's few tokens after a memory of sums."""
         reason = self.problem.without_decode
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
@@ -75,7 +81,7 @@ class Explanation:
                 "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
                 "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
             },
-            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "decode": self.decode,
+            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge, "decode": self.decode,
             "estimates": [asdict(estimate) for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import native_decode
+from zonal.execution import native_decode, native_ridge_decode
 from zonal.execution.call import Call
 from zonal.execution.chunked import check_memory, empty_memory, tail
 from zonal.execution.documents import by_document
@@ -45,9 +45,9 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         # the first queries stand before the first key and see nothing
         y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
         return F.pad(y, (0, 0, queries - keys, 0)), after
-    if isinstance(memory, FeatureSums) and _by_kernel(call, memory):
+    if _by_kernel(call, memory):
         try:
-            y, after = native_decode.streaming(call, memory)
+            y, after = native_ridge_decode.streaming(call, memory) if isinstance(memory, RidgeStatistics) else native_decode.streaming(call, memory)  # type: ignore[arg-type]
             return y, after if return_memory else None
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}", stacklevel=3)
@@ -67,7 +67,11 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     return call.scaled(y), memory if return_memory else None
 
 
-def _by_kernel(call: Call, memory: FeatureSums) -> bool:
+def _by_kernel(call: Call, memory: Memory) -> bool:
+    if isinstance(memory, RidgeStatistics):
+        return native_ridge_decode.refusal(call, memory.kind) is None and native_ridge_decode.takes(memory)
+    if not isinstance(memory, FeatureSums):
+        return False
     recorded = torch.is_grad_enabled() and memory.state.requires_grad
     return not recorded and memory.form.statistics == torch.float32 and native_decode.refusal(call, memory.kind) is None
 
