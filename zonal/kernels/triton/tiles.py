@@ -510,6 +510,7 @@ _CROWDED: dict[tuple[str, int, int], Tiling] = {
 _CROWDED_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(16, 64, 8, 2)}
 # float16 whose weights stay float32, for triton 3.6
 _WIDE: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(64, 32, 8, 2)}
+_WIDE_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(32, 32, 8, 2)}
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
@@ -522,12 +523,13 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     tables = [_TILINGS]
     if any(padded(x.shape[3]) != x.shape[3] for x in (q, v)):
         tables.append(_NARROWER)
-    if capability < (9, 0):
+    old = capability < (9, 0)
+    if old:
         tables.append(_BEFORE_HOPPER)
     if traits.edged or traits.key_mask or traits.wide:
-        tables += [_CROWDED] if capability >= (9, 0) else [_CROWDED, _CROWDED_BEFORE_HOPPER]
+        tables += [_CROWDED, _CROWDED_BEFORE_HOPPER] if old else [_CROWDED]
     if traits.wide:
-        tables.append(_WIDE)
+        tables.append(_WIDE_BEFORE_HOPPER if old else _WIDE)
     tiling = next(table[key] for table in reversed(tables) if key in table)
     return tiling if capability in _ROOMY else replace(tiling, stages=1)
 
