@@ -109,10 +109,13 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
 def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
     anchor, clipped, tokens = kept.bound.anchor, kept.clipped, q.shape[2]
     assert isinstance(anchor, Ridge)
-    inverse = memory.inverse
-    if inverse is None or inverse.age + tokens > REMAKE or inverse.version != ridge_version(memory.operator):
+    inverse, version = memory.inverse, ridge_version(memory.operator)
+    if inverse is None or inverse.version != version:
         with torch.no_grad():
-            inverse = Inverse(memory.made(kept.bound), 0, ridge_version(memory.operator))
+            inverse = Inverse(memory.solved(kept.bound), 0, version)  # the memory keeps it: others may go on from there, too
+    elif inverse.age + tokens > REMAKE:
+        with torch.no_grad():
+            inverse = Inverse(memory.made(kept.bound), 0, version)
     before = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
     y, after = ridge_decode_library.step(
         q, k, v, kept.scale, 0.0 if clipped is None or clipped.limit is None else clipped.limit, anchor.shifts, kept.include_self, before, memory.count, memory.padding

@@ -222,7 +222,7 @@ struct Task {
   const Ridge& c;
   int64_t number, b, kv, groups, first, end;
   const int32_t *index, *hi;
-  int32_t start = 0;
+  int32_t start = 0, counted = 0;  // counted: no inverse is made from the sum of keys past this one
   std::vector<Span> spans;
 
   Task(const Ridge& call, int64_t i) : c(call), number(i) {
@@ -239,19 +239,26 @@ struct Task {
   }
 
   void plan(int32_t from) {
-    start = from;
+    start = counted = from;
     const int32_t limit = std::max(hi[end - 1], from);
+    int64_t since = 0;
     for (int64_t t = first; t < end;) {
       const int32_t next = std::max(hi[t], from);
       // at the very start P is at its largest, and steps from there lose most digits
       if (next - from >= FAR || (from == start && next - from > 1)) {
         spans.push_back({t, t, from, next, true});
-        from = next;
+        from = counted = next;
+        since = 0;
       }
       const int32_t to = std::min<int32_t>(from + BLOCK, limit);
       int64_t t1 = t;
       while (t1 < end && (to == limit || hi[t1] < to)) ++t1;
       spans.push_back({t, t1, from, to, false});
+      since += to - from;
+      if (since >= REMAKE) {
+        counted = to;
+        since = 0;
+      }
       from = to;
       t = t1;
     }
@@ -310,10 +317,12 @@ struct Walk {
   int64_t since = 0;    // tokens since P was made from G
   int64_t n = 0;        // keys of the block
   bool finite = true;   // its values are
+  bool counted = true;  // an inverse will be made from the sum of its keys
   bool backwards;
   F *inverse, *sums, *cross, *cross_t = nullptr, *shift = nullptr, *shift_t = nullptr;
   double *gram, *system, *inverted;
   F *keys, *keys_t, *earlier_t = nullptr, *values, *values_t = nullptr, *factor, *half_t, *scores, *rows, *more;
+  F places[BLOCK];  // 0, 1, 2, …
 
   static constexpr int64_t doubles = sizeof(F) / sizeof(float);
   template <typename N>
@@ -332,6 +341,7 @@ struct Walk {
 
   Walk(const Task& of, bool back, Scratch& room)
       : c(of.c), task(of), r(c.D), rw(wide<F>(c.D)), P(c.P), Pw(wide<F>(c.P)), order(up(c.D, 4)), rho(c.ridge[of.kv]), backwards(back) {
+    for (int i = 0; i < BLOCK; ++i) places[i] = static_cast<F>(i);
     inverse = take<F>(room, r * rw);
     sums = take<F>(room, r * rw);
     gram = take<double>(room, r * up(r, 4));
@@ -421,6 +431,7 @@ struct Walk {
   void load_block(int32_t from, int32_t to, bool across) {
     n = to - from;
     finite = true;
+    counted = to <= task.counted;
     if (from > task.start) put_key(from - 1, keys);
     else
       for (int64_t d = 0; d < r; ++d) keys[d] = c.last == nullptr ? F(0) : static_cast<F>(c.last[(task.b * c.Hkv + task.kv) * r + d]);
@@ -464,7 +475,7 @@ struct Walk {
 
   // the block's keys into G, M and C
   void add_sums() {
-    square<ADD>(r, n, block_keys(), rw, sums, rw);
+    if (counted) square<ADD>(r, n, block_keys(), rw, sums, rw);
     if (backwards) whole<ADD, true>(P, n, rw, values, Pw, block_keys(), rw, cross, rw);
     else whole<ADD, true>(r, n, Pw, block_keys(), rw, values, Pw, cross_t, Pw);
     if (c.power > 0) {
@@ -486,7 +497,13 @@ struct Walk {
   // out (count, BLOCK) = x against what is across, zeros where nothing is seen
   void near(const F* x, int64_t step, int64_t count, const F* across, int64_t inner, const Seen& seen, F* out) const {
     multiply<SET, false>(count, x, step, across, BLOCK, out, BLOCK, [&](int64_t, int64_t i) { return Range{0, inner, 0, wide<F>(seen.keys[i - 1])}; });
-    for (int64_t i = 0; i < count; ++i) std::memset(out + i * BLOCK + seen.keys[i], 0, sizeof(F) * (BLOCK - seen.keys[i]));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto last = all(static_cast<F>(seen.keys[i]));
+      for (int64_t j = 0; j < BLOCK; j += l) {
+        auto& number = at(out + i * BLOCK + j);
+        number = at(places + j) < last ? number : typename Lane<F>::Vector{};
+      }
+    }
   }
 
   // out (count, columns) += or -= such scores against rows of the block
