@@ -42,7 +42,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
 	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
-	@$(BIN)/python -m benchmarks.koopman --out results/benchmarks/koopman.json
+	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 
 bench-peers: $(STAMP)  ## linear attention of other libraries, installed first (about 5 minutes, run alone)
