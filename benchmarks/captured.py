@@ -1,14 +1,17 @@
 """Queries, keys and values of a trained model, layer by layer, or from a file."""
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zonal.cli.generate import checkpoint_in
+from zonal.data.corpora import novel
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.features.fidelity import Sample
 from zonal.models import CausalLM
@@ -57,26 +60,67 @@ def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Ten
     ]
 
 
-def samples(path: Path, length: int) -> list[tuple[str, Sample, Sample]]:
+def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k (2, H, T, d) after their positions and v (2, H, T, P) of each layer of a Hugging Face causal model, key heads repeated.
+
+    path: the folder of a model, or a GGUF file. The tokens are two neighbouring stretches from the middle of the embedded novel.
+
+    Raises: ArgumentError when the package transformers is missing or cannot read the model.
+    """
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ArgumentError(f"bench fidelity: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate") from error
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **others: Any) -> tuple[Tensor, None]:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        found.append((q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
+
+    library.AttentionInterface.register("zonal_captured", attend)
+    where = {"pretrained_model_name_or_path": path} if path.is_dir() else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    text = novel()
+    try:
+        model = library.AutoModelForCausalLM.from_pretrained(**where, attn_implementation="zonal_captured", dtype=torch.float32)
+        ids = library.AutoTokenizer.from_pretrained(**where)(text[len(text) // 2 :][: 20 * length])["input_ids"]
+    except (OSError, ValueError, ImportError) as error:
+        raise ArgumentError(f"bench fidelity: transformers cannot read {path}: {error}") from error
+    if len(ids) < 2 * length:
+        raise ArgumentError(f"bench fidelity: --length {length} is more than the middle of the novel has tokens for, {len(ids) // 2}.")
+    with torch.no_grad():
+        model.eval()(torch.tensor(ids[: 2 * length]).view(2, length), use_cache=False)
+    return found
+
+
+def samples(path: Path, length: int, layers: Collection[int] | None = None) -> list[tuple[str, Sample, Sample]]:
     """(name, data to measure on, other data of the same kind) for each layer of a model or for the tensors of a file.
 
-    path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or a safetensors file
-    with q, k, v, (H, T, d) each: its first half is measured, its second half is what fits may look at.
+    path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or a model of Hugging
+    Face (its folder, or a GGUF file): on two stretches of the embedded novel. Or a safetensors file with q, k, v, (H, T, d) each: its first
+    half is measured, its second half is what fits may look at. layers: which of a model's, from 1; default: all.
 
-    Raises: FileFormatError for anything else.
+    Raises: FileFormatError for anything else, ArgumentError for layers that it does not have.
     """
-    own = _tensors(path)
+    hugging_face = path.suffix == ".gguf" or (path / "config.json").is_file()
+    own = None if hugging_face else _tensors(path)
     if own is not None:
         q, k, v = own
         half = min(length, q.shape[1] // 2)
         return [(path.stem, _sample(q[:, :half], k[:, :half], v[:, :half]), _sample(q[:, half : 2 * half], k[:, half : 2 * half], v[:, half : 2 * half]))]
-    model, config = load_model(checkpoint_in(path))
-    tokens = next(iter(registry.from_config(config["identity"]["task"]).evaluation_batches(2))).tokens[:2, :length]
-    if tokens.shape[0] < 2:
-        raise ArgumentError("bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer.")
-    return [
-        (f"layer {index}", _sample(q[0], k[0], v[0]), _sample(q[1], k[1], v[1])) for index, (q, k, v) in enumerate(of_layers(model, tokens), start=1)
-    ]
+    if hugging_face:
+        found, name = of_transformers(path, length), path.stem
+    else:
+        model, config = load_model(checkpoint_in(path))
+        tokens = next(iter(registry.from_config(config["identity"]["task"]).evaluation_batches(2))).tokens[:2, :length]
+        if tokens.shape[0] < 2:
+            raise ArgumentError("bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer.")
+        found, name = of_layers(model, tokens), path.resolve().name
+    wanted = range(1, len(found) + 1) if layers is None else layers
+    if not set(wanted) <= set(range(1, len(found) + 1)):
+        raise ArgumentError(f"bench fidelity: --layers must be from 1 to {len(found)}, received {','.join(map(str, wanted))}.")
+    return [(f"{name}, layer {layer}", _sample(*(x[0] for x in found[layer - 1])), _sample(*(x[1] for x in found[layer - 1]))) for layer in wanted]
 
 
 def _tensors(path: Path) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -100,4 +144,4 @@ def _sample(q: Tensor, k: Tensor, v: Tensor) -> Sample:
     return Sample(unit(q.double(), dim=-1), unit(k.double(), dim=-1), v.double())
 
 
-__all__ = ["of_layers", "samples"]
+__all__ = ["of_layers", "of_transformers", "samples"]

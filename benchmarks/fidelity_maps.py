@@ -81,6 +81,7 @@ def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Can
             yield Candidate(family, scale, slay)
         slay = replace(Slay.preset(scale), eps=eps)
         paired = replace(slay, orthogonal=True, antithetic=True)
+        yield Candidate("SLAY: minimax nodes", scale, replace(slay, rule="minimax"))
         yield Candidate("SLAY: orthogonal", scale, replace(paired, nodes=1, polynomial=Anchors(2 * slay.draws, "orthogonal")))
         if slay.draws <= seen.k.shape[1]:
             yield Candidate("SLAY: k-means anchors", scale, replace(slay, polynomial=Anchors(slay.draws, "kmeans")))

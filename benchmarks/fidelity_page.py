@@ -16,7 +16,7 @@ _TEMPLATE = """<!doctype html>
 <head>
 <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
 <title>Fidelity of feature maps · Zonal</title><link rel="icon" href="data:,">
-<style>{{ css | safe }} .chart { height: 34rem; } select { font: inherit; }</style>
+<style>{{ css | safe }} .chart { height: 42rem; } select { font: inherit; }</style>
 </head>
 <body>
 <header class="page"><p class="kicker">Zonal benchmark</p><h1>Feature maps of spherical Yat attention</h1>
@@ -24,7 +24,7 @@ _TEMPLATE = """<!doctype html>
 <p class="facts">Filled markers: scores are never negative. Open markers: they can be, so a row's sum may vanish. Dotted line: the mean of all visible values.
 Dashed curve: no map that does not look at the data comes nearer to the kernel on vectors without a preferred direction.</p></header>
 <main><section>
-<p class="controls"><label>Data <select id="panel"></select></label> <label>Mask <select id="mask"></select></label></p>
+<p class="controls"><label>Data <select id="panel"></select></label> <label>Mask <select id="mask"></select></label> <label>Table <select id="shown"><option value="one">this data</option><option value="all">all data</option></select></label></p>
 <div class="chart" id="chart" role="img" aria-label="Error against the number of features; the table holds the numbers"></div>
 <p id="problem" class="notice" hidden></p>
 <h3>All numbers</h3>
@@ -32,7 +32,7 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
 <thead><tr><th>data</th><th>map</th><th>size</th><th>m</th><th>flops</th><th>scores ≥ 0</th>{% for mask in masks %}<th>{{ mask }}</th>{% endfor %}{% if paper %}<th>paper</th>{% endif %}</tr></thead>
 <tbody>
 {% for row in rows %}
-<tr><td>{{ row.panel }}</td><td>{{ row.family }}</td><td>{{ row.label }}</td><td>{{ row.m }}</td><td>{{ row.flops }}</td><td>{{ "yes" if row.positive else "no" }}</td>
+<tr data-panel="{{ row.panel }}"><td>{{ row.panel }}</td><td>{{ row.family }}</td><td>{{ row.label }}</td><td>{{ row.m }}</td><td>{{ row.flops }}</td><td>{{ "yes" if row.positive else "no" }}</td>
 {% for mask in masks %}<td>{{ "%.3g" | format(row[mask].error) }}{% if row[mask].sd is not none %}<small>± {{ "%.1g" | format(row[mask].sd) }}</small>{% endif %}</td>{% endfor %}
 {% if paper %}<td>{% if row.paper %}{{ "%.4g" | format(row.paper) }}{% endif %}</td>{% endif %}</tr>
 {% endfor %}
@@ -55,7 +55,8 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
   const element = document.createElement("script");
   element.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   document.head.append(element);
-  const panel = document.getElementById("panel"), mask = document.getElementById("mask");
+  const panel = document.getElementById("panel"), mask = document.getElementById("mask"), shown = document.getElementById("shown");
+  const lines = [...document.querySelectorAll("tr[data-panel]")];
   data.panels.forEach((name) => panel.add(new Option(name)));
   data.masks.forEach((name) => mask.add(new Option(name)));
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -66,6 +67,7 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
     return { tickvals: values, ticktext: values.map(String) };
   };
   function draw() {
+    lines.forEach((line) => { line.hidden = shown.value === "one" && line.dataset.panel !== panel.value; });
     const rows = data.rows.filter((row) => row.panel === panel.value);
     const reference = data.references[panel.value];
     const sizes = rows.map((row) => row.m), span = [Math.min(...sizes) / 1.3, Math.max(...sizes) * 1.3];
@@ -91,6 +93,7 @@ Dashed curve: no map that does not look at the data comes nearer to the kernel o
   }
   panel.addEventListener("change", draw);
   mask.addEventListener("change", draw);
+  shown.addEventListener("change", draw);
   dark.addEventListener("change", draw);
   draw();
 })();
@@ -110,12 +113,13 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
     points = [{**row, "panel": _panel(row)} for row in rows if row["family"] != "reference"]
     references = {_panel(row): row for row in rows if row["family"] == "reference"}
     names = list(dict.fromkeys(row["family"] for row in points))
-    # more families than looks: the second round of colours is dashed
-    looks = [style.LOOKS[index % len(style.LOOKS)] for index in range(len(names))]
-    families = [
-        {"name": name, "light": look.light, "dark": look.dark, "symbol": look.symbol, "dash": look.dash if index < len(style.LOOKS) else "dashdot"}
-        for index, (name, look) in enumerate(zip(names, looks, strict=True))
-    ]
+    # more families than looks: the second round of colours is dashed, with the markers of others
+    count = len(style.LOOKS)
+    families = []
+    for index, name in enumerate(names):
+        look, again = style.LOOKS[index % count], index // count
+        symbol = style.LOOKS[(index + 4 * again) % count].symbol
+        families.append({"name": name, "light": look.light, "dark": look.dark, "symbol": symbol, "dash": "dashdot" if again else look.dash})
     kept = [{key: row[key] for key in ("panel", "family", "label", "m", "positive", *masks)} for row in points]
     payload = {"masks": masks, "panels": list(references), "references": {key: {"average": row["average"], "bound": row["bound"]} for key, row in references.items()}, "families": families, "rows": kept}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)

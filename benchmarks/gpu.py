@@ -1,4 +1,4 @@
-"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding; bfloat16, causal.
+"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding, sums over features; bfloat16, causal.
 
     python -m benchmarks.gpu [--quick] [--list] [--minutes 9]
 
@@ -7,6 +7,7 @@ head. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attent
 in the same process (packed documents: ``torch.nn.attention.varlen``). Both are called from Python, queued one run after the other and timed
 in turns by CUDA events; backward includes the gradient of what the link learns. Rates count the useful operations, 4 d a visible pair forward and 10 d
 backward, for both sides, and are given as shares of a bfloat16 matrix product measured in the same process; decoding as shares of a copy.
+Sums over features run in time linear in the tokens, on the chunked path; their rates, too, count what a path over all pairs would do.
 Output and gradients are checked against the dense path in float64 before anything is timed.
 """
 
@@ -27,17 +28,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zonal
 from benchmarks import common
-from benchmarks.tiled import OPERATORS
+from benchmarks.tiled import OPERATORS as TILED
+from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native
+from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
 
+SUMS: dict[str, Callable[[], zonal.Operator]] = {"squared_affine": mechanisms.squared_affine, "linear": mechanisms.linear}
+OPERATORS = TILED | SUMS
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIMS = (64, 128)
+SUMS_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SUMS_DIMS = (32, 64)
 MEMORIES = (1024, 4096, 16384, 65536, 131072)
 WIDTH, TOKENS, GROUPS = 2048, 16384, 4
 # what is checked: ragged tiles, and more than one split of the keys
 _GATE_TOKENS, _GATE_KEYS, _GATE_HEADS = 777, 1031, 4
+# and sums that are read
+_GATE_SUMS = 3001
 # of bfloat16: the weights, the output and each gradient are rounded
 TOLERANCE = 2e-2
 # the kernels and FlashAttention need it
@@ -62,6 +70,10 @@ class Case:
         kind = [] if self.keys else ["forward+backward" if self.gradients else "forward"]
         packed = [f"{self.documents} documents"] if self.documents > 1 else []
         return ", ".join([self.operator, length, *kind, f"d={self.dim}", f"H={self.heads}", f"B={self.batch}", *packed])
+
+    @property
+    def path(self) -> str:
+        return "chunked" if self.operator in SUMS else "tiled"
 
     @property
     def heads(self) -> int:
@@ -92,19 +104,23 @@ class Case:
     def short(self) -> "Case":
         """The same kind of call, small enough for the dense path in float64."""
         return replace(
-            self, tokens=1 if self.keys else _GATE_TOKENS, keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
+            self, tokens=1 if self.keys else _GATE_SUMS if self.path == "chunked" else _GATE_TOKENS, keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
             documents=min(self.documents, 5), width=_GATE_HEADS * self.dim,
         )  # fmt: skip
 
 
 def table() -> list[Case]:
-    """All rows: lengths, packed documents, decoding."""
+    """All rows: lengths, packed documents, decoding, sums over features."""
     cases = [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
-        for dim in DIMS for gradients in (False, True) for tokens in LENGTHS for operator in OPERATORS
+        for dim in DIMS for gradients in (False, True) for tokens in LENGTHS for operator in TILED
     ]  # fmt: skip
-    cases += [Case(operator, TOKENS, dim, gradients, documents=32) for dim in DIMS for gradients in (False, True) for operator in OPERATORS]
-    return cases + [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in OPERATORS]
+    cases += [Case(operator, TOKENS, dim, gradients, documents=32) for dim in DIMS for gradients in (False, True) for operator in TILED]
+    cases += [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in TILED]
+    return cases + [
+        Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
+        for dim in SUMS_DIMS for gradients in (False, True) for tokens in SUMS_LENGTHS for operator in SUMS
+    ]  # fmt: skip
 
 
 def flash() -> contextlib.AbstractContextManager[Any]:
@@ -137,13 +153,14 @@ class Work:
         k, v = (draw(case.kv_heads, case.keys or case.tokens) for _ in range(2))
         operator = OPERATORS[case.operator]().to(device).requires_grad_(case.gradients)
         edges = torch.tensor(case.edges, device=device, dtype=torch.int32) if case.documents > 1 else None
-        reason = native.refusal(prepare(operator, q, k, v, causal=True, cu_seqlens=edges))
+        call = prepare(operator, q, k, v, causal=True, cu_seqlens=edges)
+        reason = native_sums.refusal(call) if case.path == "chunked" else native.refusal(call)
         if reason is not None:
             raise ArgumentError(f"bench gpu: the compiled kernel was required for {case}, and would not run: {reason}.")
         return Work(case, q, k, v, dy, operator, edges)
 
     def attend(self) -> Tensor:
-        return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, cu_seqlens=self.edges, path="tiled")
+        return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, cu_seqlens=self.edges, path=self.case.path)
 
     def flash(self) -> Tensor:
         if self.edges is not None:
@@ -271,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
-        cases = [case for case in cases if case.dim == DIMS[0] and case.tokens <= 1024 and case.keys <= 4096]
+        cases = [case for case in cases if case.dim == DIMS[0] and case.tokens <= (2048 if case.path == "chunked" else 1024) and case.keys <= 4096]
     if options.list:
         print(common.table([(str(case), f"{case.operations / 1e9:.4g}") for case in cases], ("row", "GFLOP")))
         return 0

@@ -1,15 +1,16 @@
 """Sums over features in time linear in the tokens against torch's fused attention: compiled kernel, forward and with backward.
 
 B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on the same tensors
-in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2 is linear. Decoding reads and
-extends a memory of 16k tokens token by token; its peer is fused attention over as many keys and values. Memory is what a call takes at
-its peak beyond its inputs.
+in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2 is linear. Decoding is a loop of
+steps, each of which takes the memory that the one before it returned, from a memory of 16k tokens on; its peer is as many calls of fused
+attention over 16k keys and values. "flat" is the same loop after a million tokens, and its peer that loop after a thousand. Memory is what a
+call takes at its peak beyond its inputs.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from benchmarks import common
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native_sums
+from zonal.execution import native_decode, native_sums
 from zonal.execution.call import prepare
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sq": mechanisms.squared_affine, "sko2": lambda: mechanisms.sko(degrees=(2.0,)), "linear": mechanisms.linear,
 }  # fmt: skip
 HEADS = 8
+STEPS = 256
+"""Of a loop that decodes. Its first ones find the caches as the peer has left them, full of keys."""
+SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Case:
     moonshot: float | None = None
 
     def __str__(self) -> str:
-        what = {"sdpa": "forward+backward" if self.gradients else "forward", "half": "forward, doubled", "decode": "decode"}[self.peer]
+        what = {"sdpa": "forward+backward" if self.gradients else "forward", "half": "forward, doubled", "decode": "decode", "flat": "decode, flat"}[self.peer]
         return f"{self.operator}, d={self.dim}, T={self.tokens}, {what}"
 
 
@@ -56,7 +60,8 @@ def table() -> list[Case]:
     }
     cases = [Case("sq", dim, tokens, gradients, "sdpa", *goal) for (dim, gradients), rows in bounds.items() for tokens, *goal in rows]
     cases += [Case("sq", 32, tokens, peer="half", bound=2.2) for tokens in (32768, 65536, 131072)]
-    cases += [Case("sq", dim, 16384, peer="decode") for dim in (16, 32, 64)]
+    cases += [Case("sq", dim, 16384, peer="decode", bound=0.04, moonshot=0.01) for dim in (16, 32)] + [Case("sq", 64, 16384, peer="decode")]
+    cases += [Case("sq", dim, 1 << 20, peer="flat", bound=1.1) for dim in (16, 32)]
     return cases + [Case(name, dim, 4096, gradients) for name, dim in (("sko2", 32), ("linear", 64), ("sq", 64)) for gradients in (False, True)]
 
 
@@ -70,15 +75,37 @@ class Work:
     v: Tensor
     operator: zonal.Operator
     memory: zonal.Memory | None = None
+    short: zonal.Memory | None = None
+    tokens: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     @staticmethod
     def of(case: Case) -> "Work":
         generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, HEADS, case.tokens, case.dim, generator=generator).requires_grad_(case.gradients) for _ in range(3))
+        drawn = min(case.tokens, 16384) if case.peer == "flat" else case.tokens
+        q, k, v = (torch.randn(1, HEADS, drawn, case.dim, generator=generator).requires_grad_(case.gradients) for _ in range(3))
         work = Work(case, q, k, v, OPERATORS[case.operator]().requires_grad_(case.gradients))
-        if case.peer == "decode":
-            work.memory = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(k, v)
+        if case.peer in ("decode", "flat"):
+            empty = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim)
+            work.memory, work.short = empty.absorb(k, v), empty.absorb(k[:, :, :SHORT], v[:, :, :SHORT])
+            work.tokens = work.steps()
+        while work.memory is not None and work.memory.count < case.tokens:  # the same tokens once more
+            work.memory = work.memory.merge(work.memory)
         return work
+
+    def steps(self, tokens: int = 1) -> list[tuple[Tensor, ...]]:
+        """Queries, keys and values of the first tokens, so many at a time, each contiguous as a layer's projections leave them."""
+        return [tuple(x[:, :, t : t + tokens].contiguous() for x in (self.q, self.k, self.v)) for t in range(0, STEPS * tokens, tokens)]
+
+    def decode(self, memory: zonal.Memory | None, tokens: list[tuple[Tensor, ...]]) -> Tensor:
+        """A loop over the tokens."""
+        assert memory is not None
+        found = []
+        for q, k, v in tokens:
+            stepped = zonal.attention(q, k, v, self.operator, causal=True, memory=memory)
+            assert isinstance(stepped, tuple)
+            y, memory = stepped
+            found.append(y)
+        return torch.cat(found, 2)
 
     def attend(self, tokens: int | None = None) -> Tensor:
         q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
@@ -92,15 +119,17 @@ class Work:
 
     def subject(self) -> object:
         if self.memory is not None:
-            q, k, v = (x[:, :, :1] for x in (self.q, self.k, self.v))
-            return zonal.attention(q, k, v, self.operator, causal=True, memory=self.memory)
+            return self.decode(self.memory, self.tokens)
         return self.done(self.attend(), True)
 
     def peer(self) -> object:
         if self.case.peer == "half":
             return self.attend(self.case.tokens // 2)
-        q = self.q[:, :, :1] if self.case.peer == "decode" else self.q
-        return self.done(F.scaled_dot_product_attention(q, self.k, self.v, is_causal=self.case.peer != "decode"), False)
+        if self.case.peer == "flat":
+            return self.decode(self.short, self.tokens)
+        if self.case.peer == "decode":
+            return torch.cat([F.scaled_dot_product_attention(q, self.k, self.v) for q, _, _ in self.tokens], 2)
+        return self.done(F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True), False)
 
 
 def gate(cases: list[Case]) -> dict[str, float]:
@@ -109,6 +138,11 @@ def gate(cases: list[Case]) -> dict[str, float]:
     for case in cases:
         short = Case(case.operator, case.dim, min(case.tokens, 777), True)
         name = str(short)
+        if case.peer in ("decode", "flat"):
+            name = f"{case.operator}, d={case.dim}, steps"
+            if name not in errors:
+                errors[name] = _steps(name, case)
+            continue
         if name in errors:
             continue
         work = Work.of(short)
@@ -124,13 +158,30 @@ def gate(cases: list[Case]) -> dict[str, float]:
     return errors
 
 
+@torch.no_grad()
+def _steps(name: str, case: Case) -> float:
+    """The error of a loop of steps, one token and four at a time, against the float64 definition."""
+    work, worst = Work.of(Case(case.operator, case.dim, 4 * STEPS + 200)), 0.0
+    for tokens in (1, 4):
+        q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
+        refused = native_decode.refusal(prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features")
+        if refused is not None:
+            raise common.GateError(f"{name}: torch would be timed, for {refused}")
+        before = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens])
+        after = Work(case, q, k, v, work.operator)
+        got = after.decode(before, after.steps(tokens))
+        reference = zonal.attention(work.q.double(), work.k.double(), work.v.double(), work.operator, causal=True, path="dense")
+        worst = max(worst, common.gate(name, got, reference[:, :, -STEPS * tokens :], 2e-5))
+    return worst
+
+
 def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     work = Work.of(case)
     with torch.set_grad_enabled(case.gradients):
         row: dict[str, Any] = {"row": str(case), **asdict(case)}
         row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
         row["peak_bytes"] = peak_bytes(work.subject)
-        row["output_bytes"] = work.q.numel() * work.q.element_size()
+        row["output_bytes"] = work.q[:, :, : case.tokens if work.memory is None else STEPS].nbytes
     return row
 
 
@@ -147,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(device)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
-        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 100, peer="decode")]
+        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 300, peer="decode"), Case("sq", 8, 400, peer="flat")]
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(cases)
     rows, missed = [], []
@@ -158,7 +209,8 @@ def main(argv: list[str] | None = None) -> int:
         held = case.bound is None or ratio["median"] <= case.bound
         missed += [] if held else [str(case)]
         goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
-        time = common.milliseconds(row["against_peer"]["subject"]["median"])
+        steps = STEPS if case.peer in ("decode", "flat") else 1
+        time = f"{common.milliseconds(row['against_peer']['subject']['median'] / steps)}{' a token' if steps > 1 else ''}"
         memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
         print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; {memory}){goal}", flush=True)
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}

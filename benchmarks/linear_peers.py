@@ -2,7 +2,9 @@
 
 Each comes with a float64 definition of what it computes, T x T and slow, and is checked against it: random features against the same
 features multiplied out, not against the softmax they approximate (that error is printed, and is no error of the library).
-Run as a script, on a CPU, it prints seconds a call and ratios to causal ``torch.nn.functional.scaled_dot_product_attention``; --out writes them.
+Beside each stand operators of this library, checked against their dense float64 form: the one that is nearest to what the peer computes,
+and squared-affine attention. All are timed in one process in turns, with causal ``torch.nn.functional.scaled_dot_product_attention`` as the
+common measure. The file is written after every row, and `--resume` goes on from it.
 """
 
 import argparse
@@ -12,8 +14,9 @@ import io
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +25,12 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common, peers
-from zonal import mechanisms
+from zonal import mechanisms, room, store
 from zonal.errors import ArgumentError
 
-FEATURES = 256  # of Performer; its own default for D = 64 is 266
+HEADS, DIM = 8, 32
+FEATURES = 256  # of Performer, whose own default is D log D: 110 for D = 32
+SQUARED = "squared_affine"
 # Performer's: added to every feature, and (causal) to every sum of the keys' features; the second is far from nothing for the first tokens
 FAVOR_EPS, FAVOR_SUM_EPS = 1e-4, 1e-6
 # linear-attention-transformer's least denominator
@@ -34,11 +39,16 @@ LEAST = 1e-3
 
 @dataclass(frozen=True)
 class LinearPeer:
-    """features: numbers a key becomes for each of its heads; None: none, all pairs are visited. definition: what it computes, for float64."""
+    """features: numbers a key becomes for each of its heads; None: none, all pairs are visited. definition: what it computes, for float64.
+
+    nearest: the operator of this library that is nearest to it. room: bytes it takes at its peak for so many tokens, where that is many.
+    """
 
     peer: peers.Peer
     features: int | None
     definition: peers.Attend
+    nearest: str
+    room: Callable[[int], int] = lambda tokens: 0
 
 
 def _quietly_imported(name: str, package: str) -> Any:
@@ -87,7 +97,7 @@ def performer() -> LinearPeer:
         return weight @ v / total
 
     how = f"FastAttention(nb_features={FEATURES}, causal=…), without its CUDA kernel"
-    return LinearPeer(peers.Peer("performer", version("performer-pytorch"), how, attend), FEATURES, definition)
+    return LinearPeer(peers.Peer("performer", version("performer-pytorch"), how, attend), FEATURES, definition, f"performer(draws={FEATURES}, dim={DIM})")
 
 
 def linear_attention_transformer(bucket: int) -> LinearPeer:
@@ -106,7 +116,10 @@ def linear_attention_transformer(bucket: int) -> LinearPeer:
         return weight @ v / weight.sum(-1, keepdim=True).clamp(min=LEAST)
 
     how = f"causal_linear_attn(bucket_size={bucket}), linear_attn"
-    return LinearPeer(peers.Peer("linear-attention-transformer", version("linear-attention-transformer"), how, attend), 64, definition)
+    return LinearPeer(
+        peers.Peer("linear-attention-transformer", version("linear-attention-transformer"), how, attend), DIM, definition, "linear",
+        room=lambda tokens: 3 * 4 * HEADS * tokens // bucket * DIM * DIM,
+    )  # fmt: skip
 
 
 def _exact_yat(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -123,11 +136,11 @@ def dense_yat() -> LinearPeer:
             weight = weight.tril()
         return weight @ v / weight.sum(-1, keepdim=True)
 
-    return LinearPeer(peers.Peer("dense yat", torch.__version__, "torch, eager", attend), None, _exact_yat)
+    return LinearPeer(peers.Peer("dense yat", torch.__version__, "torch, eager", attend), None, _exact_yat, "yat", room=lambda tokens: 4 * 4 * HEADS * tokens * tokens)
 
 
 def keops_yat() -> LinearPeer:
-    return LinearPeer(peers.load("keops", "yat"), None, _exact_yat)
+    return LinearPeer(peers.load("keops", "yat"), None, _exact_yat, "yat")
 
 
 PEERS: dict[str, Callable[[], LinearPeer]] = {
@@ -140,15 +153,23 @@ PEERS: dict[str, Callable[[], LinearPeer]] = {
 
 
 def draw(tokens: int) -> list[Tensor]:
-    """q, k, v with B = 1, H = 8, D = 64."""
+    """q, k, v with B = 1, H = 8, D = 32."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 8, tokens, 64, generator=generator) for _ in range(3)]
+    return [torch.randn(1, HEADS, tokens, DIM, generator=generator) for _ in range(3)]
 
 
 def gate(name: str, found: LinearPeer, causal: bool) -> float:
     """Error against the peer's own definition at 256 tokens."""
     q, k, v = draw(256)
     return common.gate(name, found.peer.attend(q, k, v, causal), found.definition(q.double(), k.double(), v.double(), causal), 2e-5)
+
+
+def gate_subject(spec: str, causal: bool) -> float:
+    """Error of an operator of this library against its dense float64 form, on the path that it is timed on."""
+    q, k, v = draw(1024)
+    operator = mechanisms.resolve(spec)
+    reference = zonal.attention(q.double(), k.double(), v.double(), operator, causal=causal, path="dense")
+    return common.gate(f"{spec}, {'causal' if causal else 'bidirectional'}", zonal.attention(q, k, v, operator, causal=causal), reference, 2e-5)
 
 
 def softmax_error(found: LinearPeer, causal: bool) -> float:
@@ -162,19 +183,25 @@ def main(argv: list[str] | None = None) -> int:
     """Check every peer that is installed, then print its time at each length."""
     parser = common.parser(__doc__ or "", "linear_peers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(out="-")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="lengths, multiples of 64 (default: 1024 4096)")
-    parser.add_argument("--budget", type=float, default=1.5, help="seconds for a time (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="lengths, multiples of 64 (default: 1024 4096 16384)")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds for a time (default: %(default)s)")
     parser.add_argument("--only", default="", help="only peers whose name contains this text")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out already holds and measure the others")
     options = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
         raise ArgumentError(f"bench: these peers are set up for a CPU, received --device {device}. Leave --device out.")
-    start = common.circumstances(device)
-    rows: list[dict[str, Any]] = []
+    if any(tokens < 64 or tokens % 64 for tokens in options.tokens):
+        raise ArgumentError(f"bench: --tokens must be multiples of 64, received {' '.join(map(str, options.tokens))}.")
+    start, out = common.circumstances(device), "-" if options.quick else options.out
+    rows: list[dict[str, Any]] = store.read_json(out)["rows"] if options.resume and out != "-" and Path(out).is_file() else []
+    there = {(row["peer"], row["tokens"], row["causal"]) for row in rows}
+    settings = {"budget_seconds": options.budget, "batch": 1, "heads": HEADS, "dim": DIM, "dtype": "float32", "gradients": False}
     with torch.no_grad():
         for name, make in PEERS.items():
-            if options.only not in name:
+            lengths = [128] if options.quick else options.tokens
+            missing = [(causal, tokens) for causal in (True, False) for tokens in lengths if (name, tokens, causal) not in there]
+            if options.only not in name or not missing:
                 continue
             try:
                 found = make()
@@ -182,31 +209,49 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"no rows of {name}: {error}", flush=True)
                 continue
             print(f"{name} {found.peer.version}, {found.features or 'no'} features: {found.peer.how}", flush=True)
-            for causal in (True, False):
-                error = gate(f"{name}, {'causal' if causal else 'bidirectional'}", found, causal)
-                for tokens in [128] if options.quick else options.tokens:
-                    row = timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget)
-                    rows.append({**row, "error": error})
+            for causal, tokens in missing:
+                errors = {"peer": gate(f"{name}, {'causal' if causal else 'bidirectional'}", found, causal)}
+                errors |= {spec: gate_subject(spec, causal) for spec in dict.fromkeys((found.nearest, SQUARED))}
+                rows.append({**timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget), "errors": errors})
+                common.report(out, "linear_peers", __doc__ or "", settings, rows, {}, start)
             if name == "performer" and not options.quick:
                 print(f"  distance from softmax: {softmax_error(found, True):.2f} causal, {softmax_error(found, False):.2f} bidirectional", flush=True)
-    common.report("-" if options.quick else options.out, "linear_peers", __doc__ or "", {"budget_seconds": options.budget}, rows, {}, start)
     return 0
 
 
 def timed(name: str, found: LinearPeer, tokens: int, causal: bool, device: torch.device, budget: float) -> dict[str, Any]:
-    """A row: seconds of the peer, and its ratio to causal SDPA of the same tensors."""
+    """A row: seconds of all, and ratios of the peer to causal SDPA and of this library's operators to the peer, pair by pair."""
+    kind = "causal" if causal else "bidirectional"
+    row = {
+        "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features, "tokens": tokens, "causal": causal,
+        "nearest": found.nearest,
+    }  # fmt: skip
+    needed, left = found.room(tokens), room.free(device)
+    if left is not None and needed > left:
+        refused = f"takes {needed / 2**30:.0f} GiB, and {left / 2**30:.0f} GiB are free"
+        print(f"  T={tokens} {kind}: {refused}", flush=True)
+        return {**row, "refused": refused}
     q, k, v = draw(tokens)
-    compared = common.compare(
-        lambda: found.peer.attend(q, k, v, causal), lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device, pairs=5, budget=budget
-    )
-    ratio, kind = compared.ratio, "causal" if causal else "bidirectional"
+    works: dict[str, common.Work] = {
+        "peer": lambda: found.peer.attend(q, k, v, causal), "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }  # fmt: skip
+    for spec in dict.fromkeys((found.nearest, SQUARED)):
+        works[spec] = functools.partial(zonal.attention, q, k, v, mechanisms.resolve(spec), causal=causal)
+    times = common.interleaved(works, device, rounds=5, budget=budget)
+
+    def ratio(one: str, other: str) -> common.Quantiles:
+        return common.Quantiles.of([a / b for a, b in zip(times[one], times[other], strict=True)])
+
+    to_sdpa = ratio("peer", "sdpa")
+    to_peer = {spec: ratio(spec, "peer") for spec in works if spec not in ("peer", "sdpa")}
+    words = ", ".join(f"{spec} takes {found_ratio.median:.3g} [{found_ratio.low:.3g}-{found_ratio.high:.3g}] of it" for spec, found_ratio in to_peer.items())
     print(
-        f"  T={tokens} {kind}: {common.milliseconds(compared.subject.median)}, "
-        f"{ratio.median:.3g} [{ratio.low:.3g}-{ratio.high:.3g}] of causal SDPA ({ratio.runs} pairs)", flush=True,
+        f"  T={tokens} {kind}: {common.milliseconds(common.Quantiles.of(times['peer']).median)}, {to_sdpa.median:.3g} [{to_sdpa.low:.3g}-{to_sdpa.high:.3g}] "
+        f"of causal SDPA ({to_sdpa.runs} rounds); {words}", flush=True,
     )  # fmt: skip
     return {
-        "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features, "tokens": tokens, "causal": causal,
-        "against_sdpa": compared.to_dict(),
+        **row, "seconds": {name: asdict(common.Quantiles.of(seconds)) for name, seconds in times.items()}, "against_sdpa": asdict(to_sdpa),
+        "zonal_against_peer": {spec: asdict(found_ratio) for spec, found_ratio in to_peer.items()},
     }  # fmt: skip
 
 

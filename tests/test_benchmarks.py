@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 import zonal
-from benchmarks import captured, common, fidelity, gpu, linear, linear_peers, peers, planner, tiled
-from zonal.errors import ArgumentError, FileFormatError
-from zonal.models import ModelConfig, build
-from zonal.nn import Attention
+from benchmarks import common, gpu, linear, linear_peers, peers, planner, tiled
+from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
 
@@ -300,6 +296,30 @@ def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
         linear_peers.gate(name, other, causal)
 
 
+def test_rows_of_linear_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dense Yat beside Yat and squared-affine attention; rows that are there are kept; a wrong operator and what does not fit are not timed."""
+    out = tmp_path / "x.json"
+    words = ["--only", "dense yat", "--tokens", "64", "--budget", "0.05", "--out", str(out)]
+    assert linear_peers.main(words) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["peer"], row["tokens"], row["causal"]) for row in rows] == [("dense yat", 64, True), ("dense yat", 64, False)]
+    assert set(rows[0]["zonal_against_peer"]) == {"yat", "squared_affine"}
+    assert max(rows[0]["errors"].values()) <= 2e-5
+    assert rows[0]["against_sdpa"]["runs"] >= 1
+    monkeypatch.setattr(linear_peers.room, "free", lambda device: 1 << 20)
+    assert linear_peers.main([*words[:3], "64", "128", *words[4:], "--resume"]) == 0
+    again = json.loads(out.read_text())["rows"]
+    assert again[:2] == rows
+    assert [row["refused"] for row in again[2:]] == ["takes 0 GiB, and 0 GiB are free"] * 2
+    monkeypatch.undo()
+    whole = linear_peers.zonal.attention
+    monkeypatch.setattr(linear_peers.zonal, "attention", lambda q, k, v, operator, **options: whole(q, k, v, operator, **options) * (1 if "path" in options else 1.001))
+    with pytest.raises(common.GateError, match="yat, causal"):
+        linear_peers.main(words)
+    with pytest.raises(ArgumentError, match="--tokens must be multiples of 64, received 100"):
+        linear_peers.main([*words[:3], "100"])
+
+
 def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The others are still checked and timed."""
     for name in ("performer_pytorch", "linear_attention_transformer", "linear_attention_transformer.linear_attention_transformer", "pykeops"):
@@ -311,99 +331,14 @@ def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch,
     assert sum(line.startswith("  T=128 ") for line in lines) == 2
 
 
-def test_fidelity_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every map in one small panel, a page that holds every number, and the files it reads."""
-    out = tmp_path / "fidelity.json"
-    assert fidelity.main(["--quick", "--length", "24", "--dims", "4", "--eps", "1", "--out", str(out)]) == 0
-    value = json.loads(out.read_text())
-    families = {row["family"] for row in value["rows"]}
-    assert {"reference", "SLAY: anchors", "learned exponentials", "p(x)² + c, random angles"} <= families
-    for row in value["rows"]:
-        if row["family"] != "reference":
-            assert row["m"] > 0
-            assert row["causal"]["error"] > 0
-            assert row["causal"]["unsafe"] == 0 or not row["positive"]
-    fitted = next(row for row in value["rows"] if row["family"] == "p(x)² + c, random angles" and row["label"] == "degree 4")
-    mean = next(row for row in value["rows"] if row["family"] == "reference")["average"]["causal"]
-    assert fitted["causal"]["error"] < mean / 3
-    page = out.with_suffix(".html").read_text()
-    assert page.count("<tr>") == len(value["rows"])  # the reference has no row of its own, the head has
-    assert "mean of all values" in capsys.readouterr().out
-
-
-def test_table_10_runs(tmp_path: Path) -> None:
-    out = tmp_path / "table.json"
-    assert fidelity.main(["--preset", "slay-table10", "--quick", "--out", str(out), "--page", "-"]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    anchors = [row for row in rows if row["family"] == "SLAY: anchors"]
-    assert [(row["m"], row["paper"], row["length"]) for row in anchors] == [(128, 0.6626, 128)] * 2
-    assert all(row["paper"] is None for row in rows if row["family"] == "x² alone")
-
-
-def test_fidelity_of_a_model(tmp_path: Path) -> None:
-    """What hooks collect is what the layers' operators are given: grouped heads, norms and rotary positions included."""
-    for rotary, norms in ((True, True), (True, False), (False, True), (False, False)):
-        config = ModelConfig(vocab_size=31, dim=16, layers=("softmax", "squared_affine"), heads=4, kv_heads=2, rotary=rotary, qk_norm=norms)
-        model = build(config, seed=0).double().eval()
-        tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(0))
-        found = captured.of_layers(model, tokens)
-        assert len(found) == 2
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
-        outputs: dict[nn.Module, torch.Tensor] = {}
-
-        def keep(module: nn.Module, inputs: object, output: torch.Tensor, outputs: dict[nn.Module, torch.Tensor] = outputs) -> None:
-            outputs[module] = output
-
-        for layer in layers:
-            layer.register_forward_hook(keep)
-        with torch.no_grad():
-            model(tokens)
-            for layer, (q, k, v) in zip(layers, found, strict=True):
-                assert q.shape == k.shape == v.shape == (2, 4, 9, 4)
-                y = zonal.attention(q, k, v, layer.operator.for_heads(4), causal=True)
-                assert torch.allclose(layer._read_out(y), outputs[layer], atol=1e-12)
-
-
-def test_fidelity_of_files(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    path = tmp_path / "qkv.safetensors"
-    save_file({name: torch.randn(2, 20, 4, generator=draw) for name in "qkv"}, path)
-    ((name, data, seen),) = captured.samples(path, 512)
-    assert (name, data.q.shape, seen.q.shape) == ("qkv", (2, 10, 4), (2, 10, 4))
-    assert not torch.equal(data.q, seen.q)
-    assert torch.allclose(data.k.norm(dim=-1), torch.ones(2, 10, dtype=torch.float64))
-    out = tmp_path / "out.json"
-    assert fidelity.main(["--quick", "--checkpoint", str(path), "--out", str(out), "--page", "-"]) == 0
-    assert {row["input"] for row in json.loads(out.read_text())["rows"]} == {"qkv"}
-    save_file({name: torch.zeros(2, 20, 4 + (name == "k")) for name in "qkv"}, path)
-    with pytest.raises(FileFormatError, match=r"must be \(H, T >= 4, d\)"):
-        captured.samples(path, 512)
-    path.write_bytes(b"no tensors")
-    with pytest.raises(FileFormatError, match="cannot be read"):
-        captured.samples(path, 512)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dims", "8,one"], "--dims takes numbers > 1"),
-        (["--eps", "0"], "--eps takes numbers > 0"),
-        (["--inputs", "flat"], "--inputs takes iid"),
-        (["--seeds", "0"], "--seeds must be >= 1"),
-        (["--device", "cpu:0"], "leave --device out"),
-    ],
-)
-def test_fidelity_refuses(words: list[str], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        fidelity.main(["--quick", *words, "--out", "-", "--page", "-"])
-
-
 def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
     cases = gpu.table()
-    assert len({str(case) for case in cases}) == len(cases) == 114
-    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys}
+    assert len({str(case) for case in cases}) == len(cases) == 114 + 56
+    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys and c.path == "tiled"}
     assert plain == {(o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)}
+    sums = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.path == "chunked"}
+    assert sums == {(o, t, d, g) for o in ("squared_affine", "linear") for t in gpu.SUMS_LENGTHS for d in (32, 64) for g in (False, True)}
     assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
     assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
     packed = next(case for case in cases if case.documents > 1)
@@ -436,8 +371,12 @@ def test_without_a_gpu_it_says_what_to_do(device: str, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def gpu_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Case]:
-    """The benchmark with the CPU in the place of the device: two short rows of its kinds."""
-    cases = [gpu.Case("sko", 130, 16, gradients=True, width=64), gpu.Case("softmax", 1, 16, keys=300, width=64)]
+    """The benchmark with the CPU in the place of the device: short rows of its kinds."""
+    cases = [
+        gpu.Case("sko", 130, 16, gradients=True, width=64), gpu.Case("softmax", 1, 16, keys=300, width=64),
+        gpu.Case("squared_affine", 400, 8, gradients=True, width=32),
+    ]  # fmt: skip
+    monkeypatch.setattr(gpu, "_GATE_SUMS", 300)
     monkeypatch.setattr(gpu, "table", lambda: cases)
     monkeypatch.setattr(gpu, "required", lambda device: None)
     monkeypatch.setattr(gpu, "flash", contextlib.nullcontext)
@@ -451,7 +390,7 @@ def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path:
     assert gpu.main(["--device", "cpu", "--budget", "0.05", "--out", str(out)]) == 0
     assert "of FlashAttention  sko, T=130, forward+backward, d=16, H=4, B=1" in capsys.readouterr().out
     value = json.loads(out.read_text())
-    assert (value["benchmark"], value["summary"]["not_run"], len(value["rows"])) == ("gpu", [], 2)
+    assert (value["benchmark"], value["summary"]["not_run"], len(value["rows"])) == ("gpu", [], 3)
     assert all(0 <= error <= gpu.TOLERANCE for error in value["summary"]["errors"].values())
     for row, case in zip(value["rows"], gpu_on_cpu, strict=True):
         seconds = row["against_flash"]["subject"]["median"]
@@ -460,7 +399,7 @@ def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path:
         assert math.isfinite(row["against_flash"]["ratio"]["median"])
     # out of time at once: what was not run is named
     assert gpu.main(["--device", "cpu", "--minutes", "-1", "--out", str(out)]) == 0
-    assert len(json.loads(out.read_text())["summary"]["not_run"]) == 2
+    assert len(json.loads(out.read_text())["summary"]["not_run"]) == 3
 
 
 def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Case], monkeypatch: pytest.MonkeyPatch) -> None:

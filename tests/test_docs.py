@@ -22,6 +22,7 @@ from zonal import mechanisms
 from zonal.cli import parse
 from zonal.cli.app import COMMANDS
 from zonal.cli.options import option_names
+from zonal.models.layers import check, layer_list
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -195,9 +196,10 @@ def test_operators_in_commands_exist() -> None:
         for words in commands(page):
             for option in ("--operators", "--operator"):
                 if option in words:
-                    for spec in parse.operators(words[words.index(option) + 1]):
-                        mechanisms.resolve(spec)
-                        seen += 1
+                    for entry in parse.operators(words[words.index(option) + 1]):
+                        for spec in layer_list(entry):
+                            check(spec, 128)
+                            seen += 1
     assert seen
 
 

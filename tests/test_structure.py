@@ -31,10 +31,11 @@ FLOORS = {
     "evaluation": 1,
     "errors": 0,
     "formula": 0,
+    "room": 0,
     "store": 0,
 }
 # neighbours on one floor, in this direction only
-NEIGHBOURS = {("report", "evaluation"), ("store", "errors"), ("kernels", "data"), ("mechanisms", "features")}
+NEIGHBOURS = {("report", "evaluation"), ("store", "errors"), ("room", "errors"), ("kernels", "data"), ("mechanisms", "features")}
 # who may import the public face, `zonal` itself: it loads everything up to attention
 ABOVE_THE_FACE = {"cli", "__main__"}
 # imports inside functions that would close a circle at the top of the file: (importer, imported)

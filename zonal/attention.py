@@ -8,14 +8,14 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import plan
+from zonal.execution import native_decode, native_ridge_decode, plan
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.dense import dense
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
 from zonal.kernels import transforms
-from zonal.memory import KeyValues, Memory, Tokens
+from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
 
 
@@ -72,6 +72,11 @@ def attention(
     """
     if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
+    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is None:
+        # a decoder's step: to prepare and to plan it costs more than to run it
+        found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)
+        if found is not None:
+            return found
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(

@@ -27,6 +27,10 @@ class NonFiniteError(ZonalError, ArithmeticError):
     """NaN or infinity appeared where training or a memory needs finite numbers."""
 
 
+class InsufficientMemoryError(ZonalError, MemoryError):
+    """A call would need more memory than is free; nothing was allocated."""
+
+
 class InsufficientSpaceError(ZonalError, OSError):
     """The disk is full; nothing was left half written."""
 
@@ -34,6 +38,6 @@ class InsufficientSpaceError(ZonalError, OSError):
 def unknown_name(call: str, kind: str, got: str, valid: Iterable[str]) -> ArgumentError:
     """The error for a misspelt name: lists the valid ones and the nearest."""
     names = sorted(valid)
-    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ArgumentError(f"{call}: unknown {kind} {got!r}.{hint} Valid names: {', '.join(names)}.")

@@ -11,6 +11,7 @@ from zonal import Operator, anchor, ledger, link, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
+from zonal.features import Features, TensorSketch
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -75,6 +76,27 @@ def test_signed_row_can_be_asked_for() -> None:
     operator = m.sko(degrees=(2.0,)).replace(anchor=anchor.Row(allow_signed=True))
     q, k, v = (torch.randn(1, 4, 5, 4) for _ in range(3))
     assert torch.isfinite(zonal.attention(q, k, v, operator, causal=True)).all()
+
+
+def test_a_signed_map_is_refused_by_name_and_allowed_with_a_warning_in_the_ledger() -> None:
+    """What may happen is what the ledger and explain say: near a sum of zero the output grows, and at zero it is 0."""
+    signed = Operator(Features(TensorSketch(8), dim=2), link.Identity(), anchor.Row())
+    q = torch.tensor([[1.0, 1e-4], [1.0, 0.0], [1.0, -1.0]]).view(1, 1, 3, 2)
+    k, v = torch.tensor([[1.0, 0.0], [-1.0, 1.0]]).view(1, 1, 2, 2), torch.tensor([1.0, 2.0]).view(1, 1, 2, 1)
+    with pytest.raises(ArgumentError, match=r"a sum of Features scores, which may be negative and cancel.*allow_signed=True"):
+        zonal.attention(q, k, v, signed)
+    dot = Operator(score.Dot(scale=1.0), link.Identity(), anchor.Row())
+    with pytest.raises(ArgumentError, match="a sum of Dot scores"):
+        zonal.attention(q, k, v, dot)
+    allowed = dot.replace(anchor=anchor.Row(allow_signed=True))
+    y = zonal.attention(q, k, v, allowed, path="dense").flatten()
+    # weights 1 and -1 + 1e-4, which leave 1e-4; 1 and -1, which leave nothing; 1 and -2, which leave -1
+    assert y[0] == pytest.approx((1 + 2 * (-1 + 1e-4)) / 1e-4, rel=1e-2)
+    assert y[1] == 0
+    assert y[2] == pytest.approx(3.0)
+    page = str(zonal.explain(allowed, (1, 1, 3, 2)))
+    assert "a row's sum may come near zero, and its output grow without bound" in page
+    assert "grow without bound" not in str(zonal.explain(m.squared_affine(), (1, 1, 3, 2)))
 
 
 def test_parts_must_be_parts() -> None:

@@ -147,11 +147,12 @@ def test_paper_form_with_the_largest_key_bidirectional() -> None:
 @pytest.mark.parametrize("name", BLOCKED)
 def test_no_leak_from_large_keys(name: str) -> None:
     """Keys of norm 1e3 from token t on leave all outputs before t as they were."""
+    large = 5.0 if name == "performer" else 1e3  # past that all of its features underflow, which is refused
     operator, data, t = made(name), inputs(Case(batch=1, queries=29, keys=29)), 13
     before = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
     with torch.no_grad():
         for x in (data.q, data.k, data.v):
-            x[:, :, t:] = 1e3 * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+            x[:, :, t:] = large * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
     after = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
     assert (before[:, :, :t] - after[:, :, :t]).abs().max() < 1e-10
     assert not torch.allclose(before[:, :, t + 3 :], after[:, :, t + 3 :], atol=1e-3)

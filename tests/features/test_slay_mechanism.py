@@ -1,12 +1,25 @@
 """SLAY from plain values, and the polynomial that takes its place."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import zonal
 from zonal import link, mechanisms
 from zonal.errors import ArgumentError
-from zonal.features import Anchors, FeatureMap, Nystrom, RandomMaclaurin, Slay, TensorSketch, fit_square, square
+from zonal.features import (
+    Anchors,
+    FeatureMap,
+    Nystrom,
+    RandomMaclaurin,
+    Slay,
+    TensorSketch,
+    fit_square,
+    row_weights,
+    sample,
+    square,
+)
 from zonal.mechanisms.slay import slay_features
 
 
@@ -44,3 +57,58 @@ def test_polynomial_of_yat() -> None:
     wanted = zonal.attention(q, k, v, mechanisms.yat(eps=1.0), causal=True)
     found = zonal.attention(q, k, v, operator, causal=True, path="chunked")
     assert float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
+def test_polynomial_of_data() -> None:
+    """The causal rows of the data themselves: nearer to them than the fit to random vectors, of any length of theirs, and in the spec."""
+    seen, data = (sample("peaked", 2, 256, 8, seed) for seed in (1, 0))
+    general = mechanisms.polynomial_square(degree=4, eps=1.0, d_qk=8)
+    own = mechanisms.polynomial_square(degree=4, eps=1.0, d_qk=8, fit="data", data=(3 * seen.q, seen.k))
+    x = (seen.q @ seen.k.mT).clamp(-1, 1)
+    wanted = fit_square(link.Yat(1.0), 4, angles=x, weights=row_weights(link.Yat(1.0), x)).link
+    assert own.link.polynomial == pytest.approx(wanted.polynomial, rel=1e-6)  # type: ignore[attr-defined]
+    q, k, v = (x[None] for x in data)
+    yat = zonal.attention(q, k, v, mechanisms.yat(eps=1.0), causal=True)
+    own_error, general_error = (float((zonal.attention(q, k, v, of, causal=True) - yat).norm()) for of in (own, general))
+    assert own_error < 0.9 * general_error
+    again = mechanisms.resolve(own.spec)
+    assert (again.link, again.qk_dim, again.spec) == (own.link, 8, own.spec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"degree": 2, "fit": "data"}, "go together"),
+        ({"degree": 2, "data": (torch.ones(3, 4), torch.ones(3, 4))}, "go together"),
+        ({"fit": "data", "data": (torch.ones(3, 4), torch.ones(3, 4))}, "Pass degree=2, 4 or 6"),
+        ({"degree": 2, "fit": "data", "data": (torch.ones(3, 4), torch.ones(4, 4))}, "of one shape"),
+        ({"degree": 2, "fit": "histogram"}, "must be 'density' or 'data'"),
+        ({"degree": 2, "eps": 0.0}, "eps must be > 0"),
+        ({"eps": -1.0}, "eps must be > 0"),
+        ({"degree": 2, "d_qk": 1}, "d_qk must be >= 2"),
+        ({"degree": 3}, "degree must be 2, 4 or 6"),
+    ],
+)
+def test_polynomials_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        mechanisms.polynomial_square(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mechanisms.yat(eps=float("inf")), "eps must be > 0 .* and finite"),
+        (lambda: mechanisms.slay(size=2.5), "count must be a whole number"),  # type: ignore[arg-type]
+        (lambda: mechanisms.slay(nodes=2.0), "received 2.0"),  # type: ignore[arg-type]
+        (lambda: mechanisms.slay(draws=3, antithetic=True), "an even number is required, received 3"),
+        (lambda: mechanisms.slay(seed="a"), "seed must be a whole number"),  # type: ignore[arg-type]
+        (lambda: mechanisms.slay(scale=3), "unknown scale 3"),  # type: ignore[arg-type]
+        (lambda: mechanisms.hedgehog(size=7), "an even size"),
+        (lambda: mechanisms.squared_affine(d_qk=0), "qk_dim must be a whole number >= 1"),
+        (lambda: zonal.attention(*torch.ones(3, 1, 1, 4, 0).unbind(0), mechanisms.squared_affine()), "received a size of 0"),
+        (lambda: zonal.attention(*torch.full((3, 1, 1, 4, 64), 20.0).unbind(0), mechanisms.performer()), "the sums that rows are divided by would vanish"),
+    ],
+)
+def test_sizes_and_denominators_that_cannot_be(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make()

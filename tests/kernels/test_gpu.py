@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import zonal
-from zonal import mechanisms, prior
+from zonal import Memory, mechanisms, prior
 from zonal.errors import PathError
-from zonal.execution import native
+from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
 
 pytestmark = [
@@ -96,5 +96,41 @@ def test_the_operator_is_one_of_torch() -> None:
 def test_no_second_derivative() -> None:
     q, k, v = inputs(torch.float32, tokens=32)
     y = zonal.attention(q, k, v, mechanisms.softmax().cuda(), causal=True, path="tiled")
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums_over_features_equal_the_dense_path(dtype: torch.dtype) -> None:
+    """Through a memory handed on between two calls: y and all gradients; another run gives the same bits."""
+    operator, (q, k, v) = mechanisms.squared_affine().cuda(), inputs(dtype, tokens=3000)
+    assert native_sums.refusal(prepare(operator, q, k, v, causal=True), "features") is None, "the Triton kernel runs"
+
+    def attend() -> Tensor:
+        memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []
+        for part in (slice(0, 2500), slice(2500, 3000)):
+            y, memory = zonal.attention(q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked")
+            parts.append(y)
+        return torch.cat(parts, 2)
+
+    y = attend()
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [q, k, v], dy)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = zonal.attention(wide[0], wide[1], wide[2], copy.deepcopy(operator).double(), causal=True, path="dense")
+    close(y, exact, TOLERANCE[dtype], "y")
+    for letter, a, b in zip("qkv", found, torch.autograd.grad(exact, wide, dy.double()), strict=True):
+        close(a, b, 2 * TOLERANCE[dtype], f"gradient of {letter}")
+    assert torch.equal(y, attend())
+
+
+def test_sums_over_features_compile_without_a_break() -> None:
+    operator, (q, k, v) = mechanisms.squared_affine().cuda(), inputs(torch.float32, tokens=3000)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
+
+    y = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    close(y, attend(q, k, v), 1e-6, "the compiled call")
     with pytest.raises(PathError, match="no second derivative"):
         torch.autograd.grad(y.sum(), q, create_graph=True)

@@ -1,18 +1,17 @@
-"""The compiled kernel for sums over features: against the float64 definition, with memories before and after, and torch's machinery."""
+"""The compiled kernel for sums over features: against the float64 definition, its limits, and torch's machinery."""
 
 import copy
-import itertools
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from matrix import CASES, OPERATORS, Case, Inputs, inputs, randomised
+from kernels.sums_cases import KINDS, assert_as_good, sample
+from matrix import CASES, Case, Inputs, inputs, randomised
 from torch import Tensor
 
 import zonal
-from zonal import Memory, Operator, anchor, link, prior, score
+from zonal import Operator, prior
 from zonal import mechanisms as m
 from zonal.errors import PathError
 from zonal.execution import cost, native, native_sums
@@ -40,19 +39,8 @@ LARGE = {
     "left padding": Case(padding="left", queries=350, keys=350, key_dim=4, value_dim=11),
     "random padding": Case(padding="random", queries=350, keys=350, key_dim=4, value_dim=11, kv_heads=1),
     "documents": Case(batch=1, packed=(0, 1, 40, 300, 311, 650), queries=650, keys=650, key_dim=4, value_dim=8),
+    "key bias": Case(key_bias=True, padding="random", queries=310, keys=310, key_dim=4, value_dim=9, kv_heads=2),
     "strided": Case(strided=True, queries=300, keys=300, key_dim=8, value_dim=12),
-}
-KINDS: dict[str, Callable[[], Operator]] = {
-    **OPERATORS,
-    "squared_affine-count": lambda: m.squared_affine(learn_bias=True).replace(anchor=anchor.Count()),
-    "squared_affine-raw": lambda: m.squared_affine().replace(anchor=anchor.Raw()),
-    "squared_affine-strict": lambda: m.squared_affine().replace(prior=prior.Causal(include_self=False)),
-    "squared_affine-chunk": lambda: m.squared_affine().replace(prior=prior.ChunkCausal(24)),
-    "sko-1": lambda: m.sko(degrees=(1.0,), manifold_dim=4),
-    "sko-3": lambda: m.sko(degrees=(3.0, 2.0), manifold_dim=4),
-    "degree-6": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.5, 0.3, 0.4), floor=0.01, learn=True), anchor.Row()),
-    "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
-    "linear-relu": lambda: Operator(score.Dot(map="relu"), link.Identity(), anchor.Row(allow_signed=True)),
 }
 # features of higher powers grow fast with the dimension, and a dense reference in float64 takes its time
 HEAVY = {"sko-3", "degree-6", "sko", "polynomial_square"}
@@ -73,24 +61,10 @@ def taken(operator: Operator, case: Case) -> bool:
 
 
 def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
-    leaves = [data.q, data.k, data.v, *operator.parameters()]
+    leaves = [data.q, data.k, data.v, *([] if data.key_bias is None else [data.key_bias]), *operator.parameters()]
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
     found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
-
-
-def assert_as_good(got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """At most twice the error of another run in the same precision, and a floor of rounding (gradients may cancel)."""
-    for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
-        assert a.dtype == b.dtype
-        assert torch.isfinite(a).all()
-        if not t.numel():
-            continue
-        size = max(1.0, t.abs().max().item())
-        error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
-        floor = (64 if index else 16) * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
-        floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
-        assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,73 +114,7 @@ def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> N
         assert (table.right[a:end] == table.right[a] + torch.arange(end - a)).all()
 
 
-# -- memories ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cuts", [(0, 40, 41, 300), (0, 300), (0, 150, 300)])
-@pytest.mark.parametrize("name", ["squared_affine", "squared_affine-strict", "squared_affine-count", "linear", "sko-3", "polynomial_square"])
-def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs, the memory at the end and all gradients through it: pieces against one call, and against what the memory itself absorbs."""
-    operator = randomised(KINDS[name]()).float()
-    data = inputs(Case(heads=4, kv_heads=2, queries=300, keys=300, key_dim=4, value_dim=6, padding="random")).to(torch.float32)
-    exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
-    weight = torch.randn(operator_state(double, exact).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def run(operator: Operator, data: Inputs) -> tuple[Tensor, Memory]:
-        memory = Memory.empty(operator, 2, 2, 4, 6, dtype=data.q.dtype)
-        parts = []
-        for start, stop in itertools.pairwise(cuts):
-            part = slice(start, stop)
-            assert data.key_padding_mask is not None
-            y, memory = zonal.attention(
-                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], operator, causal=True, key_padding_mask=data.key_padding_mask[:, part],
-                memory=memory, path="chunked",
-            )  # fmt: skip
-            parts.append(y)
-        return torch.cat(parts, 2), memory
-
-    def gradients(operator: Operator, data: Inputs, y: Tensor, state: Tensor) -> list[Tensor]:
-        leaves = [data.q, data.k, data.v, *operator.parameters()]
-        loss = y.double().square().sum() + (state.double() * weight).sum()
-        return [y.detach(), *torch.autograd.grad(loss, leaves), state.detach()]
-
-    y64 = exact.run(double, "dense")
-    truth = gradients(double, exact, y64, operator_state(double, exact))
-    called: list[int] = []
-    original = native_sums.chunked
-    monkeypatch.setattr(native_sums, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory))
-    y, memory = run(operator, data)
-    got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
-    assert called == [b - a for a, b in itertools.pairwise(cuts)]
-    assert memory.count == 300
-    assert torch.equal(memory.real, data.key_padding_mask.sum(1))  # type: ignore[attr-defined, union-attr]
-    monkeypatch.setenv(native.VARIABLE, "off")
-    y, memory = run(operator, data)
-    assert_as_good(got, gradients(operator, data, y, memory.state), truth)  # type: ignore[attr-defined]
-
-
-def operator_state(operator: Operator, data: Inputs) -> Tensor:
-    """The state after all keys as torch sums it up."""
-    memory = Memory.empty(operator, 2, 2, 4, 6, dtype=data.q.dtype)
-    return memory.absorb(data.k, data.v, data.key_padding_mask).state  # type: ignore[attr-defined]
-
-
-def test_streaming_goes_on_from_the_kernels_memory() -> None:
-    operator = m.squared_affine()
-    q, k, v = sample(150)
-    with torch.no_grad():
-        _, memory = zonal.attention(q[:, :, :149], k[:, :, :149], v[:, :, :149], operator, causal=True, return_memory=True, path="chunked")
-        y, _ = zonal.attention(q[:, :, 149:], k[:, :, 149:], v[:, :, 149:], operator, causal=True, memory=memory, path="streaming")
-        expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")[:, :, 149:]
-    assert (y - expected).abs().max() < 1e-4
-
-
 # -- its limits --------------------------------------------------------------------------------------------------------------
-
-
-def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
@@ -230,7 +138,7 @@ def test_the_same_bits_again(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        operator, tensors = m.squared_affine(learn_bias=True), sample()
+        operator, tensors = m.squared_affine(learn_bias=True).replace(prior=prior.Decay((0.99,))), sample()
         first = run(operator, tensors)
         assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, run(operator, tensors), strict=True))
     finally:
@@ -277,11 +185,11 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     call = prepare(m.squared_affine(), q, k, v, causal=True)
     assert native_sums.refusal(call) is None
     assert native_sums.refusal(call, "features") is None
-    assert "decayed" in str(native_sums.refusal(call, "decayed"))
-    assert "log priors" in str(native_sums.refusal(prepare(m.retention(), q, k, v, causal=True)))
-    chunks = prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True)
-    assert native_sums.refusal(chunks) is None
-    assert "whole chunks" in str(native_sums.refusal(chunks, "features"))
+    assert native_sums.refusal(call, "decayed") is None
+    assert "'keys'" in str(native_sums.refusal(call, "keys"))
+    assert native_sums.refusal(prepare(m.retention(), q, k, v, causal=True)) is None
+    assert "ALiBi" in str(native_sums.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True)))
+    assert native_sums.refusal(prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True), "features") is None
     assert "float64" in str(native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True)))
     page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
     assert page.sums == "a compiled kernel"
@@ -323,12 +231,12 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
 # -- torch's machinery -------------------------------------------------------------------------------------------------------
 
 
-def arguments(learned: bool = True) -> tuple:
+def arguments(learned: bool = True, fading: bool = False) -> tuple:
     operator, (q, k, v) = m.squared_affine(learn_bias=True), sample(23)
     call = prepare(operator, q, k, v, causal=True)
     code = native.code_of(operator.link)
     assert code is not None
-    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True)
+    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True)
     coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
     monomials = torch.tensor([[0.01, 0.2, 1.0]]).repeat(2, 1).requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)
@@ -336,12 +244,16 @@ def arguments(learned: bool = True) -> tuple:
     state = torch.randn(2, 2, 15, 5, generator=torch.Generator().manual_seed(2)).abs().requires_grad_(learned)
     scale = torch.full((2,), 0.7, requires_grad=learned)
     seen = call.visibility
-    return q, k, v, scale, coefficients, monomials, mask, seen.lo, seen.hi, None, state, torch.ones(2, dtype=torch.float64), sums_ops.encode(spec), 1
+    decay = (-0.1 * mask[:, None] * torch.rand(2, 2, 23, dtype=torch.float64)).requires_grad_(learned) if fading else None
+    bias = torch.rand(2, 2, 23).requires_grad_(learned) if fading else None
+    before = torch.ones(2, dtype=torch.float64)
+    return q, k, v, scale, coefficients, monomials, state, decay, bias, mask, seen.lo, seen.hi, None, before, sums_ops.encode(spec), 1
 
 
 def test_opcheck() -> None:
     torch.library.opcheck(sums_ops.feature_sums, arguments())
     torch.library.opcheck(sums_ops.feature_sums, arguments(learned=False))
+    torch.library.opcheck(sums_ops.feature_sums, arguments(fading=True))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -111,9 +111,11 @@ class SumAnchor(Anchor):
 
 @dataclass(frozen=True)
 class Row(SumAnchor):
-    """W = K / sum over visible keys of K. Signed kernels are refused unless ``allow_signed``: their sums can vanish.
+    """W = K / sum over visible keys of K. Signed kernels are refused unless ``allow_signed``.
 
-    Empty rows (and rows whose kernel is zero everywhere) give 0.
+    Empty rows (and rows whose kernel is zero everywhere) give 0. allow_signed: accept a kernel with negative values. The sum of a row may
+    then come near zero, and its output grow without bound; a sum below zero turns the signs of a row around; one of exactly zero gives 0.
+    Nothing warns where that happens.
     """
 
     normalises: ClassVar[bool] = True
@@ -135,9 +137,11 @@ class Row(SumAnchor):
         return torch.where(empty, 0, kernel / torch.where(empty, 1, mass))
 
     def moves(self) -> tuple[Move, ...]:
+        signed = "K may be negative (allow_signed): a row's sum may come near zero, and its output grow without bound"
         return (
             Move("assumed", "anchor", "only the row-conditional of K is observed"),
             Move("derived", "anchor", "hence K and a K (any positive a_t) are the same operator: row gauge"),
+            *((Move("assumed", "anchor", signed),) if self.allow_signed else ()),
         )
 
 

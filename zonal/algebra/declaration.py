@@ -109,3 +109,8 @@ def require(condition: bool, message: str) -> None:
     """Raise ArgumentError with ``message`` unless ``condition``."""
     if not condition:
         raise ArgumentError(message)
+
+
+def require_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise ArgumentError unless ``value`` is a whole number >= ``least``. name: the call and the argument, "Anchors: count"."""
+    require(isinstance(value, int) and not isinstance(value, bool) and value >= least, f"{name} must be a whole number >= {least}, received {value!r}.")

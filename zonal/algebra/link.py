@@ -289,7 +289,7 @@ class Yat(Link):
     eps: float = 0.01
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Yat: eps must be > 0 (the kernel is unbounded at 0), received {self.eps}.")
+        require(0 < self.eps < math.inf, f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.")
 
     @property
     def positive(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zonal.algebra import slots
 from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, SumAnchor
-from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config
+from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
 from zonal.algebra.score import Dot, Params, Score
@@ -95,6 +95,8 @@ class Operator(nn.Module):
         self.spec = spec or self.name
         self.readout: Readout = readout
         self.layer_init: LayerInit = layer_init
+        if qk_dim is not None:
+            require_whole("Operator: qk_dim", qk_dim)
         self.qk_dim = qk_dim
         start = {slot: part.initial() for slot, part in self._parts()}
         drawn = {slot: part.fixed() for slot, part in self._parts()}
@@ -144,8 +146,9 @@ class Operator(nn.Module):
                 "use score.Cosine() with temperature >= 1"
             )
         if isinstance(self.anchor, Row) and not self.tags.positive and not self.anchor.allow_signed:
+            what = f"{type(self.score).__name__} scores" if isinstance(self.link, Identity) else f"{type(self.link).__name__} values"
             return (
-                f"anchor Row divides by a sum of {type(self.link).__name__} values, which may be negative and cancel; "
+                f"anchor Row divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
             )
         if self.anchor.solves and any(isinstance(p, ALiBi | Decay) for p in self.prior):
@@ -229,6 +232,28 @@ class Operator(nn.Module):
                     new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.detach().clone())
                 else:
                     new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
+        return new
+
+    @torch.no_grad()
+    def fit(self, k: Tensor) -> "Operator":
+        """A copy whose score has chosen its landmarks or directions from keys k (B, Hkv, S, D), given as calls will give them.
+
+        They are part of its state from then on, as what is drawn is: saved, loaded and moved with it, and never chosen again by itself.
+
+        Raises: ArgumentError for a score that chooses nothing, or keys that do not fit it.
+        """
+        if k.ndim != 4 or 0 in k.shape:
+            raise ArgumentError(f"Operator.fit: keys (batch, key heads, tokens, dim) are required, received shape {tuple(k.shape)}.")
+        new = self.replace(score=self.score.sized(k.shape[3], k.shape[1]))
+        new.spec = self.spec
+        chosen = new.score.chosen(k)
+        if not chosen:
+            raise ArgumentError(
+                f"Operator.fit: operator {self.name!r} chooses nothing from keys. What does: features.Anchors(choice='kmeans'), "
+                "Nystrom(choice='kmeans') and LowRankSquare(choice='pca')."
+            )
+        for key, value in chosen.items():
+            new._value("score", key).copy_(value)
         return new
 
     def moves(self) -> tuple[Move, ...]:

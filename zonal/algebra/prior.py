@@ -123,6 +123,9 @@ class Intervals(NamedTuple):
     position: Tensor
 
 
+Rule = tuple[int, int, tuple[Prior, ...], bool, bool]  # queries, keys, priors, causal, include_self
+
+
 class Rows(NamedTuple):
     """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the first one's hi, where each next
     one sees one more, else None. The key mask may forbid more."""
@@ -148,12 +151,14 @@ class Visibility:
 
     made: the intervals, or what makes them when they are asked for (a kernel that knows the rules does without).
     key_mask: bool (B, S) or None. edges: borders of packed documents, int64 (N + 1,) on the CPU, None without packing.
+    rule: what the intervals follow from where that is plain values, so that they can be kept from call to call (``intervals_of``); else None.
     """
 
     made: Intervals | Callable[[], Intervals]
     keys: int
     key_mask: Tensor | None = None
     edges: Tensor | None = None
+    rule: Rule | None = None
     _kept: list[Intervals] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -187,7 +192,7 @@ class Visibility:
 
     def tail(self, first: int) -> "Visibility":
         """Without the first queries."""
-        return replace(self, made=Intervals(*(x[first:] for x in self.intervals)))
+        return replace(self, made=Intervals(*(x[first:] for x in self.intervals)), rule=None)
 
     @property
     def nested(self) -> bool:
@@ -270,10 +275,12 @@ def visibility(
     if cu_seqlens is not None:
         edges = checked_cu_seqlens(cu_seqlens, keys)
         require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
-    return Visibility(functools.partial(_intervals, queries, keys, priors, causal, include_self, edges), keys, key_padding_mask, edges)
+    rule = (queries, keys, priors, causal, include_self)
+    return Visibility(functools.partial(intervals_of, *rule, edges), keys, key_padding_mask, edges, rule if edges is None else None)
 
 
-def _intervals(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None) -> Intervals:
+def intervals_of(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None = None) -> Intervals:
+    """The intervals of ``visibility``'s rules. edges: of packed documents."""
     mode: Literal["none", "causal", "chunk"] = "causal" if causal else "none"
     left: int | None = None
     right: int | None = None
@@ -316,4 +323,4 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
 
 PRIORS: dict[str, type[Declaration]] = {"Causal": Causal, "ChunkCausal": ChunkCausal, "Window": Window, "ALiBi": ALiBi, "Decay": Decay}
 
-__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Visibility", "Window", "visibility"]
+__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Rule", "Visibility", "Window", "intervals_of", "visibility"]

@@ -31,6 +31,13 @@ class Fused(NamedTuple):
     scale: Tensor | float
 
 
+class Clipped(NamedTuple):
+    """A dot product of raw vectors but for the length of keys: scale q . k min(1, limit / |k|), or scale q . k where limit is None."""
+
+    scale: float
+    limit: float | None
+
+
 class Score(Declaration):
     """From a query and a key to a number. ``bilinear``: a dot product of prepared vectors."""
 
@@ -60,6 +67,10 @@ class Score(Declaration):
         """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
         return self
 
+    def chosen(self, k: Tensor) -> dict[str, Tensor]:
+        """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take nothing."""
+        return {}
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__}.prepare_query")
 
@@ -68,6 +79,10 @@ class Score(Declaration):
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared first."""
+        return None
+
+    def clipped(self, dim: int, scale: float | None) -> Clipped | None:
+        """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then prepared first."""
         return None
 
     @property
@@ -129,8 +144,7 @@ class Dot(Score):
         return F.silu(x) if self.map == "silu" else x
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        chosen = scale if scale is not None else self.scale
-        return self._mapped(q) * (chosen if chosen is not None else max(q.shape[-1], 1) ** -0.5)
+        return self._mapped(q) * self._scale(q.shape[-1], scale)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         k = self._mapped(k)
@@ -140,13 +154,17 @@ class Dot(Score):
         return k * (self.key_limit / norm.clamp_min(self.key_limit))
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
-        if not self.keeps_keys:
-            return None
+        return Fused(False, 0.0, self._scale(dim, scale)) if self.keeps_keys else None
+
+    def clipped(self, dim: int, scale: float | None) -> Clipped | None:
+        return Clipped(self._scale(dim, scale), self.key_limit) if self.map == "none" else None
+
+    def _scale(self, dim: int, scale: float | None) -> float:
         chosen = scale if scale is not None else self.scale
-        return Fused(False, 0.0, chosen if chosen is not None else max(dim, 1) ** -0.5)
+        return chosen if chosen is not None else max(dim, 1) ** -0.5
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
-        return k * (self.scale if self.scale is not None else max(k.shape[-1], 1) ** -0.5)
+        return k * self._scale(k.shape[-1], None)
 
     def moves(self) -> tuple[Move, ...]:
         limit = () if self.key_limit is None else (Move("assumed", "score", f"keys are clipped to norm <= {self.key_limit:g}"),)

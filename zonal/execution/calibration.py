@@ -32,7 +32,7 @@ from zonal.algebra.link import Gegenbauer, SquaredAffine
 from zonal.algebra.score import Cosine
 from zonal.data.cache import VARIABLE, cache_folder
 from zonal.errors import FileFormatError
-from zonal.execution import cost_sums, native, native_sums
+from zonal.execution import cost_sums, cost_sums_cuda, native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import Constants, Curve, default
 from zonal.execution.problem import problem_of
@@ -228,20 +228,26 @@ def _tile(device: torch.device, budget: float) -> tuple[float, float]:
     return _kernel(device, budget, work(1), work(tokens), 4.0 * heads * tokens * tokens * 64)
 
 
+# heads, tokens and dimension
+_SUMS = {"cpu": (8, 2048, 24), "cuda": (32, 8192, 32)}
+
+
 def _sums(device: torch.device, budget: float) -> tuple[float, float]:
     """(a call, an operation) of the compiled kernel for sums over features."""
-    if device.type != "cpu":
+    if device.type not in _SUMS:
         return 0.0, 0.0
+    heads, tokens, dim = _SUMS[device.type]
 
     def prepared(length: int) -> Call:
-        x = torch.full((1, 8, length, 24), 0.5, dtype=torch.float32)
-        return prepare(Operator(score=Cosine(), link=SquaredAffine(), anchor=Row()), x, x, x, causal=True)
+        x = torch.full((1, heads, length, dim), 0.5, dtype=torch.float32, device=device)
+        return prepare(Operator(score=Cosine(), link=SquaredAffine(), anchor=Row()).to(device), x, x, x, causal=True)
 
     def work(call: Call) -> Callable[[], object] | None:
         return functools.partial(native_sums.chunked, call, None) if native_sums.refusal(call) is None else None
 
-    large = prepared(2048)
-    return _kernel(device, budget, work(prepared(1)), work(large), cost_sums.operations(problem_of(large))[0])
+    large = prepared(tokens)
+    model = cost_sums_cuda if device.type == "cuda" else cost_sums
+    return _kernel(device, budget, work(prepared(1)), work(large), model.operations(problem_of(large))[0])
 
 
 def _kernel(

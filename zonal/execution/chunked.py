@@ -5,7 +5,6 @@ product carry G, M, C (``ridge_block``). Packed documents run as a batch of docu
 """
 
 import warnings
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError, PathError
-from zonal.execution import native_sums
+from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
 from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
@@ -25,7 +24,7 @@ from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Toke
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.ridge import previous_keys
-from zonal.memory.sums import anchored, with_mass
+from zonal.memory.sums import anchored, carried, with_mass
 from zonal.memory.tokens import joined
 
 _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
@@ -72,14 +71,14 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     if call.visibility.packed and (memory is not None or return_memory):
         raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
     if block is None and _by_kernel(call, memory):
-        assert memory is None or isinstance(memory, FeatureSums)
         if memory is not None:
             check_memory(call, memory)
         try:
-            y, after = native_sums.chunked(call, memory)
+            y, after = _run_kernel(call, memory, return_memory)
             return y, after if return_memory else None
         except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch's sums over features run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
+            what = "ridge read-outs" if call.tags.solves else "sums over features"
+            warnings.warn(f"zonal: torch's {what} run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
     if call.visibility.packed:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
@@ -92,8 +91,18 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     return run(call, tokens, before, memory, return_memory, block)
 
 
+def _run_kernel(call: Call, memory: Memory | None, return_memory: bool) -> tuple[Tensor, Memory | None]:
+    if call.tags.solves:
+        assert memory is None or isinstance(memory, RidgeStatistics)
+        return native_ridge.chunked(call, memory, return_memory=return_memory)
+    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
+    return native_sums.chunked(call, memory)
+
+
 def _by_kernel(call: Call, memory: Memory | None) -> bool:
-    if call.tags.solves or (memory is not None and memory.form.statistics != torch.float32):
+    if call.tags.solves:
+        return native_ridge.refusal(call, memory is not None) is None
+    if memory is not None and memory.form.statistics != torch.float32:
         return False
     return native_sums.refusal(call, None if memory is None else memory.kind) is None
 
@@ -164,14 +173,7 @@ def _sums(
         return y, memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias))
     assert final is not None
     assert isinstance(memory, FeatureSums | DecayedSums)
-    absent = tokens.padded()
-    padding = memory.padding if absent is None else memory.padding + absent
-    common = {"count": memory.count + tokens.length, "state": final.to(memory.state), "padding": padding}
-    if isinstance(memory, DecayedSums):
-        return y, replace(memory, **common, total=memory.total if decay is None else memory.total + decay.sum(-1))
-    if decay is not None:
-        return y, DecayedSums(memory.operator, memory.form, **common, total=decay.sum(-1))
-    return y, replace(memory, **common)
+    return y, carried(memory, final, tokens)
 
 
 def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | None) -> Tensor:

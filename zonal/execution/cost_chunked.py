@@ -1,10 +1,10 @@
-"""What the chunked path costs: sums over features block by block, counted call by call as ``scan`` makes them (or the kernel's, ``cost_sums``)."""
+"""What the chunked path costs: sums over features block by block, counted call by call as ``scan`` makes them (or the kernels', ``cost_sums`` and ``cost_ridge_kernel``)."""
 
 import math
 from collections import Counter
 from dataclasses import replace
 
-from zonal.execution import cost_sums
+from zonal.execution import cost_ridge_kernel, cost_sums, cost_sums_cuda
 from zonal.execution.constants import Constants
 from zonal.execution.cost_features import document_groups, write, write_backward
 from zonal.execution.cost_ridge import ridge
@@ -17,7 +17,9 @@ def chunked(p: Problem, constants: Constants) -> Estimate:
     """Blocks over a carried state; packed documents as batches of documents of like length."""
     tally = Tally(constants, p.itemsize)
     if p.without_sums is None and not p.tags.solves:
-        return cost_sums.kernel(p, tally)
+        return (cost_sums_cuda if p.device.type == "cuda" else cost_sums).kernel(p, tally)
+    if p.without_ridge is None and p.tags.solves:
+        return cost_ridge_kernel.kernel(p, tally)
     if p.span.edges is None:
         return tally.estimate("chunked", _one(p, tally))
     peak = 0.0

@@ -28,7 +28,7 @@ def _stream(p: Problem, tally: Tally) -> float:
     heads, kv, r = p.B * p.H, p.B * p.Hkv, p.D
     tokens = min(p.T, p.S)
     prefix = p.S - tokens
-    tally.views(6 + 6 * tokens)
+    tally.views(6 if p.without_decode is None else 6 + 6 * tokens)
     out = heads * p.T * p.P * 2.0
     if p.kind == "keys":
         # on average half of the sequence is there
@@ -41,10 +41,16 @@ def _stream(p: Problem, tally: Tally) -> float:
         keys = kv * (p.past + p.S) * (r + p.P) * (2.0 if p.gradients else 4.0)
         return out + keys + (tokens * (keys / 2 + 6 * heads * window) if p.gradients else 4 * heads * window)
     if p.kind == "ridge":
-        return out + _stream_ridge(p, tally, tokens, prefix)
+        return out + (_stream_ridge(p, tally, tokens, prefix) if p.without_decode is not None else _ridge_steps(p, tally, tokens))
     assert p.features is not None
     width = p.P + p.tags.normalises
     state = kv * p.features.dimension(r) * width
+    if p.without_decode is None:  # a compiled kernel: the state read once and written once, and each token in the cache
+        flops = 2.0 * tokens * (kv + heads) * p.features.dimension(r) * width
+        rate = tally.constants.sums or 1.6 * tally.constants.matmul.at(2.0**25) / 2.0**25
+        moved = 2.0 * state * p.itemsize
+        tally.add(flops * rate + moved * tally.constants.traffic, flops=flops, moved=moved, calls=8)
+        return out + 2.0 * state
     directions = 1 + 2 * p.gradients
     trivial = p.features.trivial
     if prefix:
@@ -92,6 +98,18 @@ def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
     tally.views(tokens * (55 + 40 * p.gradients))
     if p.gradients:
         tally.recorded(45 * tokens)
+
+
+def _ridge_steps(p: Problem, tally: Tally, tokens: int) -> float:
+    """A compiled kernel: every sum read and written in float64, at one token in the cache."""
+    kv, r = p.B * p.Hkv, p.D
+    state = kv * r * (2.0 * r + p.P + r * (p.shifts > 0))
+    flops = 2.0 * tokens * (state + kv * r * r + p.B * p.H * r * ((1 + 2 * p.shifts) * r + p.P))
+    rate = tally.constants.sums or 1.6 * tally.constants.matmul.at(2.0**25) / 2.0**25
+    tally.add(2 * flops * rate + 16 * state * tally.constants.traffic, flops=flops, moved=16 * state, calls=10)
+    if not p.past:
+        inverse(tally, kv, r)
+    return 4.0 * state
 
 
 def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:

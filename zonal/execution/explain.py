@@ -59,6 +59,18 @@ class Explanation:
         reason = self.problem.without_sums
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
+    @property
+    def ridge(self) -> str:
+        """What runs the chunked path's ridge read-outs, as far as it has any."""
+        reason = self.problem.without_ridge
+        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+
+    @property
+    def decode(self) -> str:
+        """What runs the streaming path's few tokens after a memory of sums."""
+        reason = self.problem.without_decode
+        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         p = self.problem
@@ -69,7 +81,7 @@ class Explanation:
                 "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
                 "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
             },
-            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums,
+            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge, "decode": self.decode,
             "estimates": [asdict(estimate) for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},

@@ -19,7 +19,7 @@ from zonal.kernels.cpp import build, library
 from zonal.kernels.spec import TileSpec
 
 VARIABLE = "ZONAL_KERNELS"
-_LARGEST = 256
+LARGEST = 256
 
 
 def refusal(call: Call) -> str | None:
@@ -41,13 +41,13 @@ def refusal(call: Call) -> str | None:
     if not call.bias.empty:
         return "log priors (decay, ALiBi, key biases) are not in it"
     extra = 0 if score.lift is None else score.lift.extra
-    if max(call.shape[4] + extra, call.shape[5]) > _LARGEST or min(call.shape[4:]) < 1:
-        limits = f"1 to {_LARGEST - extra} and 1 to {_LARGEST}" if extra else f"1 to {_LARGEST}"
+    if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
+        limits = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
         return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
         if not (code.triton or (code.log and not code.cpp_value)):
             return f"link {type(link).__name__} has no Triton functions"
-        return None if _has_triton() else "triton is not installed (pip install triton)"
+        return None if has_triton() else "triton is not installed (pip install triton)"
     if build.compiler() is None and code.name not in build.carried():
         return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library of this link came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -57,7 +57,8 @@ def refusal(call: Call) -> str | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -108,18 +109,19 @@ def tiled(call: Call) -> Tensor:
         None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
     )  # fmt: skip
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
-    if spec.inference and _plain(q, k, v):
+    if spec.inference and plain(q, k, v):
         return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
     y, *_ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
     return y
 
 
-def _plain(*tensors: Tensor) -> bool:
-    """Whether nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
-    return (
-        not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
-    )  # fmt: skip
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are tensors of the CPU and nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all([type(x) is Tensor and x.is_cpu for x in tensors])  # a generator takes twice as long
 
 
-__all__ = ["VARIABLE", "code_of", "refusal", "tiled"]
+__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "tiled"]

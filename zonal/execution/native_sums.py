@@ -1,5 +1,6 @@
-"""The chunked path by a compiled kernel on the CPU: which calls with sums over features it takes, and how a call becomes one."""
+"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls with sums over features it takes, and how a call becomes one."""
 
+import functools
 import os
 from dataclasses import replace
 
@@ -7,14 +8,17 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, visibility
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import feature_map
-from zonal.kernels import sums_ops
+from zonal.kernels import sums_ops, transforms
 from zonal.kernels.cpp import build, library, sums_library
 from zonal.kernels.sums_spec import SumsSpec
-from zonal.memory import FeatureSums, Memory
+from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
+from zonal.memory.sums import carried
+from zonal.memory.tokens import joined
 
 
 def refusal(call: Call, kind: str | None = None) -> str | None:
@@ -22,7 +26,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     bound = call.bound
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
@@ -31,14 +35,14 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
         return f"link {type(bound.link).__name__} has no formula for it"
     if type(bound.anchor) not in (Row, Count, Raw):
         return f"anchor {type(bound.anchor).__name__} is not in it"
-    if not call.bias.empty:
-        return "log priors (decay, key biases) are not in it"
-    if kind not in (None, "features"):
+    if call.bias.slope is not None:
+        return "a bias that falls with the distance (ALiBi) is not in it"
+    if kind not in (None, "features", "decayed"):
         return f"a memory of kind {kind!r} is not in it"
-    if kind is not None and call.chunk is not None:
-        return "a memory that waits for whole chunks is not in it"
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
+    if call.device.type == "cuda":
+        return cuda_refusal(call, kind)
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -47,8 +51,57 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
-def chunked(call: Call, memory: FeatureSums | None) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and what follows ``memory``. Raises: BuildError when the kernel does not compile."""
+def cuda_refusal(call: Call, kind: str | None = None) -> str | None:
+    """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
+    code, features = native.code_of(call.bound.link), feature_map(call.bound.link)
+    if code is None or not code.triton:
+        return f"link {type(call.bound.link).__name__} has no Triton functions"
+    if not call.bias.empty or kind == "decayed":
+        return "on CUDA decays and key biases are not in it"
+    if features is not None and features.degree > 2:
+        return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
+    if max(call.shape[4:]) > native.LARGEST:
+        return f"key and value dimensions must be 1 to {native.LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
+
+
+def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) for a call that is not refused, and what follows ``memory``. Raises: BuildError when the kernel does not compile.
+
+    A row of a positive link with the row anchor whose sum over features nearly vanishes is summed key by key, or is NaN where too little of what
+    a memory brought is left (``sums_library.forward``).
+    """
+    if isinstance(memory, FeatureSums) and call.chunk is not None:
+        return _by_chunks(call, memory)
+    y, final = _run(call, memory, None)
+    if memory is None:
+        return y, None
+    return y, carried(memory, final, Tokens(*_given(call), call.visibility.key_mask, call.log_decay))
+
+
+def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
+    """With a memory whose last tokens wait for their chunk to end: they come before the call's, and what is left over waits again."""
+    assert call.chunk is not None
+    new, earlier = Tokens(call.k, call.v, call.visibility.key_mask, None, call.key_bias), memory.committed()
+    if new.length == 0:
+        return _run(call, earlier, None)[0], memory
+    tokens = joined(memory.pending, new)
+    whole = tokens.length // call.chunk * call.chunk
+    priors = tuple(prior for prior in call.bound.priors if isinstance(prior, ChunkCausal))
+    seen = visibility(call.q.shape[2], tokens.length, priors, causal=True, include_self=call.include_self, key_padding_mask=tokens.mask)
+    y, final = _run(call, earlier, (tokens.span(0, whole), seen))
+    after = carried(earlier, final, tokens)
+    assert isinstance(after, FeatureSums)
+    return y, replace(after, pending=tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None)
+
+
+def _given(call: Call) -> tuple[Tensor, Tensor]:
+    """Keys and values, as they came where they did."""
+    return (call.k, call.v) if call.raw is None else (call.raw.k, call.raw.v)
+
+
+def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None) -> tuple[Tensor, Tensor]:
+    """y, and the state after the last key where there is a memory. placed: prepared keys and who sees them, in place of the call's own."""
     bound, seen = call.bound, call.visibility
     code, features = native.code_of(bound.link), feature_map(bound.link)
     assert code is not None
@@ -59,6 +112,9 @@ def chunked(call: Call, memory: FeatureSums | None) -> tuple[Tensor, Memory | No
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
+    key_bias = call.key_bias
+    if placed is not None:
+        fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
     scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
     rows = call.coefficients.flatten(1).T.expand(heads, -1)
     if code.constants:
@@ -66,18 +122,33 @@ def chunked(call: Call, memory: FeatureSums | None) -> tuple[Tensor, Memory | No
     monomials = bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
     spec = SumsSpec(
         code, features.degree, features.lowest, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw",  # type: ignore[attr-defined]
-        fused.normalise, fused.eps, memory is not None,
+        fused.normalise, fused.eps, memory is not None, call.tags.positive,
     )  # fmt: skip
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
-    y, _, final = sums_ops.feature_sums(
-        q, k, v, scale, rows, monomials, seen.key_mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, initial, before,
-        sums_ops.encode(spec), call.coefficients.shape[0],
-    )  # fmt: skip
-    if memory is None:
-        return call.scaled(y), None
-    absent = 0 if seen.key_mask is None else (~seen.key_mask).sum(1)
-    return call.scaled(y), replace(memory, count=memory.count + k.shape[2], state=final, padding=memory.padding + absent)
+    mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
+    given = (q, k, v, scale, rows, monomials, initial, call.log_decay, key_bias)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if not tracked and not transforms.active() and native.plain(q, k, v):
+        y, _, final, _ = sums_library.forward(q, k, v, scale, rows, monomials, _places(seen, mask, k.shape[2]), initial, before, call.log_decay, key_bias, spec)
+    else:
+        y, _, final, _ = sums_ops.feature_sums(
+            *given, mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0]
+        )
+    return call.scaled(y), final
 
 
-__all__ = ["chunked", "refusal"]
+def _places(seen: Visibility, mask: Tensor | None, keys: int) -> sums_library.Places:
+    """Who sees whom of the first ``keys``; kept from call to call where it follows from the call's shape."""
+    if mask is None and seen.rule is not None:
+        return _kept_places(seen.rule, keys)
+    return sums_library.places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_places(rule: Rule, keys: int) -> sums_library.Places:
+    found = intervals_of(*rule)
+    return sums_library.places(None, found.lo, found.hi, None, keys)
+
+
+__all__ = ["chunked", "cuda_refusal", "refusal"]

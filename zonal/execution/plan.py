@@ -92,18 +92,22 @@ def _usual(problem: Problem, constants: Constants) -> tuple[Plan, int]:
 
 def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -> Plan:
     refused = dict(problem.refused)
+    # a rule in place of a price: what a decoder does at each token must not wait for a plan
+    steps = problem.keeps and problem.without_decode is None and "streaming" not in refused
     fitting = [estimate for estimate in estimated if estimate.peak_bytes <= available]
     for estimate in estimated:
         if estimate.peak_bytes > available:
             refused[estimate.path] = f"it needs about {estimate.peak_bytes:,} bytes and {available:,} are available"
     order = {path: index for index, path in enumerate(PATHS)}
-    ranked = tuple(sorted(estimated, key=lambda estimate: (estimate.path in refused, estimate.seconds, order[estimate.path])))
+    ranked = tuple(sorted(estimated, key=lambda e: (e.path in refused, steps and e.path != "streaming", e.seconds, order[e.path])))
     if not fitting:
         least = min(estimated, key=lambda estimate: estimate.peak_bytes)
         return Plan(
             least.path, f"no path fits in the {available:,} bytes available; this one needs least, about {least.peak_bytes:,}", ranked,
             MappingProxyType({path: why for path, why in refused.items() if path != least.path}),
         )  # fmt: skip
+    if steps and ranked[0].path == "streaming":
+        return Plan("streaming", "a few tokens after a memory of sums: a compiled kernel takes them in and reads in one pass", ranked, MappingProxyType(refused))
     return Plan(ranked[0].path, _reason([e for e in ranked if e.path not in refused]), ranked, MappingProxyType(refused))
 
 

@@ -9,7 +9,7 @@ import torch
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.prior import Window
-from zonal.execution import native, native_sums, tiled
+from zonal.execution import native, native_decode, native_ridge, native_ridge_decode, native_sums, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.streaming import streaming_refusal
@@ -97,7 +97,8 @@ class Problem:
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
-    kernel for sums over features, on the chunked path.
+    kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
+    few tokens after a memory, on the streaming path.
     refused: paths that cannot run this at any price, with the reason.
     """
 
@@ -132,6 +133,8 @@ class Problem:
     keeps: bool = False
     without_kernel: str | None = None
     without_sums: str | None = None
+    without_decode: str | None = None
+    without_ridge: str | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -173,6 +176,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         or any(p.requires_grad for p in bound.anchor_params.values())
     )  # fmt: skip
     refused = refusals(call, held)
+    kind = Memory.kind_for(call.operator, call.head_dim) if held is None else held.kind
     features = None if call.tags.solves or any(path == "chunked" for path, _ in refused) else feature_map(bound.link)
     return Problem(
         B=batch, H=heads, Hkv=bound.kv_heads, T=queries, S=keys, D=key_dim, P=value_dim, itemsize=call.coefficients.dtype.itemsize,
@@ -182,9 +186,9 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
-        kind=Memory.kind_for(call.operator, call.head_dim) if held is None else held.kind, past=0 if held is None else held.tokens,
+        kind=kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=native.refusal(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
-        refused=refused,
+        without_decode=(native_ridge_decode if kind == "ridge" else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None), refused=refused,
     )  # fmt: skip
 
 

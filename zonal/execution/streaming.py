@@ -4,14 +4,18 @@ A query that sees its own key is read after its token is absorbed, one that does
 operator's memory is; slow for many tokens, and the same function.
 """
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.errors import ArgumentError, PathError
+from zonal.execution import native_decode, native_ridge_decode
 from zonal.execution.call import Call
 from zonal.execution.chunked import check_memory, empty_memory, tail
 from zonal.execution.documents import by_document
+from zonal.kernels.cpp.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 
 
@@ -41,6 +45,12 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         # the first queries stand before the first key and see nothing
         y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
         return F.pad(y, (0, 0, queries - keys, 0)), after
+    if _by_kernel(call, memory):
+        try:
+            y, after = native_ridge_decode.streaming(call, memory) if isinstance(memory, RidgeStatistics) else native_decode.streaming(call, memory)  # type: ignore[arg-type]
+            return y, after if return_memory else None
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}", stacklevel=3)
     tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
     if keys > queries:
         memory = memory.extended(tokens.span(0, keys - queries))
@@ -55,6 +65,15 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     else:
         y = rows[0] if queries == 1 else torch.cat(rows, 2)
     return call.scaled(y), memory if return_memory else None
+
+
+def _by_kernel(call: Call, memory: Memory) -> bool:
+    if isinstance(memory, RidgeStatistics):
+        return native_ridge_decode.refusal(call, memory.kind) is None and native_ridge_decode.takes(memory)
+    if not isinstance(memory, FeatureSums):
+        return False
+    recorded = torch.is_grad_enabled() and memory.state.requires_grad
+    return not recorded and memory.form.statistics == torch.float32 and native_decode.refusal(call, memory.kind) is None
 
 
 def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, Memory]:

@@ -8,7 +8,7 @@ with the model and never drawn again. The same seed gives the same numbers on ev
 import abc
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -38,17 +38,21 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some. Everything is float64 on the CPU."""
+    """Where ``prepare`` takes its numbers from: a seed, and keys where a map wants to see some. Everything is float64 on the CPU.
+
+    stand_in: random directions take the place of keys that are not there, for the shapes of what would be chosen from them.
+    """
 
     seed: int
     dim: int
     heads: int
     keys: Tensor | None  # (H, N, d)
     prefix: str = ""
+    stand_in: bool = False
 
     def child(self, name: str) -> "Source":
         """The source of a part, with random numbers of its own."""
-        return Source(self.seed, self.dim, self.heads, self.keys, f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def generator(self, name: str) -> torch.Generator:
         """Seeded by SHA-256 of (seed, qualified name)."""
@@ -76,6 +80,8 @@ class Source:
 
     def need_keys(self, call: str, at_least: int) -> Tensor:
         """The keys. Raises: ArgumentError when there are none or too few."""
+        if self.stand_in:
+            return self.units("stand-in", at_least)
         if self.keys is None or self.keys.shape[-2] < at_least:
             have = "none" if self.keys is None else f"{self.keys.shape[-2]}"
             raise ArgumentError(f"{call}: at least {at_least} keys a head are required, received {have}. Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim).")
@@ -87,6 +93,7 @@ class FeatureMap(Declaration, abc.ABC):
 
     Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads' rows repeated.
     ``unit``: the claim and the positivity hold for vectors of length one. ``learned``: names in ``prepare`` that are trained.
+    ``chosen``: names in ``prepare`` that are taken from given keys.
     """
 
     slot: ClassVar[str] = "features"
@@ -102,6 +109,10 @@ class FeatureMap(Declaration, abc.ABC):
 
     @property
     def learned(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
         return ()
 
     @property
@@ -158,6 +169,13 @@ class FeatureMap(Declaration, abc.ABC):
             keys = keys.detach().to("cpu", torch.float64).expand(heads, -1, -1)
         drawn = self.draw(Source(seed, dim, heads, keys))
         return {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in drawn.items()}
+
+    def start(self, dim: int, heads: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
+        """``prepare`` in float32 for a map that has seen no keys yet: what it would choose from them has its shape and is NaN."""
+        require(dim >= 1 and heads >= 1, f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.")
+        drawn = self.draw(Source(seed, dim, heads, None, stand_in=bool(self.chosen)))
+        drawn |= {name: torch.full_like(drawn[name], torch.nan) for name in self.chosen}
+        return {name: value.float() if value.is_floating_point() else value for name, value in drawn.items()}
 
     def query(self, q: Tensor, buffers: Buffers = NONE) -> Tensor:
         """phi_q(q), with a graph."""

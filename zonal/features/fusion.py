@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
 from zonal.features.random import convolve, count_sketch
 
@@ -22,6 +22,10 @@ class _Fusion(FeatureMap):
     @property
     def learned(self) -> tuple[str, ...]:
         return (*(f"left_{name}" for name in self.left.learned), *(f"right_{name}" for name in self.right.learned))
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        return (*(f"left_{name}" for name in self.left.chosen), *(f"right_{name}" for name in self.right.chosen))
 
     @property
     def nonnegative(self) -> bool:
@@ -111,7 +115,7 @@ class Sketched(_Fusion):
     size: int = 64
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"Sketched: size must be >= 1, received {self.size}.")
+        require_whole("Sketched: size", self.size)
 
     @property
     def claim(self) -> Claim:
@@ -155,7 +159,7 @@ class SharedHadamard(FeatureMap):
     s: float = 0.5
 
     def __post_init__(self) -> None:
-        require(self.draws >= 1, f"SharedHadamard: draws must be >= 1, received {self.draws}.")
+        require_whole("SharedHadamard: draws", self.draws)
         require(self.s >= 0, f"SharedHadamard: s must be >= 0, received {self.s}.")
 
     @property

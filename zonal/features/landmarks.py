@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal import room
+from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Link, SquaredAffine
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 from zonal.features.polynomial import square
@@ -38,7 +39,7 @@ def landmarks(choice: Choice, count: int, source: Source, call: str) -> Tensor:
 
 
 def _check(call: str, count: int, choice: str) -> None:
-    require(count >= 1, f"{call}: count must be >= 1, received {count}.")
+    require_whole(f"{call}: count", count)
     require(choice in _CHOICES, f"{call}: choice must be one of {', '.join(_CHOICES)}, received {choice!r}.")
 
 
@@ -61,6 +62,10 @@ class Anchors(FeatureMap):
     @property
     def learned(self) -> tuple[str, ...]:
         return ("anchors",) if self.learn else ()
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        return ("anchors",) if self.choice == "kmeans" else ()
 
     @property
     def claim(self) -> Claim:
@@ -113,6 +118,10 @@ class Nystrom(FeatureMap):
         return self.kernel_link.domain is not None
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        return ("anchors", "whitening") if self.choice == "kmeans" else ()
+
+    @property
     def claim(self) -> Claim:
         return Claim("biased", "the projection of the kernel on its landmarks")
 
@@ -127,6 +136,8 @@ class Nystrom(FeatureMap):
         return self.kernel_link.value(x.reshape(1, 1, 1, -1), c).reshape(x.shape)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
+        # the kernel among landmarks, its eigenvectors and the whitening, in float64
+        room.require("Nystrom.prepare", f"{self.count} landmarks for each of {source.heads} heads", 3 * 8 * source.heads * self.count**2, "cpu", "Use fewer landmarks.")
         at = landmarks(self.choice, self.count, source, "Nystrom.prepare")
         lam, u = torch.linalg.eigh(self.kernel(at @ at.mT, source.dim))
         kept = lam > self.cutoff * lam[:, -1:]
@@ -150,9 +161,13 @@ class LowRankSquare(FeatureMap):
     choice: Literal["random", "pca"] = "random"
 
     def __post_init__(self) -> None:
-        require(self.rank >= 1, f"LowRankSquare: rank must be >= 1, received {self.rank}.")
+        require_whole("LowRankSquare: rank", self.rank)
         require(self.choice in ("random", "pca"), f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.")
         require(self.bias != 0, "LowRankSquare: bias must not be 0; features.square() is the bare square.")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        return ("projection",) if self.choice == "pca" else ()
 
     @property
     def claim(self) -> Claim:

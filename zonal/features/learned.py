@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
@@ -26,7 +26,8 @@ class LearnedExp(FeatureMap):
     shared: bool = False
 
     def __post_init__(self) -> None:
-        require(self.size >= 2 and self.size % 2 == 0, f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.")
+        require_whole("LearnedExp: size", self.size, 2)
+        require(self.size % 2 == 0, f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.")
         require(self.activation in ("softmax", "exp"), f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.")
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
 
 
@@ -29,7 +29,7 @@ class PositiveRandom(FeatureMap):
     learn: bool = False
 
     def __post_init__(self) -> None:
-        require(self.draws >= 1, f"PositiveRandom: draws must be >= 1, received {self.draws}.")
+        require_whole("PositiveRandom: draws", self.draws)
         require(not (self.antithetic and self.draws % 2), f"PositiveRandom: antithetic draws come in pairs; an even number is required, received {self.draws}.")
         require(self.s >= 0 and math.isfinite(self.s), f"PositiveRandom: s must be >= 0, received {self.s}.")
 
@@ -92,7 +92,8 @@ class Fourier(FeatureMap):
     learn: bool = False
 
     def __post_init__(self) -> None:
-        require(self.size >= 2 and self.size % 2 == 0, f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.")
+        require_whole("Fourier: size", self.size, 2)
+        require(self.size % 2 == 0, f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.")
         require(self.width > 0, f"Fourier: width must be > 0, received {self.width}.")
 
     @property
@@ -134,7 +135,7 @@ class RandomMaclaurin(FeatureMap):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"RandomMaclaurin: size must be >= 1, received {self.size}.")
+        require_whole("RandomMaclaurin: size", self.size)
         require(1 <= self.degree <= 6, f"RandomMaclaurin: degree must be from 1 to 6, received {self.degree}.")
 
     @property
@@ -191,7 +192,7 @@ class TensorSketch(FeatureMap):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"TensorSketch: size must be >= 1, received {self.size}.")
+        require_whole("TensorSketch: size", self.size)
         require(1 <= self.degree <= 6, f"TensorSketch: degree must be from 1 to 6, received {self.degree}.")
 
     @property

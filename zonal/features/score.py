@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Move, require
+from zonal import room
+from zonal.algebra.declaration import Move, require, require_whole
 from zonal.algebra.score import Params, Score
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
+from zonal.kernels import transforms
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,10 @@ class Features(Score):
     dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it, and what is learned
     can be trained. None = left open: a layer fills in its own, and a bare call takes the start that ``seed`` gives for the size it meets.
     heads: how many key heads have numbers of their own (1 = all share them). scaled: q and k are divided by D^(1/4), so that the map's
-    q.k is q.k / sqrt(D).
+    q.k is q.k / sqrt(D). What a map chooses from keys (k-means, principal directions) is missing until ``Operator.fit``.
 
-    Raises: ArgumentError where it meets vectors of another size than dim.
+    Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all features of a vector
+    underflow (asked on a CPU); InsufficientMemoryError for features of all tokens that do not fit into memory.
     """
 
     bilinear: ClassVar[bool] = True
@@ -36,8 +39,10 @@ class Features(Score):
 
     def __post_init__(self) -> None:
         require(isinstance(self.features, FeatureMap), f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.")
-        require(self.dim is None or self.dim >= 1, f"Features: dim must be >= 1 or None, received {self.dim}.")
-        require(self.heads >= 1, f"Features: heads must be >= 1, received {self.heads}.")
+        if self.dim is not None:
+            require_whole("Features: dim", self.dim)
+        require_whole("Features: heads", self.heads)
+        require_whole("Features: seed", self.seed, 0)
 
     @property
     def positive(self) -> bool:
@@ -59,14 +64,36 @@ class Features(Score):
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
 
+    def chosen(self, k: Tensor) -> dict[str, Tensor]:
+        if not self.features.chosen:
+            return {}
+        require(
+            self.dim == k.shape[3] and self.heads in (1, k.shape[1]),
+            f"Operator.fit: keys of {self.heads if self.heads > 1 else 'any'} heads of size {self.dim} are required, received {k.shape[1]} of size {k.shape[3]}.",
+        )
+        # key heads that share their numbers put their keys together
+        keys = self._ready(k).transpose(0, 1).reshape(self.heads, -1, k.shape[3])
+        made = self.features.prepare(k.shape[3], self.heads, seed=self.seed, dtype=torch.float64, keys=keys)
+        return {name: made[name] for name in self.features.chosen}
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         rows = self._numbers(q, params)
         kv_heads = max([1, *(value.shape[0] for value in rows.values())])
-        phi = self.features.query(self._ready(q), repeat_heads(rows, q.shape[1] // kv_heads))
+        phi = self._standing(self.features.query(self._ready(q), repeat_heads(rows, q.shape[1] // kv_heads)))
         return phi if scale is None else phi * scale
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return self.features.key(self._ready(k), self._numbers(k, params))
+        return self._standing(self.features.key(self._ready(k), self._numbers(k, params)))
+
+    def _standing(self, phi: Tensor) -> Tensor:
+        """Features as they are, once none of the vectors of a positive map has lost all of them to underflow. Asked where the answer costs no wait."""
+        asked = self.features.nonnegative and not self.features.unit and phi.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms.active()
+        if asked and bool((phi == 0).all(-1).any()):
+            raise ArgumentError(
+                f"attention: all features {type(self.features).__name__} of some vector are 0 in {str(phi.dtype).removeprefix('torch.')}, being exponentials of "
+                "minus its length squared: the sums that rows are divided by would vanish. Make queries and keys shorter (a norm on them, qk_norm=True in a layer)."
+            )
+        return phi
 
     def _numbers(self, x: Tensor, params: Params) -> Params:
         """What was drawn and learned, as the map takes it for x."""
@@ -78,6 +105,17 @@ class Features(Score):
                 f"attention: {type(self.features).__name__} features have been made for heads of size {self.dim}, and meet one of {dim}. "
                 f"Declare dim={dim}, or leave it open and use the operator in nn.Attention, which gives its own."
             )
+        if not torch.compiler.is_compiling() and any(bool(params[name].isnan().any()) for name in self.features.chosen):
+            raise ArgumentError(
+                f"attention: {type(self.features).__name__} features choose {', '.join(self.features.chosen)} from keys, and have seen none. "
+                "Use operator.fit(k) with keys (batch, key heads, tokens, dim) as they come to it."
+            )
+        size, vectors = self.features.dimension(dim), x[..., 0].numel()
+        # twice: what they are made from is about as large
+        room.require(
+            "attention", f"{size} features for each of {vectors} vectors, and the work of making them,", 2 * vectors * size * x.element_size(), x.device,
+            "Use fewer features, or absorb shorter pieces into a memory.",
+        )  # fmt: skip
         return {name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype) for name, value in params.items()}
 
     def _ready(self, x: Tensor) -> Tensor:
@@ -98,7 +136,7 @@ def _drawn(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
     with torch.inference_mode(False):  # kept for calls with gradients, too
-        return score.features.prepare(score.dim, score.heads, seed=score.seed)
+        return score.features.start(score.dim, score.heads, seed=score.seed)
 
 
 __all__ = ["Features"]

@@ -92,6 +92,10 @@ class Slay(FeatureMap):
         return tuple(f"node{r}_{name}" for r, of in enumerate(self._parts) for name in of.learned)
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        return tuple(f"node{r}_{name}" for r, of in enumerate(self._parts) for name in of.chosen)
+
+    @property
     def claim(self) -> Claim:
         of = self._parts[0].claim
         error = self.rule_used.error

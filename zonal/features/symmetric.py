@@ -36,6 +36,7 @@ class SymmetricPowers(FeatureMap):
 
     def sizes(self, dim: int) -> tuple[int, ...]:
         """How many features each power has, from ``lowest`` to ``degree``."""
+        require(dim >= 1, f"SymmetricPowers: vectors of at least one number are required, received a size of {dim}.")
         return tuple(math.comb(dim + k - 1, k) for k in range(self.lowest, self.degree + 1))
 
     def dimension(self, dim: int) -> int:

@@ -22,6 +22,7 @@ from zonal.features import (
     TensorSketch,
     square,
 )
+from zonal.features.landmarks import Choice
 from zonal.features.quadrature import Rule
 from zonal.features.slay import Fusion
 
@@ -43,11 +44,13 @@ def slay_features(
     antithetic: bool = False,
     learn: bool = False,
     delta: float = 1e-6,
+    choice: Choice = "random",
 ) -> Slay:
     """The paper's features from plain values, as an operator spec gives them.
 
     scale: ``small``, ``medium`` or ``large`` (D = P = 8, 16, 32). polynomial: the map of x^2. size: P, and draws: D, instead of the scale's.
-    learn: train anchors and projections. The rest as in ``features.Slay``.
+    learn: train anchors and projections. choice: where anchors and Nystrom's landmarks come from, ``random``, ``orthogonal`` or ``kmeans`` of
+    the keys that ``Operator.fit`` is given. The rest as in ``features.Slay``.
 
     Raises: ArgumentError for names and sizes that do not fit.
     """
@@ -55,20 +58,21 @@ def slay_features(
     draws = preset.draws if draws is None else draws
     size = preset.draws if size is None else size
     require(polynomial in _FACTORS, f"slay_features: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.")
+    require(polynomial in ("anchors", "nystrom") or choice == "random", f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.")
     return Slay(
-        eps=eps, nodes=nodes, rule=rule, polynomial=_factor(polynomial, size, learn), draws=draws, orthogonal=orthogonal, antithetic=antithetic,
+        eps=eps, nodes=nodes, rule=rule, polynomial=_factor(polynomial, size, learn, choice), draws=draws, orthogonal=orthogonal, antithetic=antithetic,
         learn=learn, fusion=fusion, sketch_size=sketch_size, delta=delta,
     )  # fmt: skip
 
 
-def _factor(name: Factor, size: int, learn: bool) -> FeatureMap | None:
+def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap | None:
     match name:
         case "anchors":
-            return Anchors(size, learn=learn)
+            return Anchors(size, choice, learn)
         case "exact":
             return square()
         case "nystrom":
-            return Nystrom(size)
+            return Nystrom(size, choice=choice)
         case "tensor_sketch":
             return TensorSketch(size)
         case "maclaurin":
@@ -105,6 +109,7 @@ def slay(
     orthogonal: bool = False,
     antithetic: bool = False,
     learn: bool = False,
+    choice: Choice = "random",
     dim: int | None = None,
     seed: int = 0,
     allow_signed: bool = False,
@@ -114,7 +119,7 @@ def slay(
     The first arguments are those of ``slay_features``, but for its delta: the row anchor divides by the sum itself and gives zeros where it
     is zero. dim, seed and allow_signed are those of ``of_features``.
     """
-    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn)
+    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, choice=choice)
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 

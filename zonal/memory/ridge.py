@@ -180,11 +180,15 @@ class RidgeStatistics(Memory):
         recorded = _recorded(self.gram, *self.operator.learned_parts.values())
         if self.inverse is not None and self.inverse.version == version and not recorded:
             return self.inverse.matrix
-        matrix = positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
+        matrix = self.made(bound)
         if not recorded:
             # a derived value: what this memory is does not change
             object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
         return matrix
+
+    def made(self, bound: Bound) -> Tensor:
+        """P = (G + rho I)^-1, made anew."""
+        return positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
 
     def committed(self) -> "RidgeStatistics":
         """The memory up to the last whole chunk: what the next query sees."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal import room
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
@@ -55,10 +56,15 @@ def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Ten
 
 
 def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
-    """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1)."""
+    """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1).
+
+    Rows of a positive link whose sum came out negative have cancelled to nothing but rounding: they are NaN.
+    """
     name = type(bound.anchor).__name__
     if name == "Row":
         y, mass = total[..., :-1], total[..., -1:]
+        if bound.link.positive:
+            mass = mass.masked_fill(mass < 0, float("nan"))
         empty = mass == 0
         return torch.where(empty, 0, y / torch.where(empty, 1, mass))
     if name == "Count":
@@ -69,6 +75,10 @@ def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
 def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
     size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     width = form.value_dim + (1 if operator.tags.normalises else 0)
+    room.require(
+        "Memory", f"sums over {size} features for {form.batch} sequences of {form.heads} heads", _state_bytes(operator, form), form.device,
+        "Use fewer features or a smaller batch.",
+    )  # fmt: skip
     state = torch.zeros(form.batch, form.heads, size, width, dtype=form.statistics, device=form.device)
     return state, torch.zeros(form.batch, dtype=torch.int64, device=form.device)
 
@@ -189,6 +199,17 @@ class FeatureSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], restored_pending(tensors))
 
 
+def carried(memory: "FeatureSums | DecayedSums", state: Tensor, tokens: Tokens) -> "FeatureSums | DecayedSums":
+    """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a memory that decays."""
+    common = {"count": memory.count + tokens.length, "state": state.to(memory.state), "padding": _more_padding(memory.padding, tokens)}
+    if tokens.log_decay is None:
+        return replace(memory, **common)
+    total = tokens.log_decay.expand(memory.form.batch, -1, -1).sum(-1)
+    if isinstance(memory, DecayedSums):
+        return replace(memory, **common, total=memory.total + total)
+    return DecayedSums(memory.operator, memory.form, **common, total=total)
+
+
 def restored_pending(tensors: dict[str, Tensor]) -> Tokens | None:
     """The pending tokens among saved tensors."""
     named = {name.removeprefix("pending."): x for name, x in tensors.items() if name.startswith("pending.")}
@@ -276,4 +297,4 @@ class DecayedSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"])
 
 
-__all__ = ["DecayedSums", "FeatureSums", "anchored", "features_of", "restored_pending", "total_of", "with_mass"]
+__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "with_mass"]

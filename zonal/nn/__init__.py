@@ -1,9 +1,10 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, norms, rotary positions, the short convolution, the gated feed-forward and the block."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, norms, rotary positions, the short convolution, feed-forward layers and the block."""
 
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
+from zonal.nn.koopman import CGLift, KoopmanMLP
 from zonal.nn.mamba2 import Mamba2
 from zonal.nn.mamba3 import Mamba3
 from zonal.nn.memory import LayerMemory
@@ -13,5 +14,6 @@ from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
 
 __all__ = [
-    "Attention", "Block", "Draws", "GatedNorm", "LayerMemory", "Mamba2", "Mamba3", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer",
+    "Attention", "Block", "CGLift", "Draws", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "RMSNorm", "Rotary", "ShortConvolution",
+    "SwiGLU", "TokenMixer",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from zonal.errors import ArgumentError
 from zonal.memory import Memory
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
+from zonal.nn.koopman import CGLift
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm
@@ -37,6 +38,7 @@ class Attention(TokenMixer):
             over all heads at once, None for none; "auto" takes what the operator declares.
         readout_eps: ε of that norm.
         conv: width of the short convolution of x before the projections; 0 = none.
+        cg_lift: size r of queries and keys after a ``CGLift`` (behind norms and rotary positions); None = no lift.
         bias: biases in the four projections.
         causal: each token sees itself and the past, or the past alone where the operator says so.
 
@@ -57,6 +59,7 @@ class Attention(TokenMixer):
         readout_norm: ReadoutNorm | None = "auto",
         readout_eps: float = 1e-6,
         conv: int = 0,
+        cg_lift: int | None = None,
         bias: bool = False,
         causal: bool = True,
     ) -> None:
@@ -84,7 +87,9 @@ class Attention(TokenMixer):
         if qk_dim < 1:
             raise ArgumentError(f"nn.Attention: qk_dim must be at least 1, received {qk_dim}.")
         self.qk_dim = qk_dim
-        self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=qk_dim)
+        self.lift = None if cg_lift is None else CGLift(qk_dim, cg_lift)
+        self.key_dim = qk_dim if cg_lift is None else cg_lift
+        self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
@@ -121,6 +126,8 @@ class Attention(TokenMixer):
             nn.init.zeros_(self.output.weight)
         if self.convolution is not None:
             self.convolution.reset_parameters(draws.child("convolution"))
+        if self.lift is not None:  # μ starts at the mean of |k_j|² for inputs of unit size
+            self.lift.reset_parameters(draws.child("lift"), mean=2.0 if self.key_norm is not None else 2 * self.dim * draws.std**2)
         for norm in (self.query_norm, self.key_norm, self.readout):
             if norm is not None:
                 norm.reset_parameters()
@@ -130,7 +137,7 @@ class Attention(TokenMixer):
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
         return LayerMemory(
-            memory=Memory.empty(self.operator, batch, self.kv_heads, self.qk_dim, self.head_dim, dtype, device),
+            memory=Memory.empty(self.operator, batch, self.kv_heads, self.key_dim, self.head_dim, dtype, device),
             tail=None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
         )
 
@@ -165,6 +172,8 @@ class Attention(TokenMixer):
         if self.rotary is not None:
             positions = self._positions(length, memory, key_padding_mask, cu_seqlens)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if self.lift is not None:
+            q, k = self.lift(q), self.lift(k)
 
         if memory is None:
             y = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)

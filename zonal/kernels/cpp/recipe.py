@@ -16,9 +16,12 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16", "sums")
+SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode")
+_HEADERS = {"sums": ("sums.hpp",)}  # beside common.hpp
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
+# the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
+_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",)}
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
@@ -67,12 +70,12 @@ def defines(code: Formula) -> str:
 
 def sources(code: Formula) -> tuple[str, ...]:
     """What is compiled for one of the library's own links ahead of its first use."""
-    return tuple(source for source in SOURCES if source != "sums" or code.name in _POLYNOMIALS)
+    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)))
 
 
 def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
     """The name of a library: its link, its source, and a digest of all texts it is made of, its flags, and ``more``."""
-    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp")]
+    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp", *_HEADERS.get(source, ()))]
     key = hashlib.sha256("\0".join((*texts, defines(code), " ".join(chosen), sys.platform, platform.machine(), *more)).encode()).hexdigest()
     return f"{code.name}-{source}-{key[:16]}.so"
 

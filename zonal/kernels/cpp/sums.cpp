@@ -12,472 +12,76 @@
 // Backward walks twice: forwards with M again for the queries' gradients (and everything between neighbours), then backwards with the
 // adjoint state dM = sum_t w psi(q_t) du_t^T for those of keys and values.
 
-#define ZONAL_LANES 8
-#define ZONAL_ROUNDED 0
-#include "common.hpp"
-
-#include <vector>
-
-#ifndef ZONAL_BLOCK
-#define ZONAL_BLOCK 64
-#endif
+#include "sums.hpp"
 
 namespace {
 
-constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 columns and a broadcast are 15 of 16 registers
-constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
-constexpr int PER = BLOCK / C;        // columns of a block
-constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
-constexpr int FEATURE = 8;            // what it costs to make a feature and keep the state in turn, in multiplications with the state
-constexpr int SLICE = 4 * R;         // features made at once for all tokens at hand
-
-}  // namespace
-
-extern "C" {
-
-// What zonal/kernels/cpp/sums_library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; present
-// (B or 1): how many; lo, hi (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1):
-// borders of segments among the queries; what one sees starts afresh in the next.
-// Feature a of F is the product of rows left[a] <= right[a] of the low features: 1, the vector, and products of earlier rows
-// (low_left, low_right); left rises, and up to run_end[a] it stays while right rises by one each. squares, roots: the number of ways to write the monomial, and its root; place: where it stands in a
-// memory, which holds roots * M.
-struct Sums {
-  const float *q, *k, *v, *scale, *coefficients, *monomials, *squares, *roots;
-  const int32_t *left, *right, *run_end, *degree, *place, *low_left, *low_right, *index, *present, *lo, *hi, *edges;
-  const float* initial;       // (B, Hkv, F, W) or null: the memory before the first key
-  const double* before;       // (B): keys in it, for the count anchor; null without
-  Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split;
-  float eps;
-  float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
-  const float *dy, *dfinal;   // as y and final
-  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P): zeros at first; as initial, or null
-  double *dscale, *dcoefficients, *dmonomials;  // (B, H), (tasks, H / Hkv, learned), (tasks, H / Hkv, powers) or null; zeros at first
-};
-}
-
-namespace {
-
-struct Span {  // a block: queries [t0, t1) read the state once keys [from, to) are in it, and see keys [to, last) directly
-  int64_t t0, t1;
-  int32_t from, to, last;
-  bool reads;
-};
-
-// One key head's segment and a part of its values: columns [p0, p1), and as the last column of [v, 1] the mass where it is summed here.
-struct Task {
-  const Sums& c;
-  int64_t b, kv, segment, part, p0, p1, mass, width, step, groups, strip;
-  const int32_t *index, *lo, *hi;
-  int32_t start, present;
-  std::vector<Span> spans;
-
-  Task(const Sums& call, int64_t number, bool sums_mass) : c(call) {
-    part = number % c.split;
-    segment = number / c.split % c.segments;
-    kv = number / c.split / c.segments % c.Hkv;
-    b = number / c.split / c.segments / c.Hkv;
-    p0 = part * c.P / c.split;
-    p1 = (part + 1) * c.P / c.split;
-    mass = c.anchor == ROW && (sums_mass || part == 0);
-    width = p1 - p0 + mass;
-    step = up(width, C);
-    groups = c.H / c.Hkv;
-    strip = std::max<int64_t>(SLICE, std::min<int64_t>(8 * SLICE, STRIP / width / SLICE * SLICE));
-    const int64_t m = c.by_batch ? b : 0;
-    index = c.index + m * c.S;
-    lo = c.lo + m * c.T;
-    hi = c.hi + m * c.T;
-    present = c.present[m];
-    plan();
-  }
-
-  // While few keys are behind, all of them are seen directly, which is less work than to read the state; and to the end where the state
-  // would never pay.
-  void plan() {
-    const int64_t first = c.edges[segment], end = c.edges[segment + 1];
-    start = end > first ? lo[first] : 0;
-    const bool carries = c.initial != nullptr || c.final != nullptr || c.dfinal != nullptr;
-    const double each = static_cast<double>(c.F) * (width + FEATURE), pair = static_cast<double>(groups) * (c.D + width);
-    const int64_t near = std::max<int64_t>(BLOCK, static_cast<int64_t>(each / (c.D + width)));
-    double direct = 0, carried = 0;
-    int32_t done = start;
-    bool begun = c.initial != nullptr;
-    for (int64_t t0 = first; t0 < end; t0 += BLOCK) {
-      const int64_t t1 = std::min<int64_t>(t0 + BLOCK, end);
-      const int32_t last = std::max(hi[t1 - 1], done);
-      int32_t to = std::max(hi[t0], done);
-      if (!begun && last - start <= near) to = done;
-      begun = begun || to > done;
-      spans.push_back({t0, t1, done, to, last, begun});
-      direct += pair * (t1 - t0) * (last - start);
-      carried += pair * (t1 - t0) * (last - to) + each * ((to - done) + groups * (t1 - t0) * begun);
-      done = to;
-    }
-    if (!carries && direct <= carried)
-      for (Span& span : spans) span = {span.t0, span.t1, start, start, span.last, false};
-    if (c.final != nullptr || c.dfinal != nullptr) spans.push_back({end, end, done, present, present, false});
-  }
-
-  int64_t keys() const { return spans.empty() ? 0 : spans.back().last - start; }  // of the segment that anybody sees, or that are kept
-  int64_t head(int64_t g) const { return kv * groups + g; }
-  const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
-  const float* value_row(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token + p0; }
-  const float* query(int64_t g, int64_t t) const { return c.q + b * c.qs.batch + head(g) * c.qs.head + t * c.qs.token; }
-  const float* coefficients(int64_t g) const { return c.coefficients + head(g) * c.numbers; }
-};
-
-inline float unit(const Sums& c, const float* x) { return c.normalise ? 1.f / std::max(std::sqrt(dot(x, x, c.D)), c.eps) : 1.f; }
-
-// ---- packing -----------------------------------------------------------------------------------------------------------------------------
-
-struct Rows {  // sixteen tokens' rows and what each is multiplied by; those past ``count`` are there (as the last one again) but count nothing
-  float* at[C];
-  float factor[C];
-  int64_t count;
-};
-
-template <typename Row, typename Factor>
-INLINE Rows rows_of(int64_t count, const Row& row, const Factor& factor) {
-  Rows rows;
-  rows.count = std::min<int64_t>(count, C);
-  for (int64_t i = 0; i < C; ++i) {
-    rows.at[i] = const_cast<float*>(row(std::min(i, rows.count - 1)));
-    rows.factor[i] = i < rows.count ? factor(i) : 0.f;
-  }
-  return rows;
-}
-
-// rows of n numbers as a column (n, C)
-void put(const Rows& rows, int64_t n, float* column) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < C; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(rows.at[j + i] + d) * rows.factor[j + i];
-      transpose(x);
-      for (int i = 0; i < L; ++i) store(column + (d + i) * C + j, x[i]);
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < C; ++i) column[d * C + i] = rows.at[i][d] * rows.factor[i];
-}
-
-// and back: rows = column, or rows += column
-template <bool ADD>
-void take(const float* column, int64_t n, const Rows& rows) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < rows.count; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(column + (d + i) * C + j);
-      transpose(x);
-      for (int i = 0; i < L && j + i < rows.count; ++i) {
-        float* to = rows.at[j + i] + d;
-        store(to, ADD ? load(to) + x[i] * rows.factor[j + i] : x[i] * rows.factor[j + i]);
-      }
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < rows.count; ++i) rows.at[i][d] = (ADD ? rows.at[i][d] : 0.f) + column[d * C + i] * rows.factor[i];
-}
-
-// products of a column's rows up to the last low feature
-void extend(const Sums& c, float* column) {
-  for (int64_t r = c.D + 1; r < c.low; ++r)
-    for (int j = 0; j < C; j += L) store(column + r * C + j, load(column + c.low_left[r] * C + j) * load(column + c.low_right[r] * C + j));
-}
-
-// the low features of a column: row 0 tells which lanes are there
-void put_low(const Sums& c, const Rows& rows, float* column) {
-  for (int i = 0; i < C; ++i) column[i] = i < rows.count;
-  put(rows, c.D, column + C);
-  extend(c, column);
-}
-
-// low features of a block's queries, (groups, PER, low, C)
-void pack_queries(const Task& task, const Span& span, float* out) {
-  const Sums& c = task.c;
-  for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t t = span.t0; t < span.t1; t += C) {
-      const auto row = [&](int64_t i) { return task.query(g, t + i); };
-      const auto factor = [&](int64_t i) { return c.scale[task.head(g)] * unit(c, row(i)); };
-      put_low(c, rows_of(span.t1 - t, row, factor), out + (g * PER + (t - span.t0) / C) * c.low * C);
-    }
-}
-
-// low features of keys [s0, s1), (columns, low, C); factors: one over the norm of each key
-void pack_keys(const Task& task, int32_t s0, int32_t s1, const float* factors, float* out) {
-  for (int32_t s = s0; s < s1; s += C, out += task.c.low * C) {
-    const auto factor = [&](int64_t i) { return factors[s + i - task.start]; };
-    put_low(task.c, rows_of(s1 - s, [&](int64_t i) { return task.key(s + static_cast<int32_t>(i)); }, factor), out);
-  }
-}
-
-// their rows of [v, 1], (BLOCK, step)
-void pack_values(const Task& task, int32_t s0, int32_t s1, float* rows) {
-  const int64_t values = task.p1 - task.p0;
-  for (int32_t s = s0; s < s1; ++s, rows += task.step) {
-    std::memcpy(rows, task.value_row(s), sizeof(float) * values);
-    std::fill(rows + values, rows + task.step, 0.f);
-    if (task.mass) rows[values] = 1.f;
-  }
-}
-
-// rows of keys times their factors, (BLOCK, D)
-void pack_rows(const Task& task, int32_t s0, int32_t s1, const float* factors, float* rows) {
-  for (int32_t s = s0; s < s1; ++s) {
-    const float* k = task.key(s);
-    for (int64_t d = 0; d < task.c.D; ++d) *rows++ = k[d] * factors[s - task.start];
-  }
-}
-
-// (columns, width, C) from rows (tokens, step)
-void turn(const float* rows, int64_t step, int64_t tokens, int64_t width, float* columns) {
-  for (int64_t i = 0; i < tokens; i += C, columns += width * C)
-    put(rows_of(tokens - i, [&](int64_t r) { return rows + (i + r) * step; }, [](int64_t) { return 1.f; }), width, columns);
-}
-
-// ---- products ----------------------------------------------------------------------------------------------------------------------------
-
-// sums (N rows of C) += a[i][r] * cols[i] over i < inner: N neighbouring numbers of each row against that row's column
-template <int N>
-APART void numbers_by_columns(const float* a, int64_t stride, const float* cols, int64_t step, int64_t inner, float* sums) {
-  V x[N], y[N];
-  EACH_ROW {
-    x[r] = load(sums + r * C);
-    y[r] = load(sums + r * C + L);
-  }
-  for (int64_t i = 0; i < inner; ++i) {
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(a[r]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    a += stride;
-    cols += step;
-  }
-  EACH_ROW {
-    store(sums + r * C, x[r]);
-    store(sums + r * C + L, y[r]);
-  }
-}
-
-// the columns of a (inner, width) against columns (inner, C), added to sums (width, C)
-void columns_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t step, int64_t inner, float* sums) {
-  const int64_t tiles = (width + R - 1) / R;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t p = tile * width / tiles, rows = (tile + 1) * width / tiles - p;
-    with_rows<R>(rows, [&](auto n) { numbers_by_columns<decltype(n)::value>(a + p, stride, cols, step, inner, sums + p * C); });
-  }
-}
-
-// out (N rows of C) = rows (N, inner) against columns (inner, C)
-template <int N>
-APART void rows_by_columns(const float* rows, int64_t stride, const float* cols, int64_t step, int64_t inner, float* out, int64_t out_step) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  const float* at[N];
-  EACH_ROW at[r] = rows + r * stride;
-  for (int64_t i = 0; i < inner; ++i) {
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(at[r][i]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    cols += step;
-  }
-  EACH_ROW {
-    store(out + r * out_step, x[r]);
-    store(out + r * out_step + L, y[r]);
-  }
-}
-
-// into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
-// rows (tokens, step)
-template <int N>
-APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  for (; tokens > 0; tokens -= C, features += features_step) {
-    const int64_t lanes = std::min<int64_t>(tokens, C);
-    for (int64_t i = 0; i < lanes; ++i) {
-      const V first = load(rows), second = load(rows + L);
-      EACH_ROW {
-        const V number = spread(features[r * C + i]);
-        x[r] += number * first;
-        y[r] += number * second;
-      }
-      rows += step;
-    }
-  }
-  EACH_ROW {
-    float* to = into + r * into_step;
-    store(to, load(to) + x[r]);
-    store(to + L, load(to + L) + y[r]);
-  }
-}
-
-// ---- the state ---------------------------------------------------------------------------------------------------------------------------
-
-// features [a0, a1) of a column, times their weights (null: none), (a1 - a0, C)
-template <bool WEIGHTED>
-void features(const Sums& c, const float* column, const float* weights, int64_t a0, int64_t a1, float* out) {
-  for (int64_t a = a0; a < a1;) {
-    const int64_t end = std::min<int64_t>(c.run_end[a], a1);
-    const float *left = column + c.left[a] * C, *right = column + c.right[a] * C;
-    const V first = load(left), second = load(left + L);
-    for (; a < end; ++a, right += C, out += C) {
-      V x = first * load(right), y = second * load(right + L);
-      if constexpr (WEIGHTED) {
-        const V weight = spread(weights[a]);
-        x *= weight;
-        y *= weight;
-      }
-      store(out, x);
-      store(out + L, y);
-    }
-  }
-}
-
-// Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); ``last``, where it is not null, is
-// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. room (columns, SLICE, C).
-void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
-            const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* room) {
-  const int64_t columns = (tokens + C - 1) / C;
-  const bool apart = last != nullptr && width % C == 1;
-  const int64_t body = apart ? width - 1 : width;
-  for (int64_t s0 = a0; s0 < a1; s0 += SLICE) {
-    const int64_t s1 = std::min(s0 + SLICE, a1);
-    for (int64_t i = 0; i < columns; ++i) {
-      if (weights == nullptr) features<false>(c, low + i * c.low * C, nullptr, s0, s1, room + i * SLICE * C);
-      else features<true>(c, low + i * c.low * C, weights, s0, s1, room + i * SLICE * C);
-    }
-    for (int64_t a = s0; a < s1; a += R)
-      with_rows<R>(s1 - a, [&](auto n) {
-        constexpr int N = decltype(n)::value;
-        float* state = strip + (a - a0) * width;
-        const float* at = room + (a - s0) * C;
-        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, state + p, width);
-        if (body % C != 0) {
-          float sums[N * C] = {};
-          const int64_t p = body / C * C;
-          columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, sums, C);
-          EACH_ROW
-            for (int64_t i = 0; p + i < body; ++i) state[r * width + p + i] += sums[r * C + i];
-        }
-        if (apart)
-          EACH_ROW {
-            V total = V{};
-            for (int64_t i = 0; i < columns; ++i)
-              total += load(at + (i * SLICE + r) * C) * load(last + i * last_step) + load(at + (i * SLICE + r) * C + L) * load(last + i * last_step + L);
-            state[r * width + width - 1] += sum(total);
-          }
-      });
-  }
-}
-
-// the gradient of features g (a1 - a0, C) back to the low features of their column
-void pull(const Sums& c, const float* column, const float* weights, const float* g, int64_t a0, int64_t a1, float* dcolumn) {
-  for (int64_t a = a0; a < a1;) {
-    const int32_t left = c.left[a];
-    const V first = load(column + left * C), second = load(column + left * C + L);
-    V x = V{}, y = V{};
-    for (; a < a1 && c.left[a] == left; ++a, g += C) {
-      V gx = load(g), gy = load(g + L);
-      if (weights != nullptr) {
-        const V weight = spread(weights[a]);
-        gx *= weight;
-        gy *= weight;
-      }
-      const float* other = column + c.right[a] * C;
-      float* to = dcolumn + c.right[a] * C;
-      x += gx * load(other);
-      y += gy * load(other + L);
-      store(to, load(to) + gx * first);
-      store(to + L, load(to + L) + gy * second);
-    }
-    float* to = dcolumn + left * C;
-    store(to, load(to) + x);
-    store(to + L, load(to + L) + y);
-  }
-}
-
-// the gradient of low features back to the vector, rows 1 … D
-void pull_low(const Sums& c, const float* column, float* dcolumn) {
-  for (int64_t r = c.low - 1; r > c.D; --r)
-    for (int j = 0; j < C; j += L) {
-      const int32_t a = c.low_left[r], b = c.low_right[r];
-      const V g = load(dcolumn + r * C + j), x = load(column + a * C + j), y = load(column + b * C + j);
-      store(dcolumn + a * C + j, load(dcolumn + a * C + j) + g * y);
-      store(dcolumn + b * C + j, load(dcolumn + b * C + j) + g * x);
-    }
-}
-
-// sums of squares g psi for each power, which are the gradients of the polynomial's coefficients
-void powers(const Sums& c, const float* column, const float* g, int64_t a0, int64_t a1, V* sums) {
-  for (int64_t a = a0; a < a1; ++a, g += C) {
-    const float *l = column + c.left[a] * C, *r = column + c.right[a] * C;
-    sums[c.degree[a]] += spread(c.squares[a]) * (load(l) * load(r) * load(g) + load(l + L) * load(r + L) * load(g + L));
-  }
-}
-
-// what each feature counts on the query's side, (groups, F)
-void weigh_features(const Task& task, float* weights) {
-  const Sums& c = task.c;
-  for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t a = 0; a < c.F; ++a) weights[g * c.F + a] = c.squares[a] * c.monomials[task.head(g) * c.powers + c.degree[a]];
-}
-
-// a state from its form in memory, and back; ``inverse``: of a gradient, whose form is the other way round
-void from_memory(const Task& task, const float* memory, bool gradient, float* state) {
-  const Sums& c = task.c;
-  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
-  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
-  for (int64_t a = 0; a < c.F; ++a) {
-    const float *from = memory + c.place[a] * whole, factor = gradient ? c.roots[a] : 1.f / c.roots[a];
-    float* to = state + a * task.width;
-    for (int64_t p = 0; p < values; ++p) to[p] = from[task.p0 + p] * factor;
-    if (task.mass) to[values] = from[c.P] * factor;
-  }
-}
-
-void to_memory(const Task& task, const float* state, bool gradient, float* memory) {
-  const Sums& c = task.c;
-  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
-  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
-  for (int64_t a = 0; a < c.F; ++a) {
-    const float *from = state + a * task.width, factor = gradient ? 1.f / c.roots[a] : c.roots[a];
-    float* to = memory + c.place[a] * whole;
-    for (int64_t p = 0; p < values; ++p) to[task.p0 + p] = from[p] * factor;
-    if (task.mass && task.part == 0) to[c.P] = from[values] * factor;
-  }
-}
+constexpr float THIN = 1.f / 256, LOST = 1.f / (1 << 16);
 
 // ---- between neighbours ------------------------------------------------------------------------------------------------------------------
 
-struct Lanes {  // which keys the sixteen queries of a column see
+// A log decay in two numbers, to base 2: their differences lose no digits where the decays themselves are long sums.
+struct Mark {
+  float high, low;
+};
+
+inline Mark mark_of(double log_decay) {
+  const double exponent = log_decay * 1.4426950408889634;
+  const float high = static_cast<float>(exponent);
+  return {high, static_cast<float>(exponent - high)};
+}
+
+struct Lanes {  // which keys the sixteen queries of a column see, and when they stand
   I hi[2];
+  V high[2], low[2];
   int32_t whole, last;  // keys before whole are seen by all lanes, keys from last on by none
 };
 
-Lanes lanes_of(const Task& task, const Span& span, int64_t column) {
+// sees(t): whether query t is asked at all
+template <typename Sees>
+Lanes lanes_of(const Task& task, const Span& span, int64_t column, const Sees& sees) {
   Lanes lanes;
   lanes.whole = std::numeric_limits<int32_t>::max();
   lanes.last = 0;
   for (int i = 0; i < C; ++i) {
     const int64_t t = span.t0 + column * C + i;
-    const int32_t hi = t < span.t1 ? task.hi[t] : 0;
+    const int32_t hi = t < span.t1 && sees(t) ? task.hi[t] : 0;
     lanes.hi[i / L][i % L] = hi;
+    if (task.running != nullptr) {
+      const Mark mark = mark_of(task.until(std::min(t, span.t1 - 1)));
+      lanes.high[i / L][i % L] = mark.high;
+      lanes.low[i / L][i % L] = mark.low;
+    }
     lanes.whole = std::min(lanes.whole, hi);
     lanes.last = std::max(lanes.last, hi);
   }
   return lanes;
 }
 
-// weights (N, C) of keys from place s on, whose rows are at ``rows``
+// of all columns, (groups, PER)
+template <typename Sees>
+std::vector<Lanes> all_lanes(const Task& task, const Span& span, const Sees& sees) {
+  std::vector<Lanes> lanes;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t i = 0; i < PER; ++i) lanes.push_back(lanes_of(task, span, i, [&](int64_t t) { return sees(g, t); }));
+  return lanes;
+}
+
+constexpr auto EVERY = [](int64_t, int64_t) { return true; };  // query of a group
+
+void pack_marks(const Task& task, int32_t s0, int32_t s1, Mark* marks) {
+  for (int32_t s = s0; task.running != nullptr && s < s1; ++s) marks[s - s0] = mark_of(task.running[task.index[s]]);
+}
+
+// what is left of a key when the queries of half a column stand; later keys count in full, and are not seen
+inline V left_of(const Lanes& lanes, int j, Mark mark) {
+  const V exponent = least((lanes.high[j] - mark.high) + (lanes.low[j] - mark.low), V{});
+  return exponent > -126.f ? exp2(exponent) : V{};
+}
+
+// weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
 template <int N>
-APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const float* column, int32_t s, float* weights) {
+APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
   V x[N], y[N];
   EACH_ROW x[r] = y[r] = V{};
   const float* at[N];
@@ -496,6 +100,11 @@ APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, c
     y[r] = in_domain(y[r]);
   }
   values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+  if (marks != nullptr)
+    for (int r = 0; r < N; ++r) {
+      x[r] *= left_of(lanes, 0, marks[r]);
+      y[r] *= left_of(lanes, 1, marks[r]);
+    }
   EACH_ROW {
     if (s + r >= lanes.whole) {
       x[r] = lanes.hi[0] > s + r ? x[r] : V{};
@@ -509,15 +118,19 @@ APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, c
 // ---- forward -----------------------------------------------------------------------------------------------------------------------------
 
 struct Buffers {
-  float *state, *weights, *factors, *queries, *out, *keys, *values, *rows, *strip, *room;
+  float *state, *lost, *weights, *factors, *queries, *out, *keys, *values, *masses, *rows, *near, *strip, *room;
+  Mark* marks;
+  uint8_t* thin;  // (groups, BLOCK): rows of the block that do without the state
 };
 
 Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(extra + 512 + task.keys() + c.F * (task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D) + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + task.keys() + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
+  at.lost = scratch.take(c.F * task.width);
+  at.near = scratch.take(std::max(task.width, c.D) * C);
   at.weights = scratch.take(task.groups * c.F);
   at.factors = scratch.take(task.keys());
   for (int64_t s = 0; s < task.keys(); ++s) at.factors[s] = unit(c, task.key(task.start + static_cast<int32_t>(s)));
@@ -525,22 +138,35 @@ Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   at.out = scratch.take(columns * std::max(c.low, task.width) * C);
   at.keys = scratch.take(BLOCK * c.low);
   at.values = scratch.take(BLOCK * task.step);
+  at.masses = scratch.take(BLOCK);
+  at.marks = reinterpret_cast<Mark*>(scratch.take(2 * BLOCK));
+  at.thin = reinterpret_cast<uint8_t*>(scratch.take(task.groups * BLOCK / 4));
+  std::memset(at.thin, 0, task.groups * BLOCK);
   at.rows = scratch.take(BLOCK * c.D);
   at.strip = scratch.take(task.strip * C);
   at.room = scratch.take(std::max<int64_t>({SLICE * BLOCK, C * BLOCK, task.strip * C}));
   return at;
 }
 
-// keys [s0, s1), at most BLOCK, into the state; then, where ``reads``, what the block's queries read there into out
+// the state, or its gradient, from a memory, or nothing
+void start(const Task& task, const float* memory, bool gradient, const Buffers& at) {
+  const size_t size = sizeof(float) * task.c.F * task.width;
+  if (memory != nullptr) from_memory(task, memory, gradient, at.state);
+  else std::memset(at.state, 0, size);
+  std::memset(at.lost, 0, size);
+}
+
+// keys [s0, s1), at most BLOCK, into the state as it is when all of the span's have come; then, where ``reads``, what the block's queries
+// read there into out
 void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
   const Sums& c = task.c;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, at.values);
+  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
-    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.keys : nullptr, c.low * C, a0, a1, state, at.room);
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.lost + a0 * task.width, at.room);
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         features<true>(c, at.queries + (g * PER + i) * c.low * C, at.weights + g * c.F, a0, a1, at.strip);
@@ -549,26 +175,101 @@ void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   }
 }
 
-void directly(const Task& task, const Span& span, const Buffers& at) {
+// columns_by_columns for a block of keys, summed up by itself first: thousands of keys that are alike would round alike, one after the other
+void block_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t keys, float* near, float* sums) {
+  std::memset(near, 0, sizeof(float) * width * C);
+  columns_by_columns(a, stride, width, cols, C, keys, near);
+  for (int64_t i = 0; i < width * C; i += L) store(sums + i, load(sums + i) + load(near + i));
+}
+
+// what queries that ``sees(g, t)`` get from keys [from, to) through the link, added to out
+template <typename Sees>
+void directly(const Task& task, const Span& span, int32_t from, int32_t to, const Sees& sees, const Buffers& at) {
   const Sums& c = task.c;
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
-  Lanes lanes[PER];
-  for (int64_t i = 0; i < columns; ++i) lanes[i] = lanes_of(task, span, i);
-  for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
-    const int32_t s1 = std::min(s0 + BLOCK, span.last);
+  const Mark* marks = task.running == nullptr ? nullptr : at.marks;
+  const std::vector<Lanes> all = all_lanes(task, span, sees);
+  for (int32_t s0 = from; s0 < to; s0 += BLOCK) {
+    const int32_t s1 = std::min(s0 + BLOCK, to);
     pack_rows(task, s0, s1, at.factors, at.rows);
-    pack_values(task, s0, s1, at.values);
+    pack_marks(task, s0, s1, at.marks);
+    pack_values(task, s0, s1, [&](int32_t s) { return task.counts(s); }, at.values);
     for (int64_t g = 0; g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
-        const int32_t end = std::min(s1, lanes[i].last);
+        const Lanes& lanes = all[g * PER + i];
+        const int32_t end = std::min(s1, lanes.last);
         const float* column = at.queries + (g * PER + i) * c.low * C + C;
         for (int32_t s = s0; s < end; s += R)
           with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
-            weigh<decltype(n)::value>(c, task.coefficients(g), lanes[i], at.rows + (s - s0) * c.D, column, s, at.room + (s - s0) * C);
+            const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
+            weigh<decltype(n)::value>(c, task.coefficients(g), lanes, at.rows + (s - s0) * c.D, first, column, s, at.room + (s - s0) * C);
           });
-        if (end > s0) columns_by_columns(at.values, task.step, task.width, at.room, C, end - s0, at.out + (g * PER + i) * task.width * C);
+        if (end > s0) block_by_columns(at.values, task.step, task.width, at.room, end - s0, at.near, at.out + (g * PER + i) * task.width * C);
       }
   }
+}
+
+// what is left for queries t, t + 1, … of a state that keeps what is left of its keys after the last of them
+V reads_left(const Task& task, const Span& span, int64_t t) {
+  V left = spread(1.f);
+  if (task.running != nullptr)
+    for (int64_t i = 0; i < L && t + i < span.t1; ++i) left[i] = static_cast<float>(std::exp(task.until(t + i) - task.mark(span.to)));
+  return left;
+}
+
+void fade_reads(const Task& task, const Span& span, const Buffers& at) {
+  if (task.running == nullptr || !span.reads) return;
+  for (int64_t t = span.t0; t < span.t1; t += C)
+    for (int j = 0; j < C; j += L) {
+      const V left = reads_left(task, span, t + j);
+      for (int64_t g = 0; g < task.groups; ++g)
+        for (int64_t p = 0; p < task.width; ++p) {
+          float* row = at.out + ((g * PER + (t - span.t0) / C) * task.width + p) * C + j;
+          store(row, load(row) * left);
+        }
+    }
+}
+
+// Rows of a positive link whose terms cancel. A row's sum is sum_a w_a psi_a(q) M_a, whose terms' sizes sum to at most
+// bound = |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz); it is known to some units in the last place of that, 1e-6 at worst. Rows below THIN of it are
+// summed again without the state. What a memory brought cannot be: rows below LOST of it, of which a tenth or more may be rounding, become NaN.
+void guard(const Task& task, const Span& span, const Buffers& at) {
+  const Sums& c = task.c;
+  if (!c.guards || !span.reads) return;
+  const int64_t values = task.p1 - task.p0;
+  const float share = c.initial == nullptr ? THIN : LOST;
+  bool any = false;
+  for (int64_t g = 0; g < task.groups; ++g) {
+    const float *weights = at.weights + g * c.F, *monomials = c.monomials + task.head(g) * c.powers;
+    float size = 0;
+    for (int64_t a = 0; a < c.F; ++a) size += std::fabs(weights[a]) * at.state[a * task.width + values] * at.state[a * task.width + values];
+    for (int64_t t = span.t0; t < span.t1; t += C) {
+      const int64_t column = g * PER + (t - span.t0) / C;
+      const float* queries = at.queries + column * c.low * C;
+      float* mass = at.out + (column * task.width + values) * C;
+      for (int j = 0; j < C; j += L) {
+        V square = V{}, bound = V{}, left = reads_left(task, span, t + j);
+        for (int64_t d = 1; d <= c.D; ++d) square += load(queries + d * C + j) * load(queries + d * C + j);
+        for (int64_t k = c.powers - 1; k >= 0; --k) bound = bound * square + std::fabs(monomials[k]);
+        bound = root(bound * size) * left * share;
+        const I low = load(mass + j) < bound;
+        for (int64_t i = 0; i < L && t + j + i < span.t1; ++i) {
+          if (!low[i]) continue;
+          if (c.initial == nullptr) at.thin[g * BLOCK + t + j + i - span.t0] = 1;
+          else mass[j + i] = std::numeric_limits<float>::quiet_NaN();
+          any = any || c.initial == nullptr;
+        }
+      }
+    }
+  }
+  if (!any) return;
+  const auto thin = [&](int64_t g, int64_t t) { return at.thin[g * BLOCK + t - span.t0] != 0; };
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t t = span.t0; t < span.t1; ++t)
+      for (int64_t p = 0; thin(g, t) && p < task.width; ++p) at.out[((g * PER + (t - span.t0) / C) * task.width + p) * C + (t - span.t0) % C] = 0.f;
+  directly(task, span, task.start, span.last, thin, at);
+  for (int64_t g = 0; task.part == 0 && g < task.groups; ++g) std::copy_n(at.thin + g * BLOCK, span.t1 - span.t0, c.apart + (task.b * c.H + task.head(g)) * c.T + span.t0);
+  std::memset(at.thin, 0, task.groups * BLOCK);
 }
 
 void finish(const Task& task, const Span& span, const Buffers& at) {
@@ -597,15 +298,17 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
   const Task task(c, number, true);
   const Buffers at = forward_buffers(task, scratch);
   weigh_features(task, at.weights);
-  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     pack_queries(task, span, at.queries);
     std::memset(at.out, 0, sizeof(float) * task.groups * PER * task.width * C);
+    fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
     for (; span.to - s > BLOCK; s += BLOCK) advance(task, span, s, s + BLOCK, false, at);
     if (span.to > s || span.reads) advance(task, span, s, span.to, span.reads, at);
-    directly(task, span, at);
+    fade_reads(task, span, at);
+    directly(task, span, span.to, span.last, EVERY, at);
+    guard(task, span, at);
     finish(task, span, at);
   }
   if (c.final != nullptr) to_memory(task, at.state, false, c.final);
@@ -616,6 +319,7 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
 
 struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) and columns (groups, PER, width, C), queries as rows
   float *du, *du_columns, *query_rows;   // (groups, BLOCK, up(D, C))
+  float *read, *read_columns;            // as du, where what was read from the state has another gradient than what was seen directly
   float *dlow;                           // gradients of low features, (groups * PER, low, C)
   float *value_columns, *dvalues;        // (PER, width, C), (PER, values, C)
   float *scores, *changes;               // weights and gradients of scores between neighbours, (PER, BLOCK keys, C)
@@ -625,16 +329,20 @@ struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) 
 struct Backward {
   Buffers at;
   More more;
+  const float *read, *read_columns;  // of the block at hand, in more: the gradient of what was read from the state
+  bool thin;                         // some of its rows did without the state
 };
 
 Backward backward_buffers(const Task& task, Scratch& scratch) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER, D16 = up(c.D, C);
-  const size_t extra = columns * C * (task.step + task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
+  const size_t extra = columns * C * (2 * task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
   Backward all;
   all.at = forward_buffers(task, scratch, extra);
   all.more.du = scratch.take(columns * C * task.step);
   all.more.du_columns = scratch.take(columns * C * task.width);
+  all.more.read = scratch.take(columns * C * task.step);
+  all.more.read_columns = scratch.take(columns * C * task.width);
   all.more.query_rows = scratch.take(columns * C * D16);
   all.more.dlow = scratch.take(columns * C * c.low);
   all.more.value_columns = scratch.take(BLOCK * task.width);
@@ -646,10 +354,12 @@ Backward backward_buffers(const Task& task, Scratch& scratch) {
   return all;
 }
 
-// the gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y
-void pack_gradients(const Task& task, const Span& span, const More& more) {
+// The gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y; and of what they read from the state.
+void pack_gradients(const Task& task, const Span& span, Backward& all) {
   const Sums& c = task.c;
-  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C);
+  More& more = all.more;
+  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C), columns = task.groups * PER;
+  bool same = task.running == nullptr;
   for (int64_t g = 0; g < task.groups; ++g) {
     float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * D16;
     std::memset(rows, 0, sizeof(float) * BLOCK * task.step);
@@ -661,8 +371,23 @@ void pack_gradients(const Task& task, const Span& span, const More& more) {
       for (int64_t p = 0; p < values; ++p) rows[i * task.step + p] = dy[task.p0 + p] * factor;
       if (task.mass) rows[i * task.step + values] = -dot(dy, c.y + row * c.P, c.P) * factor;
       for (int64_t d = 0; d < c.D; ++d) queries[i * D16 + d] = q[d] * scale;
+      all.at.thin[g * BLOCK + i] = c.apart != nullptr && c.apart[row];
+      same = same && !all.at.thin[g * BLOCK + i];
     }
     turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
+  }
+  all.thin = !same && c.apart != nullptr;
+  all.read = same ? more.du : more.read;
+  all.read_columns = same ? more.du_columns : more.read_columns;
+  if (same) return;
+  std::memcpy(more.read, more.du, sizeof(float) * columns * C * task.step);
+  for (int64_t g = 0; g < task.groups; ++g) {
+    float* rows = more.read + g * BLOCK * task.step;
+    for (int64_t i = 0; i < tokens; ++i) {
+      const float left = all.at.thin[g * BLOCK + i] ? 0.f : reads_left(task, span, span.t0 + i)[0];
+      for (int64_t p = 0; p < task.width; ++p) rows[i * task.step + p] *= left;
+    }
+    turn(rows, task.step, tokens, task.width, more.read_columns + g * PER * task.width * C);
   }
 }
 
@@ -677,16 +402,16 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
   const Sums& c = task.c;
   const Buffers& at = all.at;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, at.values);
+  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
-    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.keys : nullptr, c.low * C, a0, a1, state, at.room);
+    if (s1 > s0) absorb(c, at.keys, s1 - s0, nullptr, at.values, task.step, task.width, task.mass ? at.masses : nullptr, C, a0, a1, state, at.lost + a0 * task.width, at.room);
     for (int64_t g = 0; reads && g < task.groups; ++g)
       for (int64_t i = 0; i < columns; ++i) {
         const float* column = at.queries + (g * PER + i) * c.low * C;
-        slope(task, state, a1 - a0, all.more.du_columns + (g * PER + i) * task.width * C, at.strip);
+        slope(task, state, a1 - a0, all.read_columns + (g * PER + i) * task.width * C, at.strip);
         pull(c, column, at.weights + g * c.F, at.strip, a0, a1, all.more.dlow + (g * PER + i) * c.low * C);
         if (power_sums != nullptr) powers(c, column, at.strip, a0, a1, power_sums + g * c.powers);
       }
@@ -695,8 +420,8 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
 
 // weights and gradients of the scores of N keys from place s on with a column of queries
 template <int N>
-inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const float* rows, const float* values, const float* column, const float* du, int32_t s,
-                      float* weights, float* changes, V* partial) {
+inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const float* rows, const float* values, const Mark* marks, const float* column, const float* du,
+                      int32_t s, float* weights, float* changes, V* partial) {
   const Sums& c = task.c;
   const float* coefficients = task.coefficients(g);
   const int numbers = static_cast<int>(c.numbers);
@@ -708,6 +433,11 @@ inline void gradients(const Task& task, int64_t g, const Lanes& lanes, const flo
     for (int j = 0; j < 2; ++j) {
       const V score = in_domain(load(scored + r * C + j * L));
       V ds = load(changed + r * C + j * L), w = value(score, coefficients, numbers);
+      if (marks != nullptr) {
+        const V left = left_of(lanes, j, marks[r]);
+        w *= left;
+        ds *= left;
+      }
       if (s + r >= lanes.whole) {
         w = lanes.hi[j] > s + r ? w : V{};
         ds = lanes.hi[j] > s + r ? ds : V{};
@@ -734,110 +464,131 @@ void gather(const float* tiles, int64_t keys, const float* rows, int64_t step, i
     });
 }
 
-// what queries and keys do to each other directly, added to dlow and to the part's dk and dv
-void directly_back(const Task& task, const Span& span, const Backward& all, float* dk, float* dv, double* dcoefficients) {
+struct Into {  // gradients of a task's part
+  float *dk, *dv, *dmass;
+  double* dcoefficients;
+};
+
+// what queries that ``sees(g, t)`` and keys [from, to) do to each other directly, added to dlow and to the part's gradients
+template <typename Sees>
+void directly_back(const Task& task, const Span& span, int32_t from, int32_t to, const Sees& sees, const Backward& all, const Into& into) {
   const Sums& c = task.c;
   const Buffers& at = all.at;
   const More& more = all.more;
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C, D16 = up(c.D, C);
-  Lanes lanes[PER];
-  for (int64_t i = 0; i < columns; ++i) lanes[i] = lanes_of(task, span, i);
+  const std::vector<Lanes> lanes = all_lanes(task, span, sees);
+  const Mark* marks = task.running == nullptr ? nullptr : at.marks;
+  const int64_t values = task.p1 - task.p0;
   V partial[40];
-  for (int32_t s0 = span.to; s0 < span.last; s0 += BLOCK) {
-    const int32_t s1 = std::min(s0 + BLOCK, span.last);
+  for (int32_t s0 = from; s0 < to; s0 += BLOCK) {
+    const int32_t s1 = std::min(s0 + BLOCK, to);
     pack_rows(task, s0, s1, at.factors, at.rows);
-    pack_values(task, s0, s1, at.values);
+    pack_marks(task, s0, s1, at.marks);
+    pack_values(task, s0, s1, [&](int32_t s) { return task.counts(s); }, at.values);
     std::memset(more.near_keys, 0, sizeof(float) * BLOCK * D16);
     std::memset(more.near_values, 0, sizeof(float) * BLOCK * task.step);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t k = 0; k < c.learned; ++k) partial[k] = V{};
       for (int64_t i = 0; i < columns; ++i) {
-        const int32_t end = std::max(s0, std::min(s1, lanes[i].last));
         const int64_t number = g * PER + i;
+        const int32_t end = std::max(s0, std::min(s1, lanes[number].last));
         float *weights = more.scores + i * BLOCK * C, *changes = more.changes + i * BLOCK * C;
         for (int32_t s = s0; s < end; s += R)
           with_rows<R>(std::min<int32_t>(R, end - s), [&](auto n) {
-            gradients<decltype(n)::value>(task, g, lanes[i], at.rows + (s - s0) * c.D, at.values + (s - s0) * task.step, at.queries + number * c.low * C + C,
-                                          more.du_columns + number * task.width * C, s, weights + (s - s0) * C, changes + (s - s0) * C,
-                                          dcoefficients == nullptr ? nullptr : partial);
+            const Mark* first = marks == nullptr ? nullptr : marks + (s - s0);
+            gradients<decltype(n)::value>(task, g, lanes[number], at.rows + (s - s0) * c.D, at.values + (s - s0) * task.step, first,
+                                          at.queries + number * c.low * C + C, more.du_columns + number * task.width * C, s, weights + (s - s0) * C,
+                                          changes + (s - s0) * C, into.dcoefficients == nullptr ? nullptr : partial);
           });
         std::memset(weights + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
         std::memset(changes + (end - s0) * C, 0, sizeof(float) * (s1 - end) * C);
-        columns_by_columns(at.rows, c.D, c.D, changes, C, end - s0, more.dlow + number * c.low * C + C);
+        block_by_columns(at.rows, c.D, c.D, changes, end - s0, at.near, more.dlow + number * c.low * C + C);
       }
       gather(more.scores, s1 - s0, more.du + g * BLOCK * task.step, task.step, columns, more.near_values);
       gather(more.changes, s1 - s0, more.query_rows + g * BLOCK * D16, D16, columns, more.near_keys);
-      for (int64_t k = 0; k < c.learned && dcoefficients != nullptr; ++k)
-        for (int i = 0; i < L; ++i) dcoefficients[g * c.learned + k] += partial[k][i];
+      for (int64_t k = 0; k < c.learned && into.dcoefficients != nullptr; ++k)
+        for (int i = 0; i < L; ++i) into.dcoefficients[g * c.learned + k] += partial[k][i];
     }
     for (int32_t s = s0; s < s1; ++s) {
-      float *to_key = dk + task.index[s] * c.D, *to_value = dv + task.index[s] * c.P + task.p0;
+      float *to_key = into.dk + task.index[s] * c.D, *to_value = into.dv + task.index[s] * c.P + task.p0;
+      const float *near = more.near_values + (s - s0) * task.step, count = task.counts(s);
       for (int64_t d = 0; d < c.D; ++d) to_key[d] += more.near_keys[(s - s0) * D16 + d];
-      for (int64_t p = 0; p < task.p1 - task.p0; ++p) to_value[p] += more.near_values[(s - s0) * task.step + p];
+      for (int64_t p = 0; p < values; ++p) to_value[p] += near[p] * count;
+      if (into.dmass != nullptr) into.dmass[task.index[s]] += near[values] * count;
     }
   }
 }
 
 // backwards: where ``reads``, what a block's queries add to the adjoint state; then the gradients of keys [s0, s1) in it
-void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Backward& all, float* dk, float* dv) {
+void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Backward& all, const Into& into) {
   const Sums& c = task.c;
   const Buffers& at = all.at;
   const More& more = all.more;
   const int64_t keys = s1 - s0, columns = (keys + C - 1) / C, values = task.p1 - task.p0, tokens = span.t1 - span.t0;
+  const int64_t kept = values + (into.dmass != nullptr);
+  const auto left = [&](int32_t s) { return task.left(s, span.to); };
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, at.values);
+  pack_values(task, s0, s1, left, at.values);
   turn(at.values, task.step, keys, task.width, more.value_columns);
   std::memset(at.out, 0, sizeof(float) * columns * C * c.low);
-  std::memset(more.dvalues, 0, sizeof(float) * columns * C * values);
+  std::memset(more.dvalues, 0, sizeof(float) * columns * C * kept);
   float* made = at.room;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
     float* state = at.state + a0 * task.width;
     for (int64_t g = 0; reads && g < task.groups; ++g) {
-      const float* du_columns = more.du_columns + g * PER * task.width * C;
-      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, more.du + g * BLOCK * task.step, task.step, task.width,
-             du_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.room);
+      const float* read_columns = all.read_columns + g * PER * task.width * C;
+      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, all.read + g * BLOCK * task.step, task.step, task.width,
+             read_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.lost + a0 * task.width, at.room);
     }
     for (int64_t i = 0; i < columns; ++i) {
       const float* column = at.keys + i * c.low * C;
       slope(task, state, a1 - a0, more.value_columns + i * task.width * C, at.strip);
       pull(c, column, nullptr, at.strip, a0, a1, at.out + i * c.low * C);
       features<false>(c, column, nullptr, a0, a1, made);
-      columns_by_columns(state, task.width, values, made, C, a1 - a0, more.dvalues + i * values * C);
+      columns_by_columns(state, task.width, kept, made, C, a1 - a0, more.dvalues + i * kept * C);
     }
   }
   for (int64_t i = 0; i < columns; ++i) pull_low(c, at.keys + i * c.low * C, at.out + i * c.low * C);
   const auto one = [](int64_t) { return 1.f; };
   for (int32_t s = s0; s < s1; s += C) {
     const int64_t i = (s - s0) / C;
-    take<true>(at.out + (i * c.low + 1) * C, c.D, rows_of(s1 - s, [&](int64_t r) { return dk + task.index[s + r] * c.D; }, one));
-    take<true>(more.dvalues + i * values * C, values, rows_of(s1 - s, [&](int64_t r) { return dv + task.index[s + r] * c.P + task.p0; }, one));
+    const auto counts = [&](int64_t r) { return task.weighs() ? left(s + static_cast<int32_t>(r)) : 1.f; };
+    take<true>(at.out + (i * c.low + 1) * C, c.D, rows_of(s1 - s, [&](int64_t r) { return into.dk + task.index[s + r] * c.D; }, one));
+    const Rows rows = rows_of(s1 - s, [&](int64_t r) { return into.dv + task.index[s + r] * c.P + task.p0; }, counts);
+    take<true>(more.dvalues + i * kept * C, values, rows);
+    for (int64_t r = 0; into.dmass != nullptr && r < rows.count; ++r) into.dmass[task.index[s + r]] += more.dvalues[(i * kept + values) * C + r] * rows.factor[r];
   }
 }
 
 void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
   const Task task(c, number, false);
-  const Backward all = backward_buffers(task, scratch);
+  Backward all = backward_buffers(task, scratch);
   const Buffers& at = all.at;
-  float* dk = c.dk + ((task.part * c.B + task.b) * c.Hkv + task.kv) * c.S * c.D;
-  float* dv = c.dv + (task.b * c.Hkv + task.kv) * c.S * c.P;
-  double* dcoefficients = c.dcoefficients == nullptr ? nullptr : c.dcoefficients + number * task.groups * c.learned;
+  const int64_t kv_head = task.b * c.Hkv + task.kv;
+  const Into into = {
+      c.dk + (task.part * c.B * c.Hkv + kv_head) * c.S * c.D, c.dv + kv_head * c.S * c.P,
+      c.dmass == nullptr || !task.mass ? nullptr : c.dmass + kv_head * c.S,
+      c.dcoefficients == nullptr ? nullptr : c.dcoefficients + number * task.groups * c.learned,
+  };
+  const auto thin = [&](const Span& span) { return [&](int64_t g, int64_t t) { return at.thin[g * BLOCK + t - span.t0] != 0; }; };
   double* dmonomials = c.dmonomials == nullptr ? nullptr : c.dmonomials + number * task.groups * c.powers;
   std::vector<V> power_sums(dmonomials == nullptr ? 0 : task.groups * c.powers);
   V* sums = dmonomials == nullptr ? nullptr : power_sums.data();
   weigh_features(task, at.weights);
-  if (c.initial != nullptr) from_memory(task, c.initial, false, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     if (span.t1 == span.t0) continue;  // nobody reads what comes in last
     pack_queries(task, span, at.queries);
-    pack_gradients(task, span, all.more);
+    pack_gradients(task, span, all);
     std::memset(all.more.dlow, 0, sizeof(float) * task.groups * PER * c.low * C);
     std::fill(power_sums.begin(), power_sums.end(), V{});
+    fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
     for (; span.to - s > BLOCK; s += BLOCK) advance_back(task, span, s, s + BLOCK, false, all, sums);
     if (span.to > s || span.reads) advance_back(task, span, s, span.to, span.reads, all, sums);
-    directly_back(task, span, all, dk, dv, dcoefficients);
+    directly_back(task, span, span.to, span.last, EVERY, all, into);
+    if (all.thin) directly_back(task, span, task.start, span.to, thin(span), all, into);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t i = 0; i < PER; ++i) pull_low(c, at.queries + (g * PER + i) * c.low * C, all.more.dlow + (g * PER + i) * c.low * C);
       float* dq = c.dq + ((task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
@@ -848,21 +599,21 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
         for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
     }
   }
-  if (c.dfinal != nullptr) from_memory(task, c.dfinal, true, at.state);
-  else std::memset(at.state, 0, sizeof(float) * c.F * task.width);
+  start(task, c.dfinal, true, at);
   for (auto span = task.spans.rbegin(); span != task.spans.rend(); ++span) {
     bool reads = span->reads;
     if (reads) {
       pack_queries(task, *span, at.queries);
-      pack_gradients(task, *span, all.more);
+      pack_gradients(task, *span, all);
     }
     int32_t s = span->from;
     do {
       const int32_t end = std::min(s + BLOCK, span->to);
-      if (reads || end > s) retreat(task, *span, s, end, reads, all, dk, dv);
+      if (reads || end > s) retreat(task, *span, s, end, reads, all, into);
       reads = false;
       s = end;
     } while (s < span->to);
+    fade(task, span->from, span->to, at.state, at.lost);
   }
   if (c.dinitial != nullptr) to_memory(task, at.state, true, c.dinitial);
 }
@@ -905,7 +656,7 @@ int each_task(const Sums& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 4; }
+int64_t zonal_version() { return 5; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {

@@ -15,10 +15,12 @@ from zonal.kernels.sums_spec import SumsSpec
 
 SOURCE = "sums"
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
-_INPUTS = ("q", "k", "v", "scale", "coefficients", "monomials", "squares", "roots")
+_INPUTS = ("q", "k", "v", "scale", "coefficients", "monomials", "squares", "roots", "running", "favour")
 _TABLES = ("left", "right", "run_end", "degree", "place", "low_left", "low_right", "index", "present", "lo", "hi", "edges")
-_SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split")
-_RESULTS = ("y", "factor", "final", "dy", "dfinal", "dq", "dk", "dv", "dinitial", "dscale", "dcoefficients", "dmonomials")
+_SIZES = (
+    "B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split", "offset", "guards",
+)  # fmt: skip
+_RESULTS = ("apart", "y", "factor", "final", "dy", "dfinal", "dq", "dk", "dv", "dinitial", "dmass", "dscale", "dcoefficients", "dmonomials")
 
 
 class _Strides(ctypes.Structure):
@@ -89,50 +91,68 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
     return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), power, place, squares.float(), squares.double().sqrt().float())
 
 
+class Places(NamedTuple):
+    """Who sees whom, as the kernel reads it: int32, contiguous.
+
+    index (B or 1, S): the keys that are there, in order, then the others; present (B or 1,): how many. lo, hi (B or 1, T): the places in
+    ``index`` that each query sees, hi >= lo. edges (documents + 1,): borders of documents among the queries.
+    """
+
+    index: Tensor
+    present: Tensor
+    lo: Tensor
+    hi: Tensor
+    edges: Tensor
+
+
+def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int) -> Places:
+    """From lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S); segment_start (T,): where each query's document
+    begins, None = there is only one."""
+    hi = torch.maximum(lo, hi)
+    if segment_start is None:
+        edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32)
+    else:
+        edges = torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)).to(torch.int32)
+    if key_mask is None:
+        index, present = torch.arange(keys, dtype=torch.int32)[None], torch.tensor([keys], dtype=torch.int32)
+        return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
+    # intervals become intervals of places among the keys that are there
+    index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
+    rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0)).to(torch.int32)
+    return Places(index, rank[:, -1].contiguous(), rank[:, lo].contiguous(), rank[:, hi].contiguous(), edges)
+
+
 class _Arguments:
     """A filled-in ``_Sums`` and the tensors it points to, which must live as long."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-        segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec, split: int,
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None,
+        before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec, split: int,
     ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        hi, edges = torch.maximum(lo, hi), _edges(segment_start, queries)
-        if key_mask is None:
-            index, present = torch.arange(keys, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-        else:
-            # the keys that are there, in order; intervals become intervals of places among them
-            index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
-            rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0))
-            lo, hi, present = rank[:, lo], rank[:, hi], rank[:, -1].to(torch.int32)
         table = tables(spec.degree, spec.lowest, dim)
         tensors = {
             "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
-            "monomials": monomials.float().contiguous(), **table._asdict(), "index": index, "present": present,
-            "lo": lo.to(torch.int32).contiguous(), "hi": hi.to(torch.int32).contiguous(), "edges": edges.to(torch.int32).contiguous(),
+            "monomials": monomials.float().contiguous(), **table._asdict(), **seen._asdict(),
+            "running": None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous(),
+            "favour": None if key_bias is None else key_bias.double().exp().float().contiguous(),
             "initial": None if initial is None else initial.float().contiguous(), "before": None if before is None else before.double().contiguous(),
         }  # fmt: skip
         self.kept = tensors
         self.call = _Sums(
             **{name: None if x is None else x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
             vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, F=table.left.shape[0],
-            low=table.low_left.shape[0], powers=monomials.shape[1], segments=edges.shape[0] - 1, by_batch=key_mask is not None,
+            low=table.low_left.shape[0], powers=monomials.shape[1], segments=seen.edges.shape[0] - 1, by_batch=seen.lo.shape[0] > 1,
             numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=split,
+            offset=keys - queries, guards=spec.guards,
         )  # fmt: skip
 
     def point(self, tensors: dict[str, Tensor | None]) -> None:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
             self.kept[name] = x
-
-
-def _edges(segment_start: Tensor | None, queries: int) -> Tensor:
-    """Borders of documents among the queries, (documents + 1,)."""
-    if segment_start is None:
-        return torch.tensor([0, queries])
-    return torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0))
 
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
@@ -146,29 +166,34 @@ def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None,
+    before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and which rows
+    were summed without the state, uint8 (B, H, T), empty unless ``spec.guards``.
 
-    lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S). segment_start (T,): where each query's document
-    begins, None = there is only one. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; the queries are then the last positions. key_bias: (B, Hkv, S).
+
+    Of a positive link with the row anchor, a row whose sum over features has cancelled to less than 1/256 of what its terms may sum to is
+    summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
     """
     batch, heads, queries, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     y = torch.empty(batch, heads, queries, value_dim)
     factor = torch.empty(batch, heads, queries)
     final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
-    split = _split(batch, kv_heads, _edges(segment_start, queries).shape[0] - 1, value_dim)
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
-    arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None})
+    apart = torch.zeros((batch, heads, queries) if spec.guards else 0, dtype=torch.uint8)
+    split = _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split)
+    arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None, "apart": apart if spec.guards else None})
     _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
-    return y, factor, final
+    return y, factor, final, apart
 
 
 class Gradients(NamedTuple):
     """What ``backward`` returns: of q, k, v as they came, and where asked for of scale (H,), the link's coefficients (H, learned),
-    monomials (H, degree + 1), all float64, and the state before the first key."""
+    monomials (H, degree + 1), all float64, the state before the first key, and log_decay and key_bias (B, Hkv, S), float64."""
 
     q: Tensor
     k: Tensor
@@ -177,32 +202,46 @@ class Gradients(NamedTuple):
     coefficients: Tensor | None
     monomials: Tensor | None
     initial: Tensor | None
+    log_decay: Tensor | None
+    key_bias: Tensor | None
+
+
+class Asked(NamedTuple):
+    """Of what ``backward`` finds the gradients, beside q, k, v. learned: of how many coefficients."""
+
+    learned: int
+    scale: bool
+    monomials: bool
+    initial: bool
+    log_decay: bool
+    key_bias: bool
 
 
 def backward(
-    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
-    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
-    learned: int, scaled: bool, polynomial: bool, started: bool,
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, final: Tensor, apart: Tensor, scale: Tensor,
+    coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None, before: Tensor | None, log_decay: Tensor | None,
+    key_bias: Tensor | None, spec: SumsSpec, asked: Asked,
 ) -> Gradients:  # fmt: skip
-    """The gradients of ``forward``. learned: of how many coefficients; scaled, polynomial, started: whether of scale, monomials, initial."""
+    """The gradients of ``forward``, whose four results are y, factor, final and apart."""
     batch, heads, queries, dim = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    segments = _edges(segment_start, queries).shape[0] - 1
+    segments = seen.edges.shape[0] - 1
     split = _split(batch, kv_heads, segments, value_dim)
     tasks = batch * kv_heads * segments * split
     groups = heads // kv_heads
     q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
     dq, dk, dv = torch.zeros(split, batch, heads, queries, dim), torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(batch, kv_heads, keys, value_dim)
-    dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if started else None
-    dscale = torch.zeros(batch, heads, dtype=torch.float64) if scaled else None
-    dcoefficients = torch.zeros(tasks, groups, learned, dtype=torch.float64) if learned else None
-    dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if polynomial else None
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, spec, split)
-    arguments.call.learned = learned
+    dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if asked.initial else None
+    dmass = torch.zeros(batch, kv_heads, keys) if spec.anchor == "row" and (asked.log_decay or asked.key_bias) else None
+    dscale = torch.zeros(batch, heads, dtype=torch.float64) if asked.scale else None
+    dcoefficients = torch.zeros(tasks, groups, asked.learned, dtype=torch.float64) if asked.learned else None
+    dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if asked.monomials else None
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split)
+    arguments.call.learned = asked.learned
     arguments.point(
         {
-            "y": y, "factor": factor, "dy": dy.float().contiguous(), "dfinal": None if dfinal is None else dfinal.float().contiguous(),
-            "dq": dq, "dk": dk, "dv": dv, "dinitial": dinitial, "dscale": dscale, "dcoefficients": dcoefficients, "dmonomials": dmonomials,
+            "y": y, "factor": factor, "apart": apart if spec.guards else None, "dy": dy.float().contiguous(), "dfinal": None if dfinal is None else dfinal.float().contiguous(),
+            "dq": dq, "dk": dk, "dv": dv, "dinitial": dinitial, "dmass": dmass, "dscale": dscale, "dcoefficients": dcoefficients, "dmonomials": dmonomials,
         }
     )  # fmt: skip
     _run(library.load(spec.link, SOURCE).zonal_sums_backward, arguments)
@@ -210,7 +249,23 @@ def backward(
     def by_head(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
 
-    return Gradients(dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial)
+    # log of what each key counts
+    counted = (v * dv).sum(-1).double() + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
+    ddecay = None
+    if asked.log_decay:
+        # a row's weights scale with e^c_t, which changes nothing where it is divided by their sum, and each key's with e^-c_s
+        assert counted is not None
+        running, offset = -counted, keys - queries
+        if spec.anchor != "row":
+            rows = (dy.double() * y).sum(-1).unflatten(1, (kv_heads, groups)).sum(2)
+            running[..., max(offset, 0) :] += rows[..., max(-offset, 0) :]
+        if dfinal is not None and keys:
+            running[..., -1] += (dfinal.double() * final).sum((-1, -2))
+        ddecay = running.flip(-1).cumsum(-1).flip(-1)
+    return Gradients(
+        dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial, ddecay,
+        counted if asked.key_bias else None,
+    )  # fmt: skip
 
 
 def _run(function: object, arguments: _Arguments) -> None:
@@ -218,4 +273,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Gradients", "Tables", "backward", "forward", "state_shape", "tables"]
+__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
+from zonal.kernels.triton.sizes import power_of_two
 from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
@@ -298,7 +299,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
         combine_kernel,
         batch * heads * queries,
         (totals, masses, tops, tiles.rows_of(y), factor, call.key_counts, call.edges, call.sizes, splits),
-        {"traits": call.traits, "SPLITS": tiles.power_of_two(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
+        {"traits": call.traits, "SPLITS": power_of_two(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
         Tiling(1, splits, 4, 1),
     )
 

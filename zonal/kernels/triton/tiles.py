@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zonal.formula import Formula
 from zonal.kernels.spec import TileSpec
+from zonal.kernels.triton.sizes import ceil_div, padded
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -64,7 +65,7 @@ class Traits:
 
     mapped: in log space, whether a map of the scores comes before exp. n: the link's coefficients without its constants. low, high: the
     domain scores are clamped to, in the kernel's own unit. grouped: several query heads share a key head. key_mask, packed: whether these
-    tensors were given. narrow_key, narrow_value: D, P below the padded width.
+    tensors were given. listed: the keys of each query come as a list and not as rules. narrow_key, narrow_value: D, P below the padded width.
     wide: weights and their gradients are multiplied as float32 rounded to tf32, whose range float16 does not have.
     """
 
@@ -88,6 +89,7 @@ class Traits:
     narrow_key: bool
     narrow_value: bool
     wide: bool
+    listed: bool = False
 
     @property
     def online(self) -> bool:
@@ -177,12 +179,14 @@ def row_numbers(x, line, first, limit, ROWS: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def visible_keys(t, edges, sizes, traits: tl.constexpr):
-    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end."""
+    """[lo, hi): the keys that query t < T may see, none where hi <= lo. edges (2, T): first key of each query's document, and its end; or lo and hi."""
     position = t + (sizes.keys - sizes.queries)
     lo = t * 0
     if traits.packed:
         lo = tl.load(edges + t)
-    if traits.causal:
+    if traits.listed:
+        hi = tl.load(edges + sizes.queries + t)
+    elif traits.causal:
         hi = position + 1 - traits.strict
     elif traits.chunked:
         # division rounds towards zero, which differs from floor for positions before key 0 only; they see nothing either way
@@ -364,21 +368,6 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, *x.stride())
 
 
-def padded(width: int) -> int:
-    """The width of a tile that holds ``width`` columns: a power of two that the matrix units take."""
-    return max(16, power_of_two(width))
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def ceil_div(count: int, size: int) -> int:
-    """How many blocks of ``size`` hold ``count``."""
-    return -(-count // size)
-
-
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
     """The shapes of a kernel's tiles."""
     return {"QUERIES": tiling.queries, "KEYS": tiling.keys, "KEY_WIDTH": padded(q.shape[3]), "VALUE_WIDTH": padded(v.shape[3])}
@@ -483,8 +472,8 @@ _TILINGS: dict[tuple[str, int, int], Tiling] = {
     ("forward", 4, 64): Tiling(32, 32, 8, 2, 255),
     ("forward", 4, 128): Tiling(32, 16, 8, 1, 128),
     ("forward", 4, 256): Tiling(16, 32, 8, 1),
-    ("decode", 2, 64): Tiling(64, 32, 4, 4),
-    ("decode", 2, 128): Tiling(32, 32, 4, 3),
+    ("decode", 2, 64): Tiling(64, 32, 4, 4, 255),
+    ("decode", 2, 128): Tiling(32, 32, 4, 3, 255),
     ("decode", 2, 256): Tiling(16, 32, 4, 2),
     ("decode", 4, 64): Tiling(16, 32, 4, 1, 255),
     ("decode", 4, 128): Tiling(16, 32, 8, 1, 128),
@@ -518,6 +507,10 @@ _CROWDED: dict[tuple[str, int, int], Tiling] = {
     ("queries", 2, 64): Tiling(128, 32, 8, 2),
     ("queries", 2, 128): Tiling(128, 32, 8, 2),
 }
+_CROWDED_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(16, 64, 8, 2)}
+# float16 whose weights stay float32, for triton 3.6
+_WIDE: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(64, 32, 8, 2)}
+_WIDE_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(32, 32, 8, 2)}
 # shared memory of a block on other devices is too small for several stages of loads
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
@@ -530,10 +523,13 @@ def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     tables = [_TILINGS]
     if any(padded(x.shape[3]) != x.shape[3] for x in (q, v)):
         tables.append(_NARROWER)
-    if capability < (9, 0):
+    old = capability < (9, 0)
+    if old:
         tables.append(_BEFORE_HOPPER)
     if traits.edged or traits.key_mask or traits.wide:
-        tables.append(_CROWDED)
+        tables += [_CROWDED, _CROWDED_BEFORE_HOPPER] if old else [_CROWDED]
+    if traits.wide:
+        tables.append(_WIDE_BEFORE_HOPPER if old else _WIDE)
     tiling = next(table[key] for table in reversed(tables) if key in table)
     return tiling if capability in _ROOMY else replace(tiling, stages=1)
 

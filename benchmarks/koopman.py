@@ -1,0 +1,206 @@
+"""Ridge and Koopman read-outs, token-exact, against torch's fused attention: compiled kernels, forward, with backward, and decoding.
+
+B = 1, H = 8, values of 64 numbers, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` with
+heads of 64 and as many tokens in the same process: a replacement, not the same function. Decoding reads and extends a memory of so many
+tokens token by token; its peer is fused attention of one query over as many keys and values, and for a row with "flat" the same steps
+after 1024 tokens, so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's bytes stand beside
+those of the keys and values it replaces.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zonal
+from benchmarks import common
+from benchmarks.recurrence import peak_bytes
+from zonal import mechanisms
+from zonal.errors import ArgumentError
+from zonal.execution import native_ridge, native_ridge_decode
+from zonal.execution.call import prepare
+
+HEADS, VALUES = 8, 64
+STEPS = 16
+"""Tokens that one run decodes."""
+_PIECE = 16384  # tokens absorbed at once into a memory that is to be timed
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. bound: the ratio to reach, moonshot: the one to hope for (None: it is only measured)."""
+
+    dim: int = 56
+    power: int = 0
+    tokens: int = 1024
+    gradients: bool = False
+    peer: str = "sdpa"
+    bound: float | None = None
+    moonshot: float | None = None
+
+    @property
+    def decodes(self) -> bool:
+        return self.peer in ("decode", "flat")
+
+    def __str__(self) -> str:
+        what = {"sdpa": "forward+backward" if self.gradients else "forward", "decode": "decode", "flat": "decode, flat"}[self.peer]
+        return f"r={self.dim}, K={self.power}, T={self.tokens}, {what}"
+
+
+def table() -> list[Case]:
+    """The rows with bounds, then those that are only measured."""
+    bounds: dict[tuple[int, int, bool], tuple[tuple[int, float, float | None], ...]] = {
+        (56, 0, False): ((1024, 0.50, None), (4096, 0.20, 0.08), (16384, 0.06, 0.025)),
+        (56, 2, False): ((1024, 0.70, None), (4096, 0.30, 0.15), (16384, 0.10, 0.05)),
+        (24, 0, False): ((1024, 0.12, None), (4096, 0.06, 0.03), (16384, 0.03, 0.012)),
+        (56, 0, True): ((1024, 0.40, None), (4096, 0.17, 0.08), (16384, 0.05, 0.02)),
+    }
+    cases = [Case(*kind, tokens, gradients, "sdpa", *goal) for (*kind, gradients), rows in bounds.items() for tokens, *goal in rows]
+    cases.append(Case(56, 2, 16384, peer="decode", bound=0.06, moonshot=0.007))
+    cases += [Case(56, 2, tokens, peer="flat", bound=1.1) for tokens in (16384, 1 << 20)]
+    cases += [Case(56, 2, 4096, True), Case(24, 0, 4096, True), Case(24, 2, 4096)]
+    return [*cases, *(Case(dim, power, 16384, peer="decode") for dim, power in ((56, 0), (24, 0), (24, 2)))]
+
+
+def tensors(case: Case, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a case: keys longer than one are shortened by the operator."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, HEADS, tokens, dim, generator=generator) for dim in (case.dim, case.dim, VALUES))
+    return q / case.dim**0.5, k, v
+
+
+def remembered(case: Case, operator: zonal.Operator, tokens: int) -> zonal.Memory:
+    """A memory of so many tokens, one piece after another."""
+    memory = zonal.Memory.empty(operator, 1, HEADS, case.dim, VALUES)
+    for seed, start in enumerate(range(0, tokens, _PIECE)):
+        _, k, v = tensors(case, min(_PIECE, tokens - start), seed + 1)
+        memory = memory.absorb(k, v)
+    return memory
+
+
+class Work:
+    """The tensors of a case, the subject and the peer."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.operator = mechanisms.ska(power=case.power).requires_grad_(case.gradients)
+        tokens = STEPS if case.decodes else case.tokens
+        self.q, self.k, self.v = (x.requires_grad_(case.gradients) for x in tensors(case, tokens))
+        self.memory = self.short = None
+        if case.decodes:
+            with torch.no_grad():
+                self.memory = remembered(case, self.operator, case.tokens)
+                self.short = remembered(case, self.operator, 1024)
+        generator = torch.Generator().manual_seed(1)
+        length = case.tokens if case.peer != "flat" else 1
+        self.plain = [torch.randn(1, HEADS, length, VALUES, generator=generator).requires_grad_(case.gradients) for _ in range(3)]
+
+    def attend(self) -> Tensor:
+        return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, path="chunked")
+
+    def decode(self, memory: zonal.Memory | None) -> Tensor:
+        """A loop over the tokens."""
+        assert memory is not None
+        found = []
+        for t in range(STEPS):
+            stepped = zonal.attention(*(x[:, :, t : t + 1] for x in (self.q, self.k, self.v)), self.operator, causal=True, memory=memory)
+            assert isinstance(stepped, tuple)
+            y, memory = stepped
+            found.append(y)
+        return torch.cat(found, 2)
+
+    def subject(self) -> object:
+        if self.case.decodes:
+            return self.decode(self.memory)
+        y = self.attend()
+        return y if not self.case.gradients else torch.autograd.grad(y.sum(), [self.q, self.k, self.v, *self.operator.parameters()])
+
+    def peer(self) -> object:
+        q, k, v = self.plain
+        if self.case.peer == "flat":
+            return self.decode(self.short)
+        if self.case.peer == "decode":
+            return torch.cat([F.scaled_dot_product_attention(q[:, :, t : t + 1], k, v) for t in range(STEPS)], 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y if not self.case.gradients else torch.autograd.grad(y.sum(), self.plain)
+
+
+def gate(cases: list[Case]) -> dict[str, float]:
+    """Errors of output and gradients, and of steps, against the float64 definition, for each kind of row at 777 tokens."""
+    errors: dict[str, float] = {}
+    for dim, power in dict.fromkeys((case.dim, case.power) for case in cases):
+        work = Work(Case(dim, power, 777, True))
+        refused = native_ridge.refusal(prepare(work.operator, work.q, work.k, work.v, causal=True))
+        if refused is not None:
+            raise common.GateError(f"r={dim}, K={power}: torch would be timed, for {refused}")
+        exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
+        reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
+        got = work.attend()
+        name = f"r={dim}, K={power}, T=777"
+        errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
+        for a, b in zip(torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True):
+            common.gate(f"{name}, a gradient", a, b, 1e-4)
+        with torch.no_grad():
+            q, k, v = (x.detach() for x in (work.q, work.k, work.v))
+            refused = native_ridge_decode.refusal(prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge")
+            if refused is not None:
+                raise common.GateError(f"r={dim}, K={power}, steps: torch would be timed, for {refused}")
+            before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])
+            work.q, work.k, work.v = (x[:, :, -STEPS:] for x in (q, k, v))
+            errors[f"{name}, steps"] = common.gate(f"{name}, steps", work.decode(before), reference[:, :, -STEPS:].detach(), 2e-5)
+    return errors
+
+
+def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+    work = Work(case)
+    with torch.set_grad_enabled(case.gradients):
+        row: dict[str, Any] = {"row": str(case), **asdict(case)}
+        row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
+        row["peak_bytes"] = peak_bytes(work.subject)
+        row["output_bytes"] = 4 * HEADS * VALUES * (STEPS if case.decodes else case.tokens)
+        if work.memory is not None:
+            row["memory_bytes"] = work.memory.nbytes
+            row["keys_and_values_bytes"] = 8 * HEADS * VALUES * case.tokens
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 0 when every bound holds, else 1."""
+    parser = common.parser(__doc__ or "", "koopman")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
+    parser.add_argument("--only", default="", help="only rows whose description contains this text")
+    options = parser.parse_args(argv)
+    device = common.prepare(options)
+    if device.type != "cpu":
+        raise ArgumentError("bench: the kernels for ridge read-outs run on the CPU only. Leave --device out.")
+    start = common.circumstances(device)
+    cases = [case for case in table() if options.only in str(case)]
+    if options.quick:
+        cases = [Case(8, 1, 300), Case(8, 1, 300, True), Case(8, 1, 100, peer="decode"), Case(8, 1, 400, peer="flat")]
+    print("checking outputs, gradients and steps against the float64 definition …", flush=True)
+    errors = gate(cases)
+    rows, missed = [], []
+    for case in cases:
+        row = measured(case, device, 0.2 if options.quick else options.budget)
+        rows.append(row)
+        ratio = row["against_peer"]["ratio"]
+        held = case.bound is None or ratio["median"] <= case.bound
+        missed += [] if held else [str(case)]
+        goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
+        time = f"{common.milliseconds(row['against_peer']['subject']['median'] / (STEPS if case.decodes else 1))}{' a token' if case.decodes else ''}"
+        kept = f"; a memory of {row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}" if case.decodes else ""
+        print(f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} ({time}{kept}){goal}", flush=True)
+    summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
+    print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
+    partial = options.quick or options.only
+    common.report("-" if partial else options.out, "koopman", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    return 1 if missed and not partial else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Triton kernels for sums over features against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
+
+import importlib.util
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.sums_calls import CASES, LONG, OPERATORS, SHAPES
+from kernels.test_triton import CUDA, ROOT, no_device, python
+
+import zonal
+from zonal import mechanisms as m
+from zonal.execution import cost, native, native_sums
+from zonal.execution.call import Call, prepare
+from zonal.execution.constants import DEFAULT_GPU
+from zonal.execution.cost_sums_cuda import work
+from zonal.execution.problem import Problem, problem_of
+
+BROKEN = "sq/causal/float32/broken"
+
+# the first test waits for all verdicts, some forty seconds of one core
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.timeout(600),
+]
+
+
+def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None]:
+    """What is wrong with each case, None if nothing is. On a device most of the time is the compiler's: half of the cores compile."""
+    processes = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1
+
+    def some(part: int) -> list[dict]:
+        done = python(str(ROOT / "tests" / "kernels" / "sums_interpreted.py"), *options, *names[part::processes], interpret=not CUDA, cache=cache)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(processes) as pool:
+        rows = [row for found in pool.map(some, range(processes)) for row in found]
+    assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
+    return {row["name"]: row["wrong"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    return judged([*CASES, BROKEN], tmp_path_factory.mktemp("sums"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
+    """y, the memory that is left, and the gradients of both, through memories too; some cases run twice for the same bits."""
+    assert verdicts[name] is None, verdicts[name]
+
+
+@pytest.mark.gpu
+def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
+    """The comparison can fail, and reaches what comes from the sums: one pair of blocks in the place of another."""
+    assert "y is off by" in (verdicts[BROKEN] or "")
+
+
+@pytest.mark.gpu
+@no_device
+def test_long_calls_in_their_own_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = judged(list(LONG), tmp_path_factory.mktemp("own"), "--own")
+    assert set(found) == set(LONG)
+    assert not [wrong for wrong in found.values() if wrong is not None]
+
+
+def test_every_operator_and_shape_is_there() -> None:
+    assert {case.operator for case in CASES.values()} == set(OPERATORS)
+    assert {case.shape for case in CASES.values()} == set(SHAPES)
+
+
+# ---- which calls come here ----
+
+
+def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 16, dtype: torch.dtype = torch.bfloat16) -> Call:
+    x = torch.empty(1, 8, tokens, dim, dtype=dtype, device="meta")
+    return prepare(operator, x, x, x, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("operator", "dim", "reason"),
+    [
+        (m.squared_affine(), 16, None),
+        (m.linear(), 128, None),
+        (m.sko(degrees=(2.0,), manifold_dim=16), 16, None),
+        (m.polynomial_square(), 8, "powers of the score up to 2 are in it, link PolynomialSquare has"),
+        (m.sko(degrees=(3.0,), manifold_dim=8), 8, "powers of the score up to 2 are in it, link Gegenbauer has 3"),
+        (m.linear(), 300, "dimensions must be 1 to 256, this call has 300 and 300"),
+    ],
+)
+def test_who_is_refused_on_cuda(operator: zonal.Operator, dim: int, reason: str | None) -> None:
+    found = native_sums.cuda_refusal(call_of(operator, dim=dim))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_triton", lambda: False)
+    assert "pip install triton" in str(native_sums.cuda_refusal(call_of(m.squared_affine())))
+
+
+def test_package_imports_without_triton(tmp_path: Path) -> None:
+    """The planner, which knows the kernels' sizes, among it."""
+    code = "import sys; sys.modules['triton'] = None; import zonal, zonal.execution.cost_sums_cuda, zonal.kernels.sums_ops"
+    done = python("-c", code, interpret=False, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def problem(tokens: int, dim: int = 32) -> Problem:
+    return problem_of(call_of(m.squared_affine(), tokens, dim, torch.float32), device=torch.device("cuda"))
+
+
+def test_the_planner_counts_what_the_kernels_do() -> None:
+    """Nothing is taken in where one chunk holds all; else each query meets half a chunk on average, and reads the sums behind it."""
+    assert work(problem(256))[:2] == (0.0, 0.0)
+    absorbed, reads, pairs = work(problem(65536))
+    assert absorbed == 65536 - 256
+    assert reads == 65536 - 256
+    assert 65536 * 128 <= pairs <= 65536 * 200
+    bidirectional = problem_of(prepare(m.squared_affine(), *(torch.empty(1, 8, 4000, 32, device="meta"),) * 3, causal=False), device=torch.device("cuda"))
+    assert work(bidirectional) == (4000.0, 4000.0, 0.0)
+
+
+def test_the_planner_crosses_over() -> None:
+    """Tiles for short sequences, sums for long ones, where both kernels run; and sums cost twice as much for twice as much."""
+    seconds = {
+        tokens: {path: cost.MODELS[path](problem(tokens, 64), DEFAULT_GPU).seconds for path in ("tiled", "chunked")} for tokens in (512, 65536, 131072)
+    }
+    assert seconds[512]["tiled"] < seconds[512]["chunked"]
+    assert seconds[131072]["chunked"] < seconds[131072]["tiled"] / 5
+    assert 1.9 < seconds[131072]["chunked"] / seconds[65536]["chunked"] < 2.1
+
+
+# ---- compiled ahead of time ----
+
+# a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and which kernels of it
+AHEAD = {
+    ("squared_affine", "packed", "bfloat16", 64, 90): {"absorb keys pairs", "absorb queries pairs", "read", "read_back", "keys_back"},
+    ("gegenbauer", "padding", "bfloat16", 32, 80): {"absorb queries pairs", "keys_back"},
+}
+TITLES = {
+    "absorb keys pairs", "absorb keys rest", "absorb queries pairs", "absorb queries rest", "carry forwards", "carry backwards", "keys_back", "read",
+    "read_back",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ahead")
+    code = (
+        "from pathlib import Path; from zonal.kernels.triton import compile, compile_sums\n"
+        f"rows = [row for each, kernels in {AHEAD}.items() for row in compile_sums.compiled_all(compile.Variant(*each), kernels)]\n"
+        f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+    )
+    done = python("-c", code, interpret=False, cache=folder / "cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
+
+
+@pytest.mark.parametrize("variant", AHEAD)
+def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
+    """Nothing spills, strips fit the device's shared memory, and Hopper's matrix instruction is used."""
+    rows = {row["kernel"]: row for row in compiled if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
+    assert set(rows) == AHEAD[variant]
+    for row in rows.values():
+        assert row["spills"] == row["stack"] == 0, row
+        assert 0 < row["registers"] <= 255, row
+        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+    if variant[4] == 90:
+        assert all(rows[name]["wgmma"] for name in ("absorb keys pairs", "read", "read_back", "keys_back"))
+
+
+def test_the_committed_report() -> None:
+    """Every kernel in bfloat16 and float32 on both devices, and none that spills."""
+    report = json.loads((ROOT / "results" / "benchmarks" / "triton_sums_aot.json").read_text(encoding="utf-8"))
+    assert report["triton"]
+    assert report["fit"]
+    rows = report["kernels"]
+    assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
+        (kernel, dtype, dim, device) for kernel in TITLES for dtype in ("bfloat16", "float32") for dim in (16, 32, 64) for device in (80, 90)
+    }
+    assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

@@ -1,0 +1,168 @@
+"""The streaming path by a compiled kernel on the CPU: a few tokens absorbed and read in one pass over a memory of sums.
+
+A decoder's step is short, so that planning it costs more than running it: ``again`` repeats a step of which nothing but the numbers changed.
+"""
+
+import os
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.operator import Bound
+from zonal.algebra.score import Fused
+from zonal.execution import native
+from zonal.execution.call import Call
+from zonal.features import feature_map
+from zonal.kernels import transforms
+from zonal.kernels.cpp import build, decode_library, library
+from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
+from zonal.memory import FeatureSums, Memory
+
+MOST_TOKENS = 16
+"""Past this many tokens the kernel for whole sequences (``native_sums``) shares more work between them."""
+_KEPT = 64
+
+
+def refusal(call: Call, kind: str) -> str | None:
+    """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
+    if os.environ.get(native.VARIABLE) == "off":
+        return f"the environment says {native.VARIABLE}=off"
+    if call.device.type not in ("cpu", "meta"):
+        return f"there is no kernel for device {call.device.type!r}"
+    if call.coefficients.dtype == torch.float64:
+        return "the kernel is for float32 and shorter, the call is in float64"
+    if kind != "features":
+        return f"a memory of kind {kind!r} is not in it"
+    if call.chunk is not None:
+        return "a memory that waits for whole chunks is not in it"
+    if type(bound.anchor) not in (Row, Count, Raw):
+        return f"anchor {type(bound.anchor).__name__} is not in it"
+    if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
+        return "log priors (decay, key biases), key masks and packed documents are not in it"
+    if not 1 <= queries <= MOST_TOKENS or queries != keys:
+        return f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+    if min(dim, value_dim) < 1:
+        return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
+    if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
+        return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
+    if build.compiler() is None and decode_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if torch.compiler.is_compiling() or transforms.active():
+        return "a call that is traced or transformed needs operations of torch"
+    failure = library.failure(decode_library.CODE, decode_library.SOURCE)
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+class _Kept(NamedTuple):
+    """A decoder and what it was made from. fused: None where the score prepares queries and keys; fixed: its operator has learned nothing."""
+
+    decoder: Decoder
+    bound: Bound
+    fused: Fused | None
+    temperature: Tensor | None
+    fixed: bool
+
+    def good(self, bound: Bound, fused: Fused | None) -> bool:
+        """Whether the operator's numbers are still those."""
+        if bound.coefficients is not self.bound.coefficients:  # the operator keeps them while what it learned stays the same
+            return False
+        now = _temperature(fused)
+        return now is None if self.temperature is None else now is not None and torch.equal(now, self.temperature)
+
+
+# of each operator, by (heads, key heads, key dim, value dim, batch, scale)
+_made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
+
+
+def _temperature(fused: Fused | None) -> Tensor | None:
+    return fused.scale if fused is not None and isinstance(fused.scale, Tensor) else None
+
+
+def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
+    """y (B, H, T, P) and the memory after the call's tokens, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    batch, heads, _, _, _, value_dim = call.shape
+    scale = None if call.raw is None else call.raw.scale
+    fused = None if call.raw is None else call.bound.score.fused(call.head_dim, call.bound.score_params, scale)
+    kept = _decoder(call, (heads, call.bound.kv_heads, call.head_dim, value_dim, batch, scale, call.raw is None), fused)
+    q, k, v = call.tokens if fused is None or call.raw is None else call.raw[:3]
+    if q.dtype not in decode_library.DTYPES:
+        q, k, v = q.float(), k.float(), v.float()
+    y, after = _step(kept.decoder, memory, q, k, v)
+    return call.scaled(y), after
+
+
+def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
+    operator = call.operator
+    known = _made.setdefault(operator, {})
+    kept = known.get(key)
+    if kept is not None and kept.good(call.bound, fused):
+        return kept
+    if len(known) >= _KEPT:
+        known.clear()
+    bound, features = call.bound, feature_map(call.bound.link)
+    assert features is not None
+    batch, heads, _, _, dim, value_dim = call.shape
+    plain = Fused(False, 0.0, 1.0) if fused is None else fused
+    spec = DecodeSpec(
+        (batch, heads, bound.kv_heads, dim, value_dim), features.degree, features.lowest,
+        "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self, plain.normalise, plain.eps,
+    )  # fmt: skip
+    with torch.no_grad():
+        monomials = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)
+        weights = features.scale(monomials.float(), dim)
+        scale = plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale)
+        decoder = Decoder(spec, scale, weights)
+    fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
+    temperature = _temperature(fused)
+    kept = known[key] = _Kept(decoder, bound, fused, None if temperature is None else temperature.detach().clone(), fixed)
+    return kept
+
+
+def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
+    y, state = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
+    return y, FeatureSums(memory.operator, memory.form, memory.count + q.shape[2], state, memory.padding)
+
+
+def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
+    """A causal call without masks and priors of its own as it ran before, or None: then it goes the usual way, where everything is checked.
+
+    That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
+    """
+    if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
+        return None
+    if type(memory) is not FeatureSums or memory.operator is not operator:
+        return None
+    known = _made.get(operator)
+    if known is None or q.ndim != 4:
+        return None
+    (batch, heads, key_dim, value_dim, _, _), state, dtype = memory.form, memory.state, q.dtype
+    _, query_heads, tokens, _ = shape = q.shape
+    kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
+    if kept is None or not 1 <= tokens <= MOST_TOKENS:
+        return None
+    if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
+        return None
+    if dtype not in decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype or state.dtype != torch.float32 or not state.is_cpu:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
+        return None
+    if kept.fused is None and torch.is_autocast_enabled("cpu"):
+        return None
+    bound = kept.bound
+    if not kept.fixed:
+        bound = operator.bind(query_heads, heads)
+        if not kept.good(bound, bound.score.fused(key_dim, bound.score_params, scale)):
+            return None
+    if kept.fused is not None:
+        return _step(kept.decoder, memory, q, k, v)
+    score, params = bound.score, bound.score_params
+    y, after = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
+    return y.to(dtype), after
+
+
+__all__ = ["MOST_TOKENS", "again", "refusal", "streaming"]

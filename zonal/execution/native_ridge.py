@@ -1,0 +1,76 @@
+"""The chunked path by a compiled kernel on the CPU: which ridge and Koopman read-outs it takes, and how a call becomes one."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.score import Clipped
+from zonal.execution import native
+from zonal.execution.call import Call
+from zonal.kernels import ridge_ops, transforms
+from zonal.kernels.cpp import build, library, ridge_library
+from zonal.kernels.cpp.ridge_library import Before
+from zonal.memory import Memory, RidgeStatistics, Tokens
+
+
+def refusal(call: Call, remembers: bool = False) -> str | None:
+    """Why torch's blocks run in the kernel's place, or None. remembers: the call goes on from a memory, or leaves one."""
+    anchor = call.bound.anchor
+    if os.environ.get(native.VARIABLE) == "off":
+        return f"the environment says {native.VARIABLE}=off"
+    if call.device.type not in ("cpu", "meta"):
+        return f"there is no kernel for device {call.device.type!r}"
+    if call.coefficients.dtype == torch.float64:
+        return "the kernel is for float32 and shorter, the call is in float64"
+    if type(anchor) not in (Ridge, Koopman):
+        return f"anchor {type(anchor).__name__} is not in it"
+    if isinstance(anchor, Ridge) and anchor.mode != "constant":
+        return "a ridge that follows the largest key is not in it"
+    if not call.causal:
+        return "without causality one solve serves all queries, in a few products of torch"
+    if not call.bias.empty:
+        return "log priors (decay, key biases) are not in it"
+    if remembers and call.chunk is not None:
+        return "a memory that waits for whole chunks is not in it"
+    if min(call.shape[4:]) < 1:
+        return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
+    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if transforms.active():
+        return "a call that is transformed needs operations of torch"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
+    failure = library.failure(ridge_library.CODE, ridge_library.SOURCE)
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
+    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile."""
+    bound, seen, anchor = call.bound, call.visibility, call.bound.anchor
+    assert isinstance(anchor, Ridge)
+    raw = call.raw
+    clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
+    if clipped is None or raw is None:
+        clipped, (q, k, v) = Clipped(1.0, None), call.tokens
+    else:
+        q, k, v = raw[:3]
+    factor = anchor.output_scale(bound.anchor_params)
+    scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64)
+    if factor is not None:  # the read-out is linear in its query
+        scale = scale * factor
+    before = memory if memory is not None and memory.count else None
+    parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
+    documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
+    rho, mask, start = anchor.ridge(bound.anchor_params, bound.kv_heads), seen.key_mask, seen.segment_start if seen.packed else None
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
+    if not recorded and native.plain(q, k, v):
+        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), anchor.shifts, clipped.limit or 0.0)
+    else:
+        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, anchor.shifts, clipped.limit or 0.0, documents)
+    after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
+    return y.to(call.dtype), after
+
+
+__all__ = ["chunked", "refusal"]

@@ -1,0 +1,101 @@
+"""Calls the compiled kernel for few tokens after a memory of sums (decode.cpp), in float32 or bfloat16 on the CPU; any strides but the last."""
+
+import ctypes
+import math
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal.formula import FORMULAS
+from zonal.kernels.cpp import library, sums_library
+
+SOURCE = "decode"
+CODE = FORMULAS["identity"]
+"""It knows no link but the coefficients of its powers, so that one library serves them all."""
+DTYPES = (torch.float32, torch.bfloat16)
+_ANCHORS = {"row": 0, "count": 1, "raw": 2}
+_POINTERS = ("scale", "weights", "roots", "tails")
+_SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "positive", "normalise", "include_self")
+_STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
+
+
+class _Decoder(ctypes.Structure):
+    """``Decoder`` of decode.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float)]
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """The rules of a decoder: y_t = factor_t sum_s l(S_ts) v_s over the tokens of a memory and those up to t, itself only with include_self.
+
+    shape: (B, H, Hkv, D, P). degree, lowest: of the powers of S that l is made of. anchor, normalise, eps: as in ``TileSpec``.
+    positive: whether l >= 0 everywhere; a row with a negative sum is then NaN.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    degree: int
+    lowest: int
+    anchor: Literal["row", "count", "raw"]
+    positive: bool
+    include_self: bool
+    normalise: bool = False
+    eps: float = 1e-12
+
+
+class Decoder:
+    """The kernel with the rules and numbers that stay from token to token. It may be used by several threads.
+
+    scale (H,): of S_ts = scale_h f(q_t) . f(k_s). weights (H or 1, features): the link's coefficient of each feature's power.
+
+    Raises: BuildError when the kernel does not compile.
+    """
+
+    def __init__(self, spec: DecodeSpec, scale: Tensor, weights: Tensor) -> None:
+        batch, heads, kv_heads, dim, value_dim = spec.shape
+        self.spec = spec
+        roots = tails = None
+        if spec.degree > 2:
+            table = sums_library.tables(spec.degree, spec.lowest, dim)
+            roots = torch.empty(table.roots.shape[0]).scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :].clone()
+            counts = [[math.comb(dim - i + power - 2, power - 1) for i in range(dim)] for power in range(2, spec.degree + 1)]
+            tails = torch.tensor(counts, dtype=torch.int32)
+        self._kept = {"scale": scale.float().contiguous(), "weights": weights.float().contiguous(), "roots": roots, "tails": tails}
+        self._rules = _Decoder(
+            **{name: None if x is None else x.data_ptr() for name, x in self._kept.items()}, B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
+            F=weights.shape[1], degree=spec.degree, lowest=spec.lowest, heads_weigh=weights.shape[0] > 1, anchor=_ANCHORS[spec.anchor],
+            positive=spec.positive, normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
+        )  # fmt: skip
+        self._address = ctypes.byref(self._rules)
+        function = library.load(CODE, SOURCE).zonal_decode
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
+        self._function = function
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor) -> tuple[Tensor, Tensor]:
+        """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed.
+
+        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
+        or one more with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding included.
+        """
+        batch, heads, _, dim, value_dim = self.spec.shape
+        at, tokens = (q.stride(), k.stride(), v.stride()), q.shape[2]
+        if not at[0][3] == at[1][3] == at[2][3] == 1:
+            q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
+            at = (q.stride(), k.stride(), v.stride())
+        # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
+        after = torch.empty_like(state)
+        # like another tensor is made in half the time, which is a good part of a short step
+        y = torch.empty_like(q) if dim == value_dim and q.is_contiguous() else torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+        step = _STEP.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], tokens, q.dtype == torch.bfloat16, state.data_ptr(), after.data_ptr(),
+            count, padding.data_ptr(), y.data_ptr(),
+        )  # fmt: skip
+        if self._function(self._address, step):
+            raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+        return y, after
+
+
+__all__ = ["CODE", "DTYPES", "SOURCE", "DecodeSpec", "Decoder"]

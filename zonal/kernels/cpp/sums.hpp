@@ -1,0 +1,497 @@
+// What the passes of sums.cpp are made of: the call, its blocks, packing, products, and the state of features.
+
+#define ZONAL_LANES 8
+#define ZONAL_ROUNDED 0
+#include "common.hpp"
+
+#include <vector>
+
+#ifndef ZONAL_BLOCK
+#define ZONAL_BLOCK 64
+#endif
+
+namespace {
+
+constexpr int R = 6;                  // rows of a register tile: 12 sums, 2 columns and a broadcast are 15 of 16 registers
+constexpr int BLOCK = ZONAL_BLOCK;    // queries of a block, and keys taken in at once
+constexpr int PER = BLOCK / C;        // columns of a block
+constexpr int STRIP = 3072;           // numbers of the state in one strip: it stays in the first cache with its features
+constexpr int FEATURE = 8;            // what it costs to make a feature and keep the state in turn, in multiplications with the state
+constexpr int SLICE = 4 * R;         // features made at once for all tokens at hand
+
+}  // namespace
+
+extern "C" {
+
+// What zonal/kernels/cpp/sums_library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; present
+// (B or 1): how many; lo, hi (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1):
+// borders of segments among the queries; what one sees starts afresh in the next.
+// Feature a of F is the product of rows left[a] <= right[a] of the low features: 1, the vector, and products of earlier rows
+// (low_left, low_right); left rises, and up to run_end[a] it stays while right rises by one each. squares, roots: the number of ways to write the monomial, and its root; place: where it stands in a
+// memory, which holds roots * M.
+struct Sums {
+  const float *q, *k, *v, *scale, *coefficients, *monomials, *squares, *roots;
+  const double* running;      // (B, Hkv, S): log decays summed up to and with each key, none above 0; null: nothing fades
+  const float* favour;        // (B, Hkv, S): what each key counts; null: one
+  const int32_t *left, *right, *run_end, *degree, *place, *low_left, *low_right, *index, *present, *lo, *hi, *edges;
+  const float* initial;       // (B, Hkv, F, W) or null: the memory before the first key
+  const double* before;       // (B): keys in it, for the count anchor; null without
+  Strides qs, ks, vs;
+  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards;
+  float eps;                  // offset: the position of query 0 among the keys; guards: rows whose terms cancel are found and summed directly
+  uint8_t* apart;             // (B, H, T): which those are, zeros at first; null without guards
+  float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
+  const float *dy, *dfinal;   // as y and final
+  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P): zeros at first; as initial, or null
+  float* dmass;               // (B, Hkv, S): the gradient of the sum of weights that came through each key, zeros at first; or null
+  double *dscale, *dcoefficients, *dmonomials;  // (B, H), (tasks, H / Hkv, learned), (tasks, H / Hkv, powers) or null; zeros at first
+};
+}
+
+namespace {
+
+struct Span {  // a block: queries [t0, t1) read the state once keys [from, to) are in it, and see keys [to, last) directly
+  int64_t t0, t1;
+  int32_t from, to, last;
+  bool reads;
+};
+
+// One key head's segment and a part of its values: columns [p0, p1), and as the last column of [v, 1] the mass where it is summed here.
+struct Task {
+  const Sums& c;
+  int64_t b, kv, segment, part, p0, p1, mass, width, step, groups, strip;
+  const int32_t *index, *lo, *hi;
+  const double* running;
+  const float* favour;
+  int32_t start, present;
+  std::vector<Span> spans;
+
+  Task(const Sums& call, int64_t number, bool sums_mass) : c(call) {
+    part = number % c.split;
+    segment = number / c.split % c.segments;
+    kv = number / c.split / c.segments % c.Hkv;
+    b = number / c.split / c.segments / c.Hkv;
+    p0 = part * c.P / c.split;
+    p1 = (part + 1) * c.P / c.split;
+    mass = c.anchor == ROW && (sums_mass || part == 0);
+    width = p1 - p0 + mass;
+    step = up(width, C);
+    groups = c.H / c.Hkv;
+    strip = std::max<int64_t>(SLICE, std::min<int64_t>(8 * SLICE, STRIP / width / SLICE * SLICE));
+    const int64_t m = c.by_batch ? b : 0;
+    index = c.index + m * c.S;
+    lo = c.lo + m * c.T;
+    hi = c.hi + m * c.T;
+    present = c.present[m];
+    running = c.running == nullptr ? nullptr : c.running + (b * c.Hkv + kv) * c.S;
+    favour = c.favour == nullptr ? nullptr : c.favour + (b * c.Hkv + kv) * c.S;
+    plan();
+  }
+
+  // While few keys are behind, all of them are seen directly, which is less work than to read the state; and to the end where the state
+  // would never pay.
+  void plan() {
+    const int64_t first = c.edges[segment], end = c.edges[segment + 1];
+    start = end > first ? lo[first] : 0;
+    const bool carries = c.initial != nullptr || c.final != nullptr || c.dfinal != nullptr;
+    const double each = static_cast<double>(c.F) * (width + FEATURE), pair = static_cast<double>(groups) * (c.D + width);
+    const int64_t near = std::max<int64_t>(BLOCK, static_cast<int64_t>(each / (c.D + width)));
+    double direct = 0, carried = 0;
+    int32_t done = start;
+    bool begun = c.initial != nullptr;
+    for (int64_t t0 = first; t0 < end; t0 += BLOCK) {
+      const int64_t t1 = std::min<int64_t>(t0 + BLOCK, end);
+      const int32_t last = std::max(hi[t1 - 1], done);
+      int32_t to = std::max(hi[t0], done);
+      if (!begun && last - start <= near) to = done;
+      begun = begun || to > done;
+      spans.push_back({t0, t1, done, to, last, begun});
+      direct += pair * (t1 - t0) * (last - start);
+      carried += pair * (t1 - t0) * (last - to) + each * ((to - done) + groups * (t1 - t0) * begun);
+      done = to;
+    }
+    if (!carries && direct <= carried)
+      for (Span& span : spans) span = {span.t0, span.t1, start, start, span.last, false};
+    if (c.final != nullptr || c.dfinal != nullptr) spans.push_back({end, end, done, present, present, false});
+  }
+
+  int64_t keys() const { return spans.empty() ? 0 : spans.back().last - start; }  // of the segment that anybody sees, or that are kept
+  int64_t head(int64_t g) const { return kv * groups + g; }
+  const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
+  const float* value_row(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token + p0; }
+  const float* query(int64_t g, int64_t t) const { return c.q + b * c.qs.batch + head(g) * c.qs.head + t * c.qs.token; }
+  bool weighs() const { return running != nullptr || favour != nullptr; }
+  // The log decay of all time before place ``to``; the state of keys up to there is what is left of them then. A query that reads them stands
+  // no earlier, so that no factor is above one.
+  double mark(int32_t to) const { return running == nullptr || to == 0 ? 0. : running[index[to - 1]]; }
+  double until(int64_t t) const { return running == nullptr ? 0. : running[std::max<int64_t>(0, std::min(t + c.offset, c.S - 1))]; }
+  float counts(int32_t s) const { return favour == nullptr ? 1.f : favour[index[s]]; }
+  float left(int32_t s, int32_t to) const { return running == nullptr ? counts(s) : counts(s) * static_cast<float>(std::exp(mark(to) - running[index[s]])); }
+  const float* coefficients(int64_t g) const { return c.coefficients + head(g) * c.numbers; }
+};
+
+inline float unit(const Sums& c, const float* x) { return c.normalise ? 1.f / std::max(std::sqrt(dot(x, x, c.D)), c.eps) : 1.f; }
+
+// ---- packing -----------------------------------------------------------------------------------------------------------------------------
+
+struct Rows {  // sixteen tokens' rows and what each is multiplied by; those past ``count`` are there (as the last one again) but count nothing
+  float* at[C];
+  float factor[C];
+  int64_t count;
+};
+
+template <typename Row, typename Factor>
+INLINE Rows rows_of(int64_t count, const Row& row, const Factor& factor) {
+  Rows rows;
+  rows.count = std::min<int64_t>(count, C);
+  for (int64_t i = 0; i < C; ++i) {
+    rows.at[i] = const_cast<float*>(row(std::min(i, rows.count - 1)));
+    rows.factor[i] = i < rows.count ? factor(i) : 0.f;
+  }
+  return rows;
+}
+
+// rows of n numbers as a column (n, C)
+void put(const Rows& rows, int64_t n, float* column) {
+  int64_t d = 0;
+  for (; d + L <= n; d += L)
+    for (int j = 0; j < C; j += L) {
+      V x[L];
+      for (int i = 0; i < L; ++i) x[i] = load(rows.at[j + i] + d) * rows.factor[j + i];
+      transpose(x);
+      for (int i = 0; i < L; ++i) store(column + (d + i) * C + j, x[i]);
+    }
+  for (; d < n; ++d)
+    for (int i = 0; i < C; ++i) column[d * C + i] = rows.at[i][d] * rows.factor[i];
+}
+
+// and back: rows = column, or rows += column
+template <bool ADD>
+void take(const float* column, int64_t n, const Rows& rows) {
+  int64_t d = 0;
+  for (; d + L <= n; d += L)
+    for (int j = 0; j < rows.count; j += L) {
+      V x[L];
+      for (int i = 0; i < L; ++i) x[i] = load(column + (d + i) * C + j);
+      transpose(x);
+      for (int i = 0; i < L && j + i < rows.count; ++i) {
+        float* to = rows.at[j + i] + d;
+        store(to, ADD ? load(to) + x[i] * rows.factor[j + i] : x[i] * rows.factor[j + i]);
+      }
+    }
+  for (; d < n; ++d)
+    for (int i = 0; i < rows.count; ++i) rows.at[i][d] = (ADD ? rows.at[i][d] : 0.f) + column[d * C + i] * rows.factor[i];
+}
+
+// products of a column's rows up to the last low feature
+void extend(const Sums& c, float* column) {
+  for (int64_t r = c.D + 1; r < c.low; ++r)
+    for (int j = 0; j < C; j += L) store(column + r * C + j, load(column + c.low_left[r] * C + j) * load(column + c.low_right[r] * C + j));
+}
+
+// the low features of a column: row 0 tells which lanes are there
+void put_low(const Sums& c, const Rows& rows, float* column) {
+  for (int i = 0; i < C; ++i) column[i] = i < rows.count;
+  put(rows, c.D, column + C);
+  extend(c, column);
+}
+
+// low features of a block's queries, (groups, PER, low, C)
+void pack_queries(const Task& task, const Span& span, float* out) {
+  const Sums& c = task.c;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t t = span.t0; t < span.t1; t += C) {
+      const auto row = [&](int64_t i) { return task.query(g, t + i); };
+      const auto factor = [&](int64_t i) { return c.scale[task.head(g)] * unit(c, row(i)); };
+      put_low(c, rows_of(span.t1 - t, row, factor), out + (g * PER + (t - span.t0) / C) * c.low * C);
+    }
+}
+
+// low features of keys [s0, s1), (columns, low, C); factors: one over the norm of each key
+void pack_keys(const Task& task, int32_t s0, int32_t s1, const float* factors, float* out) {
+  for (int32_t s = s0; s < s1; s += C, out += task.c.low * C) {
+    const auto factor = [&](int64_t i) { return factors[s + i - task.start]; };
+    put_low(task.c, rows_of(s1 - s, [&](int64_t i) { return task.key(s + static_cast<int32_t>(i)); }, factor), out);
+  }
+}
+
+// their rows of [v, 1] times what each key counts, (BLOCK, step), and that by itself where it is asked for, (BLOCK)
+template <typename Counts>
+void pack_values(const Task& task, int32_t s0, int32_t s1, const Counts& counts, float* rows, float* masses = nullptr) {
+  const int64_t values = task.p1 - task.p0;
+  const bool weighs = task.weighs();
+  if (masses != nullptr) std::memset(masses, 0, sizeof(float) * BLOCK);
+  for (int32_t s = s0; s < s1; ++s, rows += task.step) {
+    const float *v = task.value_row(s), count = weighs ? counts(s) : 1.f;
+    if (weighs)
+      for (int64_t p = 0; p < values; ++p) rows[p] = v[p] * count;
+    else
+      std::memcpy(rows, v, sizeof(float) * values);
+    std::fill(rows + values, rows + task.step, 0.f);
+    if (task.mass) rows[values] = count;
+    if (masses != nullptr) masses[s - s0] = count;
+  }
+}
+
+// rows of keys times their factors, (BLOCK, D)
+void pack_rows(const Task& task, int32_t s0, int32_t s1, const float* factors, float* rows) {
+  for (int32_t s = s0; s < s1; ++s) {
+    const float* k = task.key(s);
+    for (int64_t d = 0; d < task.c.D; ++d) *rows++ = k[d] * factors[s - task.start];
+  }
+}
+
+// (columns, width, C) from rows (tokens, step)
+void turn(const float* rows, int64_t step, int64_t tokens, int64_t width, float* columns) {
+  for (int64_t i = 0; i < tokens; i += C, columns += width * C)
+    put(rows_of(tokens - i, [&](int64_t r) { return rows + (i + r) * step; }, [](int64_t) { return 1.f; }), width, columns);
+}
+
+// ---- products ----------------------------------------------------------------------------------------------------------------------------
+
+// sums (N rows of C) += a[i][r] * cols[i] over i < inner: N neighbouring numbers of each row against that row's column
+template <int N>
+APART void numbers_by_columns(const float* a, int64_t stride, const float* cols, int64_t step, int64_t inner, float* sums) {
+  V x[N], y[N];
+  EACH_ROW {
+    x[r] = load(sums + r * C);
+    y[r] = load(sums + r * C + L);
+  }
+  for (int64_t i = 0; i < inner; ++i) {
+    const V first = load(cols), second = load(cols + L);
+    EACH_ROW {
+      const V number = spread(a[r]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    a += stride;
+    cols += step;
+  }
+  EACH_ROW {
+    store(sums + r * C, x[r]);
+    store(sums + r * C + L, y[r]);
+  }
+}
+
+// the columns of a (inner, width) against columns (inner, C), added to sums (width, C)
+void columns_by_columns(const float* a, int64_t stride, int64_t width, const float* cols, int64_t step, int64_t inner, float* sums) {
+  const int64_t tiles = (width + R - 1) / R;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t p = tile * width / tiles, rows = (tile + 1) * width / tiles - p;
+    with_rows<R>(rows, [&](auto n) { numbers_by_columns<decltype(n)::value>(a + p, stride, cols, step, inner, sums + p * C); });
+  }
+}
+
+// out (N rows of C) = rows (N, inner) against columns (inner, C)
+template <int N>
+APART void rows_by_columns(const float* rows, int64_t stride, const float* cols, int64_t step, int64_t inner, float* out, int64_t out_step) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  const float* at[N];
+  EACH_ROW at[r] = rows + r * stride;
+  for (int64_t i = 0; i < inner; ++i) {
+    const V first = load(cols), second = load(cols + L);
+    EACH_ROW {
+      const V number = spread(at[r][i]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    cols += step;
+  }
+  EACH_ROW {
+    store(out + r * out_step, x[r]);
+    store(out + r * out_step + L, y[r]);
+  }
+}
+
+// sum += x, where ``lost`` keeps what rounding took from earlier additions (Kahan)
+template <typename X>
+INLINE void add(float* sum, float* lost, X x) {
+  X before, missing;
+  std::memcpy(&before, sum, sizeof(X));
+  std::memcpy(&missing, lost, sizeof(X));
+  const X more = x - missing, after = before + more;
+  missing = (after - before) - more;
+  std::memcpy(sum, &after, sizeof(X));
+  std::memcpy(lost, &missing, sizeof(X));
+}
+
+// into (N rows of C) += the features of tokens against their rows. features (columns, N, C) with ``features_step`` from column to column,
+// rows (tokens, step); lost: beside into, what rounding took there
+template <int N, bool KEEPS = false>
+APART void columns_by_rows(const float* features, int64_t features_step, const float* rows, int64_t step, int64_t tokens, float* into, int64_t into_step,
+                           float* lost = nullptr) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  for (; tokens > 0; tokens -= C, features += features_step) {
+    const int64_t lanes = std::min<int64_t>(tokens, C);
+    for (int64_t i = 0; i < lanes; ++i) {
+      const V first = load(rows), second = load(rows + L);
+      EACH_ROW {
+        const V number = spread(features[r * C + i]);
+        x[r] += number * first;
+        y[r] += number * second;
+      }
+      rows += step;
+    }
+  }
+  EACH_ROW {
+    float* to = into + r * into_step;
+    if constexpr (KEEPS) {
+      add(to, lost + r * into_step, x[r]);
+      add(to + L, lost + r * into_step + L, y[r]);
+    } else {
+      store(to, load(to) + x[r]);
+      store(to + L, load(to + L) + y[r]);
+    }
+  }
+}
+
+// ---- the state ---------------------------------------------------------------------------------------------------------------------------
+
+// features [a0, a1) of a column, times their weights (null: none), (a1 - a0, C)
+template <bool WEIGHTED>
+void features(const Sums& c, const float* column, const float* weights, int64_t a0, int64_t a1, float* out) {
+  for (int64_t a = a0; a < a1;) {
+    const int64_t end = std::min<int64_t>(c.run_end[a], a1);
+    const float *left = column + c.left[a] * C, *right = column + c.right[a] * C;
+    const V first = load(left), second = load(left + L);
+    for (; a < end; ++a, right += C, out += C) {
+      V x = first * load(right), y = second * load(right + L);
+      if constexpr (WEIGHTED) {
+        const V weight = spread(weights[a]);
+        x *= weight;
+        y *= weight;
+      }
+      store(out, x);
+      store(out + L, y);
+    }
+  }
+}
+
+// Features [a0, a1) of a state += weights psi(tokens)^T rows. low (columns, low, C), rows (tokens, step); ``last``, where it is not null, is
+// the last column of rows, sixteen tokens to ``last_step`` numbers: cheaper than a column of sixteen where it alone is left over. lost: beside the
+// strip, what rounding took from it: a state is as good as the sums of single blocks, however many. room (columns, SLICE, C).
+void absorb(const Sums& c, const float* low, int64_t tokens, const float* weights, const float* rows, int64_t step, int64_t width,
+            const float* last, int64_t last_step, int64_t a0, int64_t a1, float* strip, float* lost, float* room) {
+  const int64_t columns = (tokens + C - 1) / C;
+  const bool apart = last != nullptr && width % C == 1;
+  const int64_t body = apart ? width - 1 : width;
+  for (int64_t s0 = a0; s0 < a1; s0 += SLICE) {
+    const int64_t s1 = std::min(s0 + SLICE, a1);
+    for (int64_t i = 0; i < columns; ++i) {
+      if (weights == nullptr) features<false>(c, low + i * c.low * C, nullptr, s0, s1, room + i * SLICE * C);
+      else features<true>(c, low + i * c.low * C, weights, s0, s1, room + i * SLICE * C);
+    }
+    for (int64_t a = s0; a < s1; a += R)
+      with_rows<R>(s1 - a, [&](auto n) {
+        constexpr int N = decltype(n)::value;
+        float *state = strip + (a - a0) * width, *missing = lost + (a - a0) * width;
+        const float* at = room + (a - s0) * C;
+        for (int64_t p = 0; p + C <= body; p += C) columns_by_rows<N, true>(at, SLICE * C, rows + p, step, tokens, state + p, width, missing + p);
+        if (body % C != 0) {
+          float sums[N * C] = {};
+          const int64_t p = body / C * C;
+          columns_by_rows<N>(at, SLICE * C, rows + p, step, tokens, sums, C);
+          EACH_ROW
+            for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * C + i]);
+        }
+        if (apart)
+          EACH_ROW {
+            V total = V{};
+            for (int64_t i = 0; i < columns; ++i)
+              total += load(at + (i * SLICE + r) * C) * load(last + i * last_step) + load(at + (i * SLICE + r) * C + L) * load(last + i * last_step + L);
+            add(state + r * width + width - 1, missing + r * width + width - 1, sum(total));
+          }
+      });
+  }
+}
+
+// the gradient of features g (a1 - a0, C) back to the low features of their column
+void pull(const Sums& c, const float* column, const float* weights, const float* g, int64_t a0, int64_t a1, float* dcolumn) {
+  for (int64_t a = a0; a < a1;) {
+    const int32_t left = c.left[a];
+    const V first = load(column + left * C), second = load(column + left * C + L);
+    V x = V{}, y = V{};
+    for (; a < a1 && c.left[a] == left; ++a, g += C) {
+      V gx = load(g), gy = load(g + L);
+      if (weights != nullptr) {
+        const V weight = spread(weights[a]);
+        gx *= weight;
+        gy *= weight;
+      }
+      const float* other = column + c.right[a] * C;
+      float* to = dcolumn + c.right[a] * C;
+      x += gx * load(other);
+      y += gy * load(other + L);
+      store(to, load(to) + gx * first);
+      store(to + L, load(to + L) + gy * second);
+    }
+    float* to = dcolumn + left * C;
+    store(to, load(to) + x);
+    store(to + L, load(to + L) + y);
+  }
+}
+
+// the gradient of low features back to the vector, rows 1 … D
+void pull_low(const Sums& c, const float* column, float* dcolumn) {
+  for (int64_t r = c.low - 1; r > c.D; --r)
+    for (int j = 0; j < C; j += L) {
+      const int32_t a = c.low_left[r], b = c.low_right[r];
+      const V g = load(dcolumn + r * C + j), x = load(column + a * C + j), y = load(column + b * C + j);
+      store(dcolumn + a * C + j, load(dcolumn + a * C + j) + g * y);
+      store(dcolumn + b * C + j, load(dcolumn + b * C + j) + g * x);
+    }
+}
+
+// sums of squares g psi for each power, which are the gradients of the polynomial's coefficients
+void powers(const Sums& c, const float* column, const float* g, int64_t a0, int64_t a1, V* sums) {
+  for (int64_t a = a0; a < a1; ++a, g += C) {
+    const float *l = column + c.left[a] * C, *r = column + c.right[a] * C;
+    sums[c.degree[a]] += spread(c.squares[a]) * (load(l) * load(r) * load(g) + load(l + L) * load(r + L) * load(g + L));
+  }
+}
+
+// what each feature counts on the query's side, (groups, F)
+void weigh_features(const Task& task, float* weights) {
+  const Sums& c = task.c;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t a = 0; a < c.F; ++a) weights[g * c.F + a] = c.squares[a] * c.monomials[task.head(g) * c.powers + c.degree[a]];
+}
+
+// a state from its form in memory, and back; ``inverse``: of a gradient, whose form is the other way round
+void from_memory(const Task& task, const float* memory, bool gradient, float* state) {
+  const Sums& c = task.c;
+  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
+  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
+  for (int64_t a = 0; a < c.F; ++a) {
+    const float *from = memory + c.place[a] * whole, factor = gradient ? c.roots[a] : 1.f / c.roots[a];
+    float* to = state + a * task.width;
+    for (int64_t p = 0; p < values; ++p) to[p] = from[task.p0 + p] * factor;
+    if (task.mass) to[values] = from[c.P] * factor;
+  }
+}
+
+void to_memory(const Task& task, const float* state, bool gradient, float* memory) {
+  const Sums& c = task.c;
+  const int64_t whole = c.P + (c.anchor == ROW), values = task.p1 - task.p0;
+  memory += (task.b * c.Hkv + task.kv) * c.F * whole;
+  for (int64_t a = 0; a < c.F; ++a) {
+    const float *from = state + a * task.width, factor = gradient ? 1.f / c.roots[a] : c.roots[a];
+    float* to = memory + c.place[a] * whole;
+    for (int64_t p = 0; p < values; ++p) to[task.p0 + p] = from[p] * factor;
+    if (task.mass && task.part == 0) to[c.P] = from[values] * factor;
+  }
+}
+
+// a state, or its gradient, after more time has passed
+void fade(const Task& task, int32_t from, int32_t to, float* state, float* lost) {
+  if (task.running == nullptr || from == to) return;
+  const float left = static_cast<float>(std::exp(task.mark(to) - task.mark(from)));
+  for (int64_t i = 0; i < task.c.F * task.width; ++i) {
+    state[i] *= left;
+    lost[i] *= left;
+  }
+}
+
+}  // namespace

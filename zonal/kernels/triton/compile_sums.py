@@ -1,0 +1,119 @@
+"""Compile the kernels for sums over features for devices that are not here, as ``compile`` does with the tile kernels.
+
+    python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link identity]
+
+Without choices every link with the causal mask, and with every mask the link with most features, in every type and head size for every device.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from zonal.formula import FORMULAS
+from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.triton import tiles
+from zonal.kernels.triton.compile import DEVICES, DTYPES, Compiled, Link, Variant, compiled, name_of, summary, write
+from zonal.kernels.triton.sums_backward import backward
+from zonal.kernels.triton.sums_forward import forward
+
+DIMS = (16, 32, 64, 128)
+# degree of the polynomial and the lowest power its features have, by link
+LINKS: dict[str, tuple[Link, int, int]] = {
+    "squared_affine": (Link(FORMULAS["squared_affine"], 1, "row", True), 2, 0),
+    "gegenbauer": (Link(replace(FORMULAS["polynomial"], domain=(-1.0, 1.0)), 3, "count", True), 2, 0),
+    "identity": (Link(FORMULAS["identity"], 0, "row", False), 1, 1),
+}
+MASKS = ("causal", "padding", "packed", "gqa", "memory")
+
+
+def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+    """All combinations of what was chosen; where no mask was, all links with the first, and with every mask the first link."""
+    chosen = list(links)
+    kinds = list(itertools.product(chosen, masks)) if masks is not None else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
+    return [Variant(link, mask, dtype, dim, device) for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)]
+
+
+def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
+    """The kernels of a forward and a backward with all gradients."""
+    (link, degree, lowest), dtype = LINKS[variant.link], getattr(torch, variant.dtype)
+    memory, packed = variant.mask == "memory", variant.mask == "packed"
+    spec = SumsSpec(link.code, degree, lowest, link.anchor, link.normalise, keeps=memory)
+    batch, heads, dim = 1 if packed else 2, 8, variant.dim
+    kv_heads = heads // 4 if variant.mask == "gqa" else heads
+
+    def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    lo = torch.zeros(tokens, dtype=torch.int64)
+    hi = torch.arange(1, tokens + 1)
+    starts = torch.arange(tokens) // 5000 * 5000 if packed else None
+    q, k = meta(batch, heads, tokens, dim), meta(batch, kv_heads, tokens, dim)
+    scale, coefficients = meta(heads, kind=torch.float32), meta(heads, link.learned + len(link.code.constants), kind=torch.float32)
+    monomials = meta(heads, degree + 1, kind=torch.float32)
+    mask = meta(batch, tokens, kind=torch.bool) if variant.mask == "padding" else None
+    initial = meta(batch, kv_heads, spec.dimension(dim), dim + (spec.anchor == "row"), kind=torch.float32) if memory else None
+    before = meta(batch, kind=torch.float64) if memory else None
+    seen = mask, lo if starts is None else starts, hi, starts
+    with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
+        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, spec)
+        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, spec, link.learned)
+    # the same kernel for keys and for queries, for pairs and for the rest, forwards and backwards
+    return list({(launch.kernel, *(launch.constants.get(name) for name in ("OF_KEYS", "SQUARES", "REVERSE"))): launch for launch in found}.values())
+
+
+def title(launch: tiles.Launch) -> str:
+    """The kernel's name, and for what."""
+    constants = launch.constants
+    words = {"OF_KEYS": ("queries", "keys"), "SQUARES": ("rest", "pairs"), "REVERSE": ("forwards", "backwards")}
+    return " ".join([name_of(launch), *(words[name][constants[name]] for name in words if name in constants)])
+
+
+def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
+    """Compile a variant's kernels, or those whose titles begin so."""
+    return [
+        replace(compiled(launch, variant), kernel=title(launch))
+        for launch in launches(variant) if kernels is None or any(title(launch).startswith(name) for name in kernels)
+    ]  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
+    parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile_sums", description="Compile the kernels for sums over features ahead of time.")
+    parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
+    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
+    parser.add_argument("--link", choices=list(LINKS), action="append")
+    parser.add_argument("--mask", choices=MASKS, action="append")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--dim", type=int, action="append")
+    parser.add_argument("--kernel", action="append", help="absorb, carry, read, read_back, keys_back or row_products")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    # the default of fusing a multiplication and an addition differs between versions
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
+    with contextlib.ExitStack() as stack:
+        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+    sys.stdout.write(summary(rows) + "\n")
+    misfits = [row for row in rows if not row.fits]
+    for row in misfits:
+        sys.stdout.write(f"does not fit: {row}\n")
+    sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
+    if chosen.out is not None:
+        write(chosen.out, rows)
+    return 1 if misfits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,326 @@
+"""Gradients of sums over features: features are made again, and what queries read comes back to keys as sums of its own.
+
+With u_t = factor_t [dy_t, -dy_t . y_t] (the second for the row anchor) queries get dq from M u_t at their border, and what they bring to it,
+w psi(q_t) u_t^T, is carried backwards: keys before a border get dk from [v_s, 1] and dv from psi(k_s) of all borders behind them. Between
+neighbours it goes as in the tile kernels. Each number is written by one program: there are no atomics, and the same call gives the same bits.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.triton import sums_layout, sums_state, tiles
+from zonal.kernels.triton.backward import add_keys, add_queries, row_terms, through_norm
+from zonal.kernels.triton.sums_state import against, columns, mass_places, narrowed, products, strip_blocks, sums_of
+from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys, weighted
+
+
+@triton.jit
+def placed(part, first, ROWS: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """(ROWS, WIDTH): the columns of a part from ``first`` on, a multiple of PART, zeros elsewhere."""
+    wide = tl.reshape(tl.broadcast_to(part[:, None, :], [ROWS, WIDTH // PART, PART]), [ROWS, WIDTH])
+    return tl.where((tl.arange(0, WIDTH) // PART * PART == first)[None, :], wide, 0.0)
+
+
+@triton.jit
+def strip_gradient(
+    a, b, rows, number, place, line, border, row, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(gradient of a (ROWS, LEFT), of b (ROWS, BLOCK)) from those of their products: M rows + m number."""
+    state = sums_of(place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
+    slope = against(rows, state, traits)
+    if traits.anchor == "row":
+        slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
+    slope = tl.reshape(slope, [ROWS, LEFT, BLOCK])
+    return tl.sum(slope * b[:, None, :], 2), tl.sum(slope * a[:, :, None], 1)
+
+
+@triton.jit
+def vector_gradient(
+    rows, number, place, line, border, like, sizes, traits: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):
+    """(ROWS, KEY_WIDTH): what the features that are the vector itself get."""
+    row = place.pairs * (BLOCK * BLOCK)
+    slope = against(rows, sums_of(place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH), traits)
+    if traits.anchor == "row":
+        slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
+    return slope
+
+
+@triton.jit
+def constant_sums(place, line, border, width, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """(VALUE_WIDTH,): the sums of the feature that is 1."""
+    start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size
+    column = tl.arange(0, VALUE_WIDTH)
+    return tl.load(start + (place.pairs * (BLOCK * BLOCK) + KEY_WIDTH) * width + column, mask=column < width, other=0.0)
+
+
+@triton.jit
+def constant_mass(place, line, border, width, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr):
+    """The sum of ones."""
+    start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size
+    rows = place.pairs * (BLOCK * BLOCK) + KEY_WIDTH + 1
+    return tl.load(start + tl.cast(rows, tl.int64) * width + rows - 1)
+
+
+@triton.jit
+def read_back_kernel(
+    q, k, v, dy, dq, place, border_of, dscale, dcoefficients, dweights, factor, delta, scale, coefficients, weights, q_inverse, k_inverse, key_mask,
+    edges, sizes, from_border, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
+    LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, and its part of the sums dscale (B, H, blocks), dcoefficients (B, H, blocks, LEARNED), dweights (B, H, blocks, 3)."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    line = tl.program_id(0) // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    kv_line = batch * (sizes.heads // sizes.groups) + kv_head
+    block = blocks - 1 - tl.program_id(0) % blocks
+    begin = block * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    row = begin + tl.arange(0, QUERIES)
+    there = row < sizes.queries
+    t = tl.minimum(row, last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
+    lo_last, hi_last = visible_keys(last, edges, sizes, traits)
+    c, w = coefficients + head * STRIDE, weights + head * 3
+    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
+    scale_of_head = tl.load(scale + head)
+    gain = tl.zeros([QUERIES], tl.float32) + scale_of_head
+    if traits.normalise:
+        gain = gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+    border = tl.load(border_of + begin)
+    known = tl.minimum(border * place.chunk, sizes.keys)
+    reads = border >= from_border
+    grad = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+    squares = tl.zeros([QUERIES], tl.float32)
+    firsts = tl.zeros([QUERIES], tl.float32)
+    ones = tl.zeros([QUERIES], tl.float32)
+    # the rows' factors are in here, not in what is rounded
+    rows = narrowed(dy_tile, v, traits)
+    number = tl.where(kept != 0, -taken / tl.where(kept != 0, kept, 1.0), 0.0)
+    for strip in tl.range(0, tl.where(reads, place.pairs * (BLOCK // LEFT), 0)):
+        left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
+        a = columns(q, batch, head, begin, there, left, sizes.key_dim, QUERIES, LEFT) * gain[:, None]
+        b = columns(q, batch, head, begin, there, right, sizes.key_dim, QUERIES, BLOCK) * gain[:, None]
+        da, db = strip_gradient(
+            a, b, rows, number, place, kv_line, border, strip * (LEFT * BLOCK), v, sizes, traits, QUERIES, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH
+        )
+        squares += times * tl.sum(a * da, 1)
+        grad += times * (placed(da, left, QUERIES, LEFT, KEY_WIDTH) + placed(db, right, QUERIES, BLOCK, KEY_WIDTH))
+    grad = grad * tl.load(w + 2)
+    if reads:
+        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        grad += slope * tl.load(w + 1)
+        firsts = tl.sum(slope * columns(q, batch, head, begin, there, 0, sizes.key_dim, QUERIES, KEY_WIDTH), 1) * gain
+        ones = tl.sum(dy_tile.to(tl.float32) * constant_sums(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :], 1)
+        if traits.anchor == "row":
+            ones += number * constant_mass(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
+    by = kept
+    if traits.packed:
+        by = tl.where(lo < known, kept, 0.0)
+    grad = tl.where((by != 0)[:, None], grad * by[:, None], 0.0)
+    part = tl.cast(line, tl.int64) * blocks + block
+    tl.store(dweights + part * 3, tl.sum(tl.where(by != 0, ones * by, 0.0), 0))
+    tl.store(dweights + part * 3 + 1, tl.sum(tl.where(by != 0, firsts * by, 0.0), 0))
+    tl.store(dweights + part * 3 + 2, tl.sum(tl.where(by != 0, squares * by, 0.0), 0))
+    q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
+    gain, kept, taken = gain[:, None], kept[:, None], taken[:, None]
+    sums = ()
+    for _ in tl.static_range(LEARNED):
+        sums = sums + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
+    outer = tl.maximum(known, lo_first // KEYS * KEYS)
+    inner = outer
+    if traits.edged:
+        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+        grad, sums = add_keys(
+            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
+            key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
+    grad, sums = add_keys(
+        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
+        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    )  # fmt: skip
+    grad, sums = add_keys(
+        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
+        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    )  # fmt: skip
+    for j in tl.static_range(LEARNED):
+        tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
+    # d/dscale of scale q^ . k^ is q^ times what has been summed
+    raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".cg")
+    along, square = tl.sum(grad * raw, 1), tl.sum(raw * raw, 1)
+    if traits.normalise:
+        tl.store(dscale + part, tl.sum(along / tl.maximum(tl.sqrt(square), traits.eps), 0))
+    else:
+        tl.store(dscale + part, tl.sum(along, 0))
+    grad = grad * scale_of_head
+    if traits.normalise:
+        raw = tile_rows_again(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, ".ca")
+        grad = through_norm(grad, raw, along * scale_of_head, square, traits.eps)
+    put_rows(dq, grad, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH)
+
+
+@triton.jit
+def keys_back_kernel(
+    q, k, v, dy, dk, dv, place, known_keys, readers, seeing, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
+    value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys. place: the sums that come back from borders; known_keys, readers: ``keys``, ``queries`` of ``Borders``."""
+    blocks = tl.cdiv(sizes.keys, KEYS)
+    line = tl.program_id(0) // blocks
+    kv_heads = sizes.heads // sizes.groups
+    batch, kv_head = line // kv_heads, line % kv_heads
+    begin = tl.program_id(0) % blocks * KEYS
+    last = tl.minimum(begin + KEYS, sizes.keys) - 1
+    row = begin + tl.arange(0, KEYS)
+    there = row < sizes.keys
+    chunk = begin // place.chunk
+    behind = chunk < place.count
+    border = tl.minimum(chunk + 1, place.count)
+    gain = tl.full([KEYS], 1.0, tl.float32)
+    if traits.normalise:
+        gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
+    k_tile = tile_rows(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, True, traits.narrow_key)
+    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    rows = narrowed(v_tile, v, traits)
+    number = there.to(tl.float32)
+    dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+    dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    for strip in tl.range(0, tl.where(behind, place.pairs * (BLOCK // LEFT), 0)):
+        left, right, _ = strip_blocks(place, strip, BLOCK, LEFT)
+        a = columns(k, batch, kv_head, begin, there, left, sizes.key_dim, KEYS, LEFT) * gain[:, None]
+        b = columns(k, batch, kv_head, begin, there, right, sizes.key_dim, KEYS, BLOCK) * gain[:, None]
+        at = strip * (LEFT * BLOCK)
+        made = narrowed(products(a, b, KEYS, LEFT, BLOCK), v, traits)
+        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH), dv_tile, traits)
+        da, db = strip_gradient(a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        dk_tile += placed(da, left, KEYS, LEFT, KEY_WIDTH) + placed(db, right, KEYS, BLOCK, KEY_WIDTH)
+    if behind:
+        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        made = narrowed(columns(k, batch, kv_head, begin, there, 0, sizes.key_dim, KEYS, KEY_WIDTH) * gain[:, None], v, traits)
+        at = place.pairs * (BLOCK * BLOCK)
+        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, KEY_WIDTH, VALUE_WIDTH), dv_tile, traits)
+        dv_tile += constant_sums(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :]
+    if traits.packed:
+        # of documents that end before the border nothing is in its sum
+        inside = row >= tl.where(behind, tl.load(known_keys + border), sizes.keys)
+        dk_tile = tl.where(inside[:, None], dk_tile, 0.0)
+        dv_tile = tl.where(inside[:, None], dv_tile, 0.0)
+    # queries in [outer, stop) read an earlier border and meet some of the keys directly, in [inner, whole) all of them
+    stop = tl.where(behind, tl.load(readers + border), sizes.queries)
+    outer = tl.load(seeing + begin) // QUERIES * QUERIES
+    inner = tl.maximum(outer, tl.cdiv(tl.load(seeing + last), QUERIES) * QUERIES)
+    whole = inner
+    if not traits.packed:
+        whole = tl.maximum(inner, stop // QUERIES * QUERIES)
+    gain = gain[:, None]
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    )  # fmt: skip
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, gain, begin, inner, tl.minimum(whole, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
+    )  # fmt: skip
+    dk_tile, dv_tile = add_queries(
+        dk_tile, dv_tile, k_tile, v_tile, gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
+        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    )  # fmt: skip
+    if traits.key_mask:
+        real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
+        dk_tile = tl.where(real, dk_tile, 0.0)
+        dv_tile = tl.where(real, dv_tile, 0.0)
+    put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+    if traits.normalise:
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
+        along, square = tl.sum(dk_tile * raw, 1), tl.sum(raw * raw, 1)
+        raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".ca")
+        dk_tile = through_norm(dk_tile, raw, along, square, traits.eps)
+    put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v as they came; of scale (H,), coefficients (H, learned) and monomials (H, degree + 1) float64; of the memory before, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor
+    coefficients: Tensor
+    monomials: Tensor
+    initial: Tensor | None
+
+
+def backward(
+    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
+    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, spec: SumsSpec, learned: int,
+) -> Gradients:  # fmt: skip
+    """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients."""
+    # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
+    dy = dy.to(q.dtype)
+    batch, heads, queries, _ = q.shape
+    keys, width = v.shape[2:]
+    dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with tiles.on(q.device):
+        scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
+        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)
+        tile, found = call.tile, call.borders
+        delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
+        sums = sums_state.known(call, k, v, scale, initial)
+        inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
+        common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes
+        code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "STRIDE": coefficients.shape[1], **call.widths()}
+        strips = sums_state.choose("read_back", q, v, tile.traits)
+        blocks = tiles.ceil_div(queries, strips.rows)
+        scale_parts, weight_parts, parts = (
+            torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device) for more in ((), (3,), (learned,))
+        )
+        from_border = int(initial is None)
+        tiles.launch(
+            read_back_kernel,
+            batch * heads * blocks,
+            (*inputs, tiles.rows_of(dq), call.place(sums), found.border, scale_parts, parts, weight_parts, factor, delta, scale, coefficients,
+             call.weights, *common, from_border),
+            {**code, "base": tile.functions.base, "LEARNED": learned, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others},
+            strips.tiling(),
+        )  # fmt: skip
+        # the same room holds what comes back
+        back = sums
+        if from_border:
+            back[:, :, 0] = 0
+        if found.count or initial is not None:
+            sums_state.absorb(call, back, q, dy, scale, factor, delta, from_border)
+            if dfinal is not None:
+                back[:, :, -1] += sums_layout.from_rows(sums_layout.from_memory_gradient(dfinal, call.form), width)
+            sums_state.carry(call, back, True)
+        strips = sums_state.choose("keys_back", q, v, tile.traits)
+        tiles.launch(
+            keys_back_kernel,
+            batch * k.shape[1] * tiles.ceil_div(keys, strips.rows),
+            (*inputs, tiles.rows_of(dk), tiles.rows_of(dv), call.place(back), found.keys, found.queries, found.seeing, factor, delta, scale, coefficients,
+             *common),
+            {**code, "LEFT": call.left(strips), "KEYS": strips.rows, "QUERIES": strips.others},
+            strips.tiling(),
+        )  # fmt: skip
+        # float32 inside a block, float64 across blocks: the sums run over all queries and keys
+        dscale, dcoefficients, dweights = (x.sum((0, 2), dtype=torch.float64) for x in (scale_parts, parts, weight_parts))
+        dinitial = None
+        if initial is not None:
+            dinitial = sums_layout.to_memory_gradient(sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form)
+    return Gradients(dq, dk, dv, dscale, dcoefficients, dweights[:, : monomials.shape[1]], dinitial)
+
+
+__all__ = ["Gradients", "backward", "keys_back_kernel", "read_back_kernel"]

@@ -1,0 +1,179 @@
+"""y_t = factor_t sum_s l(S_ts) v_s in time linear in the tokens, for links that are polynomials of degree 1 or 2 of a dot product.
+
+Keys add to sums over features (sums_state), which are known at borders some hundred or thousand keys apart. A block of queries reads those
+of one border strip by strip, and meets the keys behind it directly, through the link, as the tile kernels do.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.triton import sums_layout, sums_state, tiles
+from zonal.kernels.triton.forward import absorb
+from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, products, strip_blocks, sums_of
+from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys, weighted
+
+
+@triton.jit
+def read(
+    q, place, batch, head, kv_line, first, there, border, gain, c, rows, sizes, like, traits: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr,
+    BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(sums (ROWS, VALUE_WIDTH) of w psi(q) M, (ROWS,) of w psi(q) m) at a border. gain (ROWS,): of q. c: three numbers. rows: strips to read, 0 = none."""
+    total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    width = sizes.value_dim
+    for strip in tl.range(0, rows):
+        left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
+        a = columns(q, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * (gain * gain * (tl.load(c + 2) * times))[:, None]
+        made = products(a, columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
+        row = strip * (LEFT * BLOCK)
+        total = weighted(narrowed(made, like, traits), sums_of(place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH), total, traits)
+        if traits.anchor == "row":
+            mass += tl.sum(made * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
+    return total, mass
+
+
+@triton.jit
+def read_rest(
+    total, mass, q, place, batch, head, kv_line, first, there, border, gain, c, sizes, like, traits: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The same of the vectors themselves and of 1."""
+    width = sizes.value_dim
+    row = place.pairs * (BLOCK * BLOCK)
+    made = columns(q, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * (gain * tl.load(c + 1))[:, None]
+    total = weighted(narrowed(made, like, traits), sums_of(place, kv_line, border, row, width, like, traits, KEY_WIDTH, VALUE_WIDTH), total, traits)
+    column = tl.arange(0, VALUE_WIDTH)
+    start = place.sums + (tl.cast(kv_line, tl.int64) * (place.count + 1) + border) * place.size
+    constant = tl.load(c)
+    total += constant * tl.load(start + (row + KEY_WIDTH) * width + column, mask=column < width, other=0.0)[None, :]
+    if traits.anchor == "row":
+        at = mass_places(place, kv_line, border, row, width, KEY_WIDTH, BLOCK, KEY_WIDTH)
+        mass += tl.sum(made * tl.load(at)[None, :], 1)
+        mass += constant * tl.load(start + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH)
+    return total, mass
+
+
+@triton.jit
+def read_kernel(
+    q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges, sizes, from_border,
+    value: tl.constexpr, traits: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. from_border: the first one whose sums are not all zero. factor: written for the row anchor, else read."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    line = tl.program_id(0) // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    kv_line = batch * (sizes.heads // sizes.groups) + kv_head
+    begin = (blocks - 1 - tl.program_id(0) % blocks) * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    row = begin + tl.arange(0, QUERIES)
+    t = tl.minimum(row, last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
+    lo_last, hi_last = visible_keys(last, edges, sizes, traits)
+    c = coefficients + head * STRIDE
+    gain = tl.zeros([QUERIES], tl.float32) + tl.load(scale + head)
+    if traits.normalise:
+        gain = gain * row_numbers(q_inverse, line, begin, sizes.queries, QUERIES, 0.0)
+    border = tl.load(border_of + begin)
+    reads = border >= from_border
+    known = tl.minimum(border * place.chunk, sizes.keys)
+    there = row < sizes.queries
+    total, mass = read(
+        q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, tl.where(reads, place.pairs * (BLOCK // LEFT), 0), sizes, v,
+        traits, QUERIES, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH,
+    )  # fmt: skip
+    if reads:
+        total, mass = read_rest(
+            total, mass, q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, sizes, v, traits, QUERIES, BLOCK, KEY_WIDTH,
+            VALUE_WIDTH,
+        )  # fmt: skip
+    if traits.packed:
+        total = tl.where((lo < known)[:, None], total, 0.0)
+        mass = tl.where(lo < known, mass, 0.0)
+    q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
+    gain = gain[:, None]
+    top = tl.zeros([QUERIES], tl.float32)
+    outer = tl.maximum(known, lo_first // KEYS * KEYS)
+    inner = outer
+    if traits.edged:
+        inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
+        total, mass, top = absorb(
+            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        )  # fmt: skip
+    whole = tl.maximum(inner, hi_first // KEYS * KEYS)
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    )  # fmt: skip
+    total, mass, top = absorb(
+        total, mass, top, q_tile, gain, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
+        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    )  # fmt: skip
+    if traits.anchor == "row":
+        by = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
+        if POSITIVE:
+            # a sum of what is not negative that comes out negative is nothing but rounding
+            by = tl.where(mass < 0, float("nan"), by)
+        tl.store(factor + tl.cast(line, tl.int64) * sizes.queries + row, by, mask=there)
+    else:
+        by = row_numbers(factor, line, begin, sizes.queries, QUERIES, 0.0)
+    put_rows(y, total * by[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
+
+    Arguments as ``zonal.kernels.cpp.sums_library.forward`` takes them, with ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
+    """
+    batch, heads, queries, _ = q.shape
+    y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
+    with tiles.on(q.device):
+        scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
+        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)
+        factor = row_factors(call, q, before, spec)
+        sums = sums_state.known(call, k, v, scale, initial)
+        tile = call.tile
+        strips = sums_state.choose("read", q, v, tile.traits)
+        tiles.launch(
+            read_kernel,
+            batch * heads * tiles.ceil_div(queries, strips.rows),
+            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
+             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes, int(initial is None)),
+            {"value": tile.functions.value, "traits": tile.traits, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
+             "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
+            strips.tiling(),
+        )  # fmt: skip
+        final = torch.empty(0, dtype=torch.float32, device=q.device)
+        if spec.keeps:
+            final = sums_layout.to_memory(sums_layout.into_rows(sums[:, :, -1], call.form, v.shape[3], call.mass), call.form)
+    return y, factor, final
+
+
+def row_factors(call: sums_state.Call, q: Tensor, before: Tensor | None, spec: SumsSpec) -> Tensor:
+    """(B, H, T) float32: room for the row anchor's, else what each row is multiplied by."""
+    shape = q.shape[:3]
+    if spec.anchor == "row":
+        return torch.empty(*shape, dtype=torch.float32, device=q.device)
+    if spec.anchor == "raw":
+        return torch.ones(*shape, dtype=torch.float32, device=q.device)
+    lo, hi = call.borders.edges.long()
+    counts = call.tile.key_counts
+    seen = (hi - lo)[None] if counts is None else counts[:, hi] - counts[:, lo]
+    if before is not None:
+        seen = seen + before[:, None]
+    return torch.where(seen > 0, 1 / seen.clamp(min=1).float(), 0.0)[:, None].expand(shape).contiguous()
+
+
+__all__ = ["forward", "read_kernel", "row_factors"]

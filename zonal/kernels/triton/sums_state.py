@@ -1,0 +1,364 @@
+"""Sums over features on CUDA: what each stretch of tokens adds to them, and how the parts become sums at every border.
+
+Features are made for one tile of tokens and one strip of a pair of blocks (see sums_layout) at a time, and stay on the chip.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.spec import TileSpec
+from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.triton import sums_layout, tiles
+from zonal.kernels.triton.sizes import ceil_div, chunk_of, padded
+from zonal.kernels.triton.sums_layout import Borders, Layout
+from zonal.kernels.triton.tiles import Tiling, Traits, row_numbers, weighted
+
+
+class Place(NamedTuple):
+    """What kernels know of the sums: where they start, numbers of a head at one border, pairs and their blocks, and borders after the first."""
+
+    sums: Any
+    size: Any
+    left: Any
+    right: Any
+    pairs: Any
+    count: Any
+    chunk: Any
+
+
+# ---- on the device ----
+
+
+@triton.jit
+def columns(x, batch, head, first, there, column, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(ROWS, WIDTH) float32 from row ``first`` and column ``column`` on; zeros where a row is not there, and from column ``width`` on."""
+    row, at = tl.arange(0, ROWS), column + tl.arange(0, WIDTH)
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    return tl.load(start + (row[:, None] * x.row + at[None, :] * x.column), mask=there[:, None] & (at < width)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def strip_blocks(place, strip, BLOCK: tl.constexpr, LEFT: tl.constexpr):
+    """(first coordinate on the left, on the right, how often a product counts) of a strip: LEFT rows of a pair of blocks."""
+    pair = strip // (BLOCK // LEFT)
+    left, right = tl.load(place.left + pair), tl.load(place.right + pair)
+    return left * BLOCK + strip % (BLOCK // LEFT) * LEFT, right * BLOCK, tl.where(left == right, 1.0, 2.0)
+
+
+@triton.jit
+def products(a, b, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
+    """(ROWS, LEFT BLOCK): a_i b_j of each row."""
+    return tl.reshape(a[:, :, None] * b[:, None, :], [ROWS, LEFT * BLOCK])
+
+
+@triton.jit
+def places(place, line, border, row, width, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """(addresses (ROWS, VALUE_WIDTH) of rows of the sums from ``row`` on, their mask)."""
+    start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + row * width
+    column = tl.arange(0, VALUE_WIDTH)
+    return start + (tl.arange(0, ROWS)[:, None] * width + column[None, :]), tl.broadcast_to((column < width)[None, :], [ROWS, VALUE_WIDTH])
+
+
+@triton.jit
+def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr):
+    """Addresses (ROWS,) of the same rows' sums of ones."""
+    rows = place.pairs * (BLOCK * BLOCK) + KEY_WIDTH + 1
+    return place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + tl.cast(rows, tl.int64) * width + row + tl.arange(0, ROWS)
+
+
+@triton.jit
+def sums_of(place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Rows of the sums as a side of a product."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    if traits.wide:
+        return found
+    else:
+        return found.to(like.start.dtype.element_ty)
+
+
+@triton.jit
+def narrowed(x, like, traits: tl.constexpr):
+    """A side of a product in the type in which products are made."""
+    if traits.wide:
+        return x.to(tl.float32)
+    else:
+        return x.to(like.start.dtype.element_ty)
+
+
+@triton.jit
+def against(a, b, traits: tl.constexpr):
+    """a b^T of sides in one type, float32 sums."""
+    if traits.wide:
+        return tl.dot(a, tl.trans(b), input_precision="tf32")
+    else:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
+def token_terms(
+    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, sizes, tokens, place, traits: tl.constexpr,
+    OF_KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(which tokens are there, what their vectors are multiplied by, what their features are, what they bring for v = 1)."""
+    row = first + tl.arange(0, ROWS)
+    there = row < stop
+    gain = there.to(tl.float32)
+    if traits.normalise:
+        gain = row_numbers(inverse, line, first, tokens, ROWS, 0.0)
+    number = tl.full([ROWS], 1.0, tl.float32)
+    if OF_KEYS:
+        if traits.key_mask:
+            there = there & (row_numbers(key_mask, batch, first, tokens, ROWS, 0) != 0)
+        kept = there.to(tl.float32)
+    else:
+        gain = gain * tl.load(scale + head)
+        if traits.packed:
+            there = there & (tl.load(edges + row, mask=there, other=0) < tl.minimum(border * place.chunk, sizes.keys))
+        kept = tl.where(there, row_numbers(factor, line, first, tokens, ROWS, 0.0), 0.0)
+        if traits.anchor == "row":
+            number = -tl.where(there, row_numbers(delta, line, first, tokens, ROWS, 0.0), 0.0)
+    return there, gain, kept, number
+
+
+@triton.jit
+def absorb_kernel(
+    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, sizes, tokens, heads, groups, from_border,
+    traits: tl.constexpr, OF_KEYS: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What tokens bring to one strip of a key head's sums at one border: of keys psi(k) [v, 1], of queries w psi(q) [dy, -delta] factor.
+
+    ranges (2, count + 1): the tokens of each border. SQUARES: a strip of products of two coordinates; else the vectors themselves and 1.
+    """
+    strips = place.pairs * (BLOCK // LEFT) if SQUARES else 1
+    strip = tl.program_id(0) % strips
+    borders = place.count + 1 - from_border
+    border = tl.program_id(0) // strips % borders + from_border
+    kv_line = tl.program_id(0) // strips // borders
+    kv_heads = heads // groups
+    batch, kv_head = kv_line // kv_heads, kv_line % kv_heads
+    start, stop = tl.load(ranges + border), tl.load(ranges + place.count + 1 + border)
+    FEATURES: tl.constexpr = LEFT * BLOCK if SQUARES else KEY_WIDTH
+    total = tl.zeros([FEATURES, VALUE_WIDTH], tl.float32)
+    mass = tl.zeros([FEATURES], tl.float32)
+    constant = tl.zeros([VALUE_WIDTH], tl.float32)
+    constant_mass = 0.0
+    left, right, times = 0, 0, 1.0
+    if SQUARES:
+        left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
+    blocks = tl.cdiv(tl.maximum(stop - start, 0), ROWS)
+    for index in tl.range(0, blocks * groups):
+        head = kv_head * groups + index // tl.maximum(blocks, 1)
+        first = start + index % tl.maximum(blocks, 1) * ROWS
+        there, gain, kept, number = token_terms(
+            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges, sizes, tokens, place, traits,
+            OF_KEYS, ROWS,
+        )  # fmt: skip
+        row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, VALUE_WIDTH)
+        if SQUARES:
+            by = kept * gain * gain
+            if not OF_KEYS:
+                by = by * (tl.load(weights + head * 3 + 2) * times)
+            a = columns(x, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * by[:, None]
+            made = products(a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
+        else:
+            by, one = kept * gain, kept
+            if not OF_KEYS:
+                by, one = by * tl.load(weights + head * 3 + 1), one * tl.load(weights + head * 3)
+            made = columns(x, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * by[:, None]
+            constant += tl.sum(row_tile * one[:, None], 0)
+            constant_mass += tl.sum(number * one, 0)
+        total = weighted(tl.trans(narrowed(made, rows, traits)), narrowed(row_tile, rows, traits), total, traits)
+        if traits.anchor == "row":
+            mass += tl.sum(made * number[:, None], 0)
+    row = strip * FEATURES if SQUARES else place.pairs * (BLOCK * BLOCK)
+    width = sizes.value_dim
+    at, inside = places(place, kv_line, border, row, width, FEATURES, VALUE_WIDTH)
+    tl.store(at, total, mask=inside)
+    if traits.anchor == "row":
+        tl.store(mass_places(place, kv_line, border, row, width, FEATURES, BLOCK, KEY_WIDTH), mass)
+    if not SQUARES:
+        last = (tl.cast(kv_line, tl.int64) * (place.count + 1) + border) * place.size
+        column = tl.arange(0, VALUE_WIDTH)
+        tl.store(place.sums + last + (row + KEY_WIDTH) * width + column, constant, mask=column < width)
+        if traits.anchor == "row":
+            tl.store(place.sums + last + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH, constant_mass)
+
+
+@triton.jit
+def carry_kernel(sums, kept, size, count, PACKED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """Parts become sums in place: at border b those of b and all before it (REVERSE: after it) as far as they go on into each other."""
+    blocks = tl.cdiv(size, WIDTH)
+    column = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
+    line = sums + tl.cast(tl.program_id(0) // blocks, tl.int64) * (count + 1) * size
+    running = tl.load(line + tl.cast(count if REVERSE else 0, tl.int64) * size + column, mask=column < size, other=0.0)
+    for step in tl.range(0, count):
+        border = count - 1 - step if REVERSE else step + 1
+        if PACKED:
+            goes_on = tl.load(kept + (border if REVERSE else border - 1)) != 0
+            running = tl.where(goes_on, running, 0.0)
+        at = line + tl.cast(border, tl.int64) * size + column
+        running += tl.load(at, mask=column < size, other=0.0)
+        tl.store(at, running, mask=column < size)
+
+
+# ---- on the host ----
+
+# numbers of the sums that a program carries on
+_CARRIED = 1024
+
+
+class Strips(NamedTuple):
+    """Tile sizes of a kernel over strips: tokens, coordinates on the left of a strip (of at most a block), tokens on the other side of scores
+    (0 = it makes none), warps, stages of loads in flight."""
+
+    rows: int
+    left: int
+    others: int
+    warps: int
+    stages: int
+
+    def tiling(self) -> Tiling:
+        return Tiling(self.rows, self.others, self.warps, self.stages)
+
+
+# by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
+_STRIPS: dict[tuple[str, str, int], Strips] = {
+    ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
+    ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
+    ("absorb", "half", 256): Strips(32, 2, 0, 8, 1),
+    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read", "half", 128): Strips(64, 4, 32, 8, 1),
+    ("read", "half", 256): Strips(32, 2, 16, 8, 1),
+    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("read_back", "half", 128): Strips(32, 4, 32, 8, 1),
+    ("read_back", "half", 256): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 128): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "half", 256): Strips(16, 2, 16, 8, 1),
+    ("absorb", "wide", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "wide", 128): Strips(32, 2, 0, 8, 1),
+    ("absorb", "wide", 256): Strips(16, 2, 0, 8, 1),
+    ("read", "wide", 64): Strips(64, 4, 32, 8, 1),
+    ("read", "wide", 128): Strips(32, 2, 16, 8, 1),
+    ("read", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("read_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("read_back", "wide", 128): Strips(16, 2, 16, 8, 1),
+    ("read_back", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
+    ("absorb", "single", 64): Strips(32, 4, 0, 8, 2),
+    ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
+    ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
+    ("read", "single", 64): Strips(16, 4, 16, 8, 1),
+    ("read", "single", 128): Strips(16, 2, 16, 8, 1),
+    ("read", "single", 256): Strips(16, 1, 16, 8, 1),
+    ("read_back", "single", 64): Strips(16, 2, 16, 8, 1),
+    ("read_back", "single", 128): Strips(16, 1, 16, 8, 1),
+    ("read_back", "single", 256): Strips(16, 1, 16, 8, 1),
+    ("keys_back", "single", 64): Strips(16, 2, 16, 8, 1),
+    ("keys_back", "single", 128): Strips(16, 1, 16, 8, 1),
+    ("keys_back", "single", 256): Strips(16, 1, 16, 8, 1),
+}
+
+
+def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Strips:
+    """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
+    kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
+    return _STRIPS[kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))]
+
+
+class Call(NamedTuple):
+    """A call's part that forward and backward share. weights (H, 3): what powers 0, 1, 2 of the score count."""
+
+    tile: tiles.Call
+    form: Layout
+    borders: Borders
+    weights: Tensor
+    mass: bool
+
+    @property
+    def size(self) -> int:
+        """Numbers of a key head's sums at one border."""
+        return self.form.rows * (self.tile.sizes.value_dim + self.mass)
+
+    def place(self, sums: Tensor) -> Place:
+        """``sums`` (B, Hkv, count + 1, size) as kernels take them."""
+        return Place(sums, self.size, self.form.left, self.form.right, self.form.pairs, self.borders.count, self.borders.chunk)
+
+    def empty(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape[0], like.shape[1], self.borders.count + 1, self.size, dtype=torch.float32, device=like.device)
+
+    def widths(self) -> dict[str, int]:
+        return {"BLOCK": self.form.block, "KEY_WIDTH": self.form.width, "VALUE_WIDTH": padded(self.tile.sizes.value_dim)}
+
+    def left(self, strips: Strips) -> int:
+        """Rows of a pair of blocks that make a strip; the matrix units take no fewer than 16 features."""
+        return min(max(strips.left, 16 // self.form.block), self.form.block)
+
+
+def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, factor: Tensor | None, delta: Tensor | None, from_border: int) -> None:
+    """Write what tokens bring to each border from ``from_border`` on: keys and values, or, where ``factor`` is given, queries and gradients."""
+    of_keys = factor is None
+    batch, kv_heads = sums.shape[:2]
+    form, tile = call.form, call.tile
+    strips = choose("absorb", x, rows, tile.traits)
+    line_borders = batch * kv_heads * (call.borders.count + 1 - from_border)
+    for squares in (True, False):
+        programs = line_borders * (form.pairs * (form.block // call.left(strips)) if squares else 1)
+        tiles.launch(
+            absorb_kernel,
+            programs,
+            (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums), call.borders.keys if of_keys else call.borders.queries,
+             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights, call.borders.edges, tile.sizes,
+             x.shape[2], x.shape[1], x.shape[1] // kv_heads, from_border),
+            {"traits": tile.traits, "OF_KEYS": of_keys, "SQUARES": squares, "ROWS": strips.rows, "LEFT": call.left(strips), **call.widths()},
+            strips.tiling(),
+        )  # fmt: skip
+
+
+def carry(call: Call, sums: Tensor, reverse: bool) -> None:
+    """Parts into sums, in place."""
+    tiles.launch(
+        carry_kernel,
+        sums.shape[0] * sums.shape[1] * ceil_div(call.size, _CARRIED),
+        (sums, call.borders.kept, call.size, call.borders.count),
+        {"PACKED": call.tile.traits.packed, "REVERSE": reverse, "WIDTH": _CARRIED},
+        Tiling(_CARRIED, 0, 4, 1),
+    )
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    segment_start: Tensor | None, spec: SumsSpec,
+) -> Call:  # fmt: skip
+    """What the kernels of a call are told."""
+    form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
+    chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
+    found = sums_layout.borders(lo, hi, segment_start, k.shape[2], chunk, spec.keeps, q.device)
+    tile = tiles.call(q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False))
+    tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))
+    weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
+    return Call(tile, form, found, weights, spec.anchor == "row")
+
+
+def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
+    """The sums at every border, (B, Hkv, count + 1, size)."""
+    sums = call.empty(k)
+    sums[:, :, 0] = 0 if initial is None else sums_layout.from_rows(sums_layout.from_memory(initial, call.form), v.shape[3])
+    if call.borders.count:
+        absorb(call, sums, k, v, scale, None, None, 1)
+        carry(call, sums, False)
+    return sums
+
+
+__all__ = ["Call", "Place", "Strips", "absorb", "absorb_kernel", "carry", "carry_kernel", "choose", "known", "prepare"]

@@ -1,0 +1,53 @@
+"""Whether what a call is about to allocate fits into the memory that is free."""
+
+from pathlib import Path
+
+import torch
+
+from zonal.errors import InsufficientMemoryError
+
+# calls that need less are not held up by the question
+_ASKED_FROM = 1 << 28
+
+
+def free(device: torch.device | str) -> int | None:
+    """Bytes that can still be allocated on a device, or None where the system does not say.
+
+    CUDA: what the driver has and what torch's allocator holds unused. Linux: what the kernel counts as available, or what the control
+    group of the process leaves, if that is less.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    found = [*_available(Path("/proc/meminfo")), *_left(Path("/sys/fs/cgroup"))]
+    return min(found, default=None)
+
+
+def _available(meminfo: Path) -> list[int]:
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+
+
+def _left(group: Path) -> list[int]:
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - int(used))]
+
+
+def require(call: str, what: str, size: int, device: torch.device | str, advice: str) -> None:
+    """Raise InsufficientMemoryError, with both numbers, when ``size`` bytes for ``what`` are more than is free on the device."""
+    if torch.compiler.is_compiling() or size < _ASKED_FROM:  # the system cannot be asked inside a graph
+        return
+    left = free(device)
+    if left is not None and size > left:
+        raise InsufficientMemoryError(f"{call}: {what} take {size / 2**30:,.1f} GiB, and {left / 2**30:,.1f} GiB of memory are free. {advice}")
+
+
+__all__ = ["free", "require"]
