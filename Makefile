@@ -45,9 +45,10 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 
-bench-peers: $(STAMP)  ## linear attention of other libraries, installed first (about 5 minutes, run alone)
+bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, installed first (about 8 minutes, run alone)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[bench]" -c constraints.txt
 	@$(BIN)/python -m benchmarks.linear_peers --out results/benchmarks/linear_peers.json
+	@$(BIN)/python -m benchmarks.backbones --out results/benchmarks/backbones.json
 
 bench-fidelity: $(STAMP)  ## how near feature maps come to their kernel, and the picture of docs/slay.md (about 15 minutes of one core; goes on where it stopped)
 	@$(BIN)/python -m benchmarks.fidelity --resume --out results/benchmarks/fidelity.json --picture docs/fidelity.svg

@@ -9,6 +9,7 @@ bare matrix products of the projections' shapes take is ``projections``: what no
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common
+from zonal import store
 from zonal.errors import ArgumentError
 from zonal.nn import Mamba2, Mamba3
 from zonal.nn.recurrence import ssd
@@ -124,7 +126,8 @@ def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
     parser = common.parser(__doc__ or "", "backbones")
-    parser.add_argument("--width", type=int, default=None, help="only this width (default: all)")
+    parser.add_argument("--rows", type=int, default=None, help="measure at most so many rows (default: all)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out already holds and measure the others")
     options: argparse.Namespace = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
@@ -132,32 +135,39 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
 
     start = common.circumstances(device)
-    rows, errors = [], {}
-    for width, state in SHAPES[:1] if options.quick else [shape for shape in SHAPES if options.width in (None, shape[0])]:
-        other = peer(width, state)
-        layer, third = Mamba2(width, state=state), Mamba3(width, state=state)
-        layer.load_transformers(other.state_dict())
-        errors[str(width)] = gate(layer, other, width)
-        for gradients in (False, True):
-            x = torch.randn(1, LENGTH, width, requires_grad=gradients)
-            pairs = 3 if options.quick else 7
-            row: dict[str, object] = {"width": width, "state": state, "T": LENGTH, "gradients": gradients}
-            row["layer"] = common.compare(timed(layer, x, gradients), timed(other, x, gradients), device, pairs=pairs, budget=9).to_dict()
-            row["scan"] = common.compare(*scans(layer, other, gradients), device, pairs=pairs, budget=7).to_dict()
-            row["mamba3"] = common.compare(timed(third, x, gradients), timed(other, x, gradients), device, pairs=pairs, budget=7).to_dict()
-            if not gradients:
-                row["projections"] = common.compare(projections(layer, x), timed(other, x, False), device, pairs=pairs, budget=4).to_dict()
-                for name, one in (("decode", decoding(layer, width)), ("decode_mamba3", decoding(third, width))):
-                    times = common.interleaved({name: one}, device, rounds=3, budget=2)[name]
-                    row[f"{name}_microseconds"] = round(common.Quantiles.of(times).median / STEPS * 1e6, 1)
-                row["memory_bytes"], row["mamba3_memory_bytes"] = layer.memory_bytes(LENGTH), third.memory_bytes(LENGTH)
-            rows.append(row)
-            print(line(row), flush=True)
-    common.report(
-        options.out, "backbones", __doc__ or "", {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
-        {"errors": errors, "transformers": transformers.__version__}, start,
-    )  # fmt: skip
+    held = store.read_json(options.out) if options.resume and Path(options.out).is_file() else {"rows": [], "summary": {"errors": {}}}
+    rows, errors = list(held["rows"]), dict(held["summary"]["errors"])
+    wanted = [(width, state, gradients) for width, state in (SHAPES[:1] if options.quick else SHAPES) for gradients in (False, True)]
+    missing = [key for key in wanted if key not in [(row["width"], row["state"], row["gradients"]) for row in rows]]
+    for width, state, gradients in missing[: options.rows]:
+        rows.append(measured(width, state, gradients, errors, device, 3 if options.quick else 7))
+        print(line(rows[-1]), flush=True)
+        common.report(
+            options.out, "backbones", __doc__ or "", {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
+            {"errors": errors, "transformers": transformers.__version__}, start,
+        )  # fmt: skip
     return 0
+
+
+def measured(width: int, state: int, gradients: bool, errors: dict[str, Any], device: torch.device, pairs: int) -> dict[str, Any]:
+    """One row; the errors of its width are added to ``errors``."""
+    other = peer(width, state)
+    layer, third = Mamba2(width, state=state), Mamba3(width, state=state)
+    layer.load_transformers(other.state_dict())
+    errors[str(width)] = gate(layer, other, width)
+    x = torch.randn(1, LENGTH, width, requires_grad=gradients)
+    row: dict[str, Any] = {"width": width, "state": state, "T": LENGTH, "gradients": gradients}
+    works = timed(layer, x, gradients), timed(other, x, gradients), timed(third, x, gradients)
+    row["layer"] = common.compare(works[0], works[1], device, pairs=pairs, budget=10).to_dict()
+    row["scan"] = common.compare(*scans(layer, other, gradients), device, pairs=pairs, budget=8).to_dict()
+    row["mamba3"] = common.compare(works[2], works[1], device, pairs=pairs, budget=10).to_dict()
+    if not gradients:
+        row["projections"] = common.compare(projections(layer, x), works[1], device, pairs=pairs, budget=4).to_dict()
+        for name, one in (("decode", decoding(layer, width)), ("decode_mamba3", decoding(third, width))):
+            times = common.interleaved({name: one}, device, rounds=3, budget=2)[name]
+            row[f"{name}_microseconds"] = round(common.Quantiles.of(times).median / STEPS * 1e6, 1)
+        row["memory_bytes"], row["mamba3_memory_bytes"] = layer.memory_bytes(LENGTH), third.memory_bytes(LENGTH)
+    return row
 
 
 def line(row: dict[str, object]) -> str:
