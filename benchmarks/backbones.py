@@ -52,7 +52,7 @@ def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
     assert isinstance(y, Tensor)
     assert isinstance(wanted, Tensor)
     assert exact.grad is not None
-    found = {"ours": common.gate("Mamba2", y, wanted, 1e-5), "theirs": common.gate("transformers", theirs, wanted, 1e-4)}
+    found = {name: common.gate(name, result.detach(), wanted.detach(), 1e-4) for name, result in (("ours", y), ("theirs", theirs))}
     for name, result in (("ours", y), ("theirs", theirs)):
         gradient = torch.autograd.grad(result.square().sum(), x)[0]
         found[f"{name}_gradient"] = common.gate(f"{name}: gradient", gradient, exact.grad, 1e-4)
@@ -75,10 +75,8 @@ def scans(layer: Mamba2, other: Any, gradients: bool) -> tuple[Callable[[], obje
     from transformers.models.mamba2 import modeling_mamba2
 
     sizes = layer.sizes
-    leaf = {"requires_grad": gradients}
-    x = torch.randn(1, LENGTH, sizes.heads, sizes.head_dim, **leaf)
-    b, c = (torch.randn(1, LENGTH, 1, sizes.state, **leaf) for _ in range(2))
-    raw = torch.randn(1, LENGTH, sizes.heads, **leaf)
+    shapes = ((sizes.heads, sizes.head_dim), (1, sizes.state), (1, sizes.state), (sizes.heads,))
+    x, b, c, raw = (torch.randn(1, LENGTH, *shape, requires_grad=gradients) for shape in shapes)
     operator, rate, bias = ssd(), layer.log_rate.detach().exp(), layer.step_bias.detach()
 
     def ours() -> Tensor:
@@ -92,7 +90,7 @@ def scans(layer: Mamba2, other: Any, gradients: bool) -> tuple[Callable[[], obje
     def theirs() -> Tensor:
         return modeling_mamba2.mamba2_chunk_scan(x, raw, -rate, b, c, other.chunk_size, dt_bias=bias, dt_softplus=True)
 
-    common.gate("scan", ours(), theirs().detach().double(), 1e-4)
+    common.gate("scan", ours().detach(), theirs().detach().double(), 1e-4)
 
     def work(run: Callable[[], Tensor]) -> Callable[[], object]:
         return (lambda: torch.autograd.grad(run().sum(), [x, b, c, raw])) if gradients else run
