@@ -38,7 +38,7 @@ LARGE = {
     "random padding": Case(padding="random", queries=350, keys=350, key_dim=4, value_dim=11, kv_heads=1),
     "documents": Case(batch=1, packed=(0, 1, 40, 300, 311, 650), queries=650, keys=650, key_dim=4, value_dim=8),
     "strided": Case(strided=True, queries=300, keys=300, key_dim=8, value_dim=12),
-    "made again": Case(batch=1, heads=2, kv_heads=2, queries=1300, keys=1300, key_dim=24, value_dim=20),
+    "made again": Case(batch=1, heads=2, kv_heads=2, queries=1100, keys=1100, key_dim=24, value_dim=20),
 }
 KINDS: dict[str, Callable[[], Operator]] = {
     "ridge": m.ridge,
@@ -80,9 +80,18 @@ def assert_as_good(got: list[Tensor], other: list[Tensor], truth: list[Tensor], 
         assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case_name", [name for name, case in {**CASES, **LARGE}.items() if not case.key_bias])
-@pytest.mark.parametrize("name", KINDS)
+# the definition solves for each token, and takes most of the time: these stand for all kinds in what concerns the number type and what is made again
+CHOSEN = ("ridge", "ska-2", "long chunks")
+CALLS = [
+    (name, case_name, dtype)
+    for name in KINDS
+    for case_name, case in {**CASES, **LARGE}.items()
+    for dtype in (torch.float32, torch.bfloat16)
+    if not case.key_bias and (name in CHOSEN or (dtype == torch.float32 and case_name != "made again"))
+]
+
+
+@pytest.mark.parametrize(("name", "case_name", "dtype"), CALLS)
 def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and every gradient, with at most twice the error of torch's blocks in the same precision."""
     case = {**CASES, **LARGE}[case_name]
