@@ -135,6 +135,22 @@ def test_a_fresh_layer_trains_in_float32(kind):
     assert all(0 < rate < 1 for rate in layer.learned()["rates"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_any_size_are_solved_alike(kind):
+    """A token that hardly matters to the loss must not spoil the gradient of all the others."""
+    layer, u = make(kind).float(), tokens().float()
+    found = []
+    for scale in (1.0, 1e-15, 1e-20, 1e-21, 1e-22):  # the squares of the last three underflow
+        weight = tokens(seed=8).float()
+        weight[:, ::2] *= scale
+        layer.zero_grad()
+        (layer(u) * weight).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in layer.parameters()]))
+    assert found[0].isfinite().all()
+    assert (found[0] - found[1]).norm() > 0.1 * found[0].norm()
+    assert all((one - found[1]).norm() < 1e-4 * found[1].norm() for one in found[2:])
+
+
 # --- solvers -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """MesaNet: each token's query is solved against all keys so far, by conjugate gradients."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
 from zonal.nn.fast_weights import FastWeights
 from zonal.nn.initialise import Draws
-from zonal.nn.recurrence import inverse_softplus
 from zonal.nn.solvers import conjugate_gradients, solution
 
 
@@ -32,7 +32,7 @@ class MesaNet(FastWeights):
         steps: steps of conjugate gradients at most.
         tolerance: a token stops when its residual is at most tolerance · ‖q‖; 0 = all steps.
         ridge_floor: the least entry of Λ; all start at 1, or at twice the floor where that is more.
-        forget_bias: where b starts.
+        forget_bias: where b starts; 4 keeps 0.98 of the past over a token, 0 half of it.
         norm_eps: ε of the norm.
 
     The derivative is that of the exact solution, by one more solve, and as exact as ``steps`` make it.
@@ -58,7 +58,7 @@ class MesaNet(FastWeights):
         steps: int = 30,
         tolerance: float = 0.0,
         ridge_floor: float = 0.25,
-        forget_bias: float = 0.0,
+        forget_bias: float = 4.0,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(dim, state, head_dim, expand, conv, norm_eps)
@@ -79,8 +79,8 @@ class MesaNet(FastWeights):
     def _reset_gates(self, draws: Draws) -> None:
         nn.init.constant_(self.forget_bias, self.forget_start)
         nn.init.zeros_(self.write_bias)
-        over = torch.tensor(max(1 - self.ridge_floor, self.ridge_floor))
-        nn.init.constant_(self.raw_ridge, float(inverse_softplus(over)))
+        # softplus⁻¹
+        nn.init.constant_(self.raw_ridge, math.log(math.expm1(max(1 - self.ridge_floor, self.ridge_floor))))
 
     def ridge(self) -> Tensor:
         """Λ (H, N), in float32 or better."""

@@ -19,6 +19,9 @@ def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, t
     A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; with a tolerance the iteration ends
     when all do. In exact arithmetic N steps solve a system of size N.
     """
+    # gradients come in any size, and their squares would underflow
+    scale = q.abs().amax(-1, keepdim=True)
+    q = q / scale.clamp_min(torch.finfo(q.dtype).tiny)
     x = q / diagonal
     r = q - apply(x)
     p, square = r, r.square().sum(-1, keepdim=True)
@@ -33,7 +36,7 @@ def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, t
         after = r.square().sum(-1, keepdim=True)
         p = torch.addcmul(r, torch.where(going, after / square, 0), p)
         square = torch.where(going, after, square)
-    return x
+    return x * scale
 
 
 def chebyshev(apply: Apply, q: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
