@@ -340,7 +340,7 @@ def test_packed_documents_equal_separate_ones(kind, path):
 def test_padded_prefill_then_decode_equals_each_row_alone(kind):
     layer = make(kind)
     rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
-    more, u, mask = tokens(3, 4, seed=6), 50 * tokens(3, 9, seed=7), torch.zeros(3, 9, dtype=torch.bool)
+    more, u, mask = tokens(3, 4, seed=6), torch.full((3, 9, 12), float("nan"), dtype=torch.float64), torch.zeros(3, 9, dtype=torch.bool)
     for index, (row, side) in enumerate(zip(rows, ["left", "right", "left"], strict=True)):
         place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
         mask[index, place] = True
