@@ -35,7 +35,7 @@ class Train:
     """Train one model."""
 
     operator: str = "softmax"
-    """One operator (or mamba2, mamba3) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
+    """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     learning_rate: float = 3e-3
     """Highest learning rate."""
     seed: int = 0

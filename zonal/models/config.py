@@ -19,7 +19,7 @@ class ModelConfig:
         vocab_size: number of tokens V.
         dim: width of the residual stream.
         layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a layer of
-            attention, or "mamba2" or "mamba3", which have sizes and a convolution of their own. One line such as
+            attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of their own. One line such as
             "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
         heads: query heads of every layer of attention.
         kv_heads: key and value heads; None = ``heads``.

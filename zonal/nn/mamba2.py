@@ -14,10 +14,7 @@ from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
-from zonal.nn.recurrence import Sizes, draw_log_uniform_, draw_steps_, ssd
-
-# rates A that heads start with
-_RATES = (1.0, 16.0)
+from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
 
 
 class Mamba2(TokenMixer):
@@ -84,7 +81,7 @@ class Mamba2(TokenMixer):
                 nn.init.zeros_(linear.bias)
         self.convolution.reset_parameters(draws.child("convolution"))
         draw_steps_(self.step_bias, draws, "step_bias")
-        draw_log_uniform_(self.log_rate, draws, "log_rate", *_RATES)
+        draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
         nn.init.ones_(self.skip)
         self.norm.reset_parameters()
 

@@ -1,6 +1,7 @@
 """What a comparison folder says, read from its files alone.
 
-A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``.
+A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``,
+and ``diagnostics.json`` where its memories were looked into.
 A run that was killed may leave a last line half written: that line is dropped. Anything else that does not fit is a
 FileFormatError which names the file and the key.
 """
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
+from zonal.report import diagnostics
+from zonal.report.diagnostics import Diagnostics
 from zonal.store import read_json
 
 STATUSES = ("pending", "running", "done", "failed", "stopped")
@@ -69,6 +72,7 @@ class Run:
     learned_before: tuple[Mapping[str, Any], ...]
     training: tuple[Point, ...]
     evaluations: tuple[Point, ...]
+    diagnostics: Diagnostics | None = None
 
     @property
     def done(self) -> bool:
@@ -199,6 +203,7 @@ def _run(path: Path) -> Run:
         learned_before=tuple(record.get("learned_before") or ()),
         training=curves["train"],
         evaluations=curves["eval"],
+        diagnostics=diagnostics.load(path.parent),
     )
 
 
