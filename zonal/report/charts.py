@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.report import formats, style
+from zonal.report import formats, style, transfer
 from zonal.report.records import Point, Run
 from zonal.report.summary import METRIC_NAMES, Row, Summary
 
@@ -134,6 +134,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "speed": row.tokens_per_second and rounded(row.tokens_per_second.mean),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(row, runs),
+        "transfer": transfer.lines(row),
     }
 
 
@@ -144,6 +145,7 @@ def payload(summary: Summary, identifier: str, keys: Mapping[str, str], looks: M
         "metric": summary.data.metric,
         "metricName": METRIC_NAMES[summary.data.metric],
         "higher": summary.data.higher_is_better,
+        "trained": transfer.trained_length(summary),
         "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from zonal.report import charts, commands, formats, glossary, style, table
+from zonal.report import charts, commands, formats, glossary, style, table, transfer
 from zonal.report.summary import METRIC_NAMES, Summary
 
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
@@ -68,6 +68,10 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "strips": strips,
         "slices": slices,
         "learned": table.learned(summary),
+        "transfer": transfer.tables(summary),
+        "transfer_panels": transfer.panels(summary),
+        "transfer_pairs": transfer.slices(summary, "pairs"),
+        "published": data.published,
         "kernels": [keys[row.operator] for row in kernels],
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
