@@ -76,7 +76,7 @@ def defaults(words: Sequence[str]) -> Compare | None:
         return None
     preset = presets.PRESETS[name]
     return Compare(
-        preset=name, operators=preset.operators, seeds=preset.seeds, learning_rates=preset.learning_rate, task=preset.task, model=preset.model, training=preset.training
+        preset=name, operators=preset.operators, seeds=preset.seeds, learning_rates=preset.learning_rates, task=preset.task, model=preset.model, training=preset.training
     )
 
 

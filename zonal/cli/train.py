@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from zonal import tasks
-from zonal.cli import presets
+from zonal.cli import parse, presets
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
@@ -64,7 +64,7 @@ def defaults(words: Sequence[str]) -> Train | None:
     preset = presets.PRESETS[name]
     first = next(iter(preset.models.values()))
     return Train(
-        preset=name, operator=first, learning_rate=float(preset.learning_rate), task=preset.task, model=preset.model, training=preset.training
+        preset=name, operator=first, learning_rate=parse.learning_rates(preset.learning_rates)[0], task=preset.task, model=preset.model, training=preset.training
     )
 
 

@@ -38,7 +38,7 @@ from zonal.tasks.task import IGNORED
 MARKERS = "?:>=[]#"
 MOST_QUESTIONS = 4
 MOST_COMMON = 3
-OFFSETS = (0, 1, 2, 3, 4)
+OFFSETS = (1, 2, 3, 4)
 LEAST_VOCABULARY = 32
 
 T = TypeVar("T")
