@@ -49,13 +49,19 @@ class TransferTask(Protocol):
 
 class Predictor(Protocol):
     """A module with ``predict``: (tokens, targets) → predicted ids (N,), target ids (N,), row of each (N,), and the
-    cross-entropy of each in nats (N,), for the N supervised positions. piece: read so many tokens at a time, None all at once."""
+    cross-entropy of each in nats (N,), for the N supervised positions."""
 
     training: bool
 
-    def predict(self, tokens: Tensor, targets: Tensor, *, piece: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def predict(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def train(self, mode: bool = True) -> Any: ...
+
+
+class PieceReader(Predictor, Protocol):
+    """A predictor that can read so many tokens at a time, each piece from its memory of those before."""
+
+    def predict(self, tokens: Tensor, targets: Tensor, *, piece: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class Accumulator:
@@ -140,14 +146,19 @@ class Cells:
         return found
 
 
-def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None = None) -> None:
-    """Predict one batch on ``device`` and add it to ``into``. piece: tokens that are read at a time, None all at once."""
+def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device) -> None:
+    """Predict one batch on ``device`` and add it to ``into``."""
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-    predicted, target, row, loss = model.predict(tokens, targets, piece=piece)
-    into.add(predicted, target, row, loss, tokens.shape[0], batch.slices)
+    into.add(*model.predict(tokens, targets), tokens.shape[0], batch.slices)
 
 
-def evaluate_transfer(model: Predictor, task: TransferTask, *, batch_size: int, piece: int | None = None) -> list[dict[str, Any]]:
+def accumulate_in_pieces(model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None) -> None:
+    """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them whole."""
+    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+    into.add(*model.predict(tokens, targets, piece=piece), tokens.shape[0], batch.slices)
+
+
+def evaluate_transfer(model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None) -> list[dict[str, Any]]:
     """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see ``Cells.result``.
 
     piece: sequences that are longer are read so many tokens at a time from the model's memory, as a decoder would; None reads them whole.
@@ -156,7 +167,7 @@ def evaluate_transfer(model: Predictor, task: TransferTask, *, batch_size: int, 
     cells = Cells()
     with _evaluating(model) as device:
         for batch in task.transfer_batches(batch_size):
-            accumulate(model, batch, cells.of(batch), device, piece)
+            accumulate_in_pieces(model, batch, cells.of(batch), device, piece)
     return cells.result()
 
 

@@ -31,7 +31,7 @@ _TASKS = {
     "mqar-iclr24-fig2": _Entry("figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples")),
     **{name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS) for name, kind in KINDS.items() if name != "mqar"},
     "mqar-gap": _Entry(f"retrieval: {KINDS['mqar'].about}", _RETRIEVAL_ARGUMENTS),
-    "mqar-grid": _Entry("mqar-gap with 4 to 32 pairs in 128 tokens and more; then measured up to 4096 tokens", _MIXED_ARGUMENTS),
+    "mqar-grid": _Entry("mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens", _MIXED_ARGUMENTS),
     "mixed": _Entry("system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens", _MIXED_ARGUMENTS),
     "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS),
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS),
@@ -90,14 +90,14 @@ def resolve(
         return _mixed(name, given)
     if name == "mqar-grid":
         return _mqar_grid(given)
-    if name in KINDS or name == "mqar-gap":
-        return _retrieval(name, given)
-    return _single(name, given)
+    if name in ("mqar", "mqar-demo", "mqar-8k"):
+        return _single(name, given)
+    return _retrieval(name, given)
 
 
 def _retrieval(name: str, given: dict[str, Any]) -> Retrieval:
     """One kind at one shape, without transfer."""
-    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 4), given.get("length", 64))
+    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 16 if name.startswith("offset") else 4), given.get("length", 64))
     return Retrieval(
         [Stage(0, (shape,))], vocab_size=given.get("vocab_size", 128), test_examples=given.get("test_examples", 500), seed=given.get("seed", 0), name=name
     )
@@ -126,10 +126,13 @@ def _mixed(name: str, given: dict[str, Any]) -> Retrieval:
 
 
 def _mqar_grid(given: dict[str, Any]) -> Retrieval:
-    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell."""
+    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell.
+
+    It begins with few pairs in 64 tokens: from many pairs alone, models of this size learn nothing for a long while.
+    """
     shapes = tuple(Shape("mqar", pairs, 256 if pairs == 32 else 128) for pairs in (4, 8, 16, 32))
     return Retrieval(
-        [Stage(0, shapes)],
+        [Stage(0, grid(("mqar",), (1, 2, 4, 8), (64,))), Stage(200, shapes)],
         transfer_shapes=grid(("mqar",), (4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096)),
         test_examples=given.get("test_examples", 50),
         transfer_examples=given.get("test_examples", 32),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zonal.errors import ArgumentError, NonFiniteError
-from zonal.evaluation.metrics import Accumulator, Cells, accumulate
+from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces
 from zonal.models import CausalLM
 from zonal.models.layers import entry_of
 from zonal.tasks.task import Batch, Task
@@ -281,7 +281,7 @@ class _Run:
                 for index, (batch, total, piece) in enumerate(work):
                     if self.should_stop():
                         return False
-                    accumulate(self.model, batch, total, self.device, piece)
+                    accumulate_in_pieces(self.model, batch, total, self.device, piece)
                     self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
         finally:
             self.model.train()
