@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from zonal import tasks
+from zonal.cli import parse, presets
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
@@ -27,6 +29,7 @@ Examples:
   zonal train --task text --operator sko --steps 500
   zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --dim 128 --steps 2000
   zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
+  zonal train --preset echo-table3 --operator 'mamba2(state=16)*2, ska(power=1)*2'
   zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99"""
 
 
@@ -34,6 +37,8 @@ Examples:
 class Train:
     """Train one model."""
 
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    """An experiment of a paper: echo-table2, echo-table3 or echo-mqar. It fills in what is not given here, the task among it."""
     operator: str = "softmax"
     """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     learning_rate: float = 3e-3
@@ -49,6 +54,18 @@ class Train:
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+def defaults(words: Sequence[str]) -> Train | None:
+    """The options that a preset named among ``words`` stands for, with its first model. Raises: ArgumentError when there is none of that name."""
+    name = presets.named(words, "train")
+    if name is None:
+        return None
+    preset = presets.PRESETS[name]
+    first = next(iter(preset.models.values()))
+    return Train(
+        preset=name, operator=first, learning_rate=parse.learning_rates(preset.learning_rates)[0], task=preset.task, model=preset.model, training=preset.training
+    )
 
 
 def layers_of(text: str, layers: int) -> tuple[str, ...]:

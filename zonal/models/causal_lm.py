@@ -124,10 +124,21 @@ class CausalLM(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        piece: int | None = None,
     ) -> Predictions:
-        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``."""
+        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``.
+
+        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The result is
+        the same but for rounding; no more than a piece and the memory are held.
+        """
         supervised = self._supervised("predict", tokens, targets)
-        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        if piece is None or piece >= tokens.shape[1]:
+            hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        elif piece < 1 or cu_seqlens is not None:
+            raise ArgumentError(f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}.")
+        else:
+            hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, path)
+        rows = hidden[supervised]
         wanted = targets[supervised]
         predicted, loss = predict_rows(rows, self._head_weight(), wanted)
         return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
@@ -162,12 +173,8 @@ class CausalLM(nn.Module):
             raise ArgumentError(
                 f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. Make it with empty_memory()."
             )
-        x = self._embed(tokens)
-        after = []
-        for block, before in zip(self.blocks, memory.layers, strict=True):
-            x, layer = block(x, before, key_padding_mask=key_padding_mask, path=path)
-            after.append(layer)
-        return self._logits(self.norm(x[:, -1:] if last_only else x)), ModelMemory(tuple(after))
+        hidden, after = self._read(tokens, memory, key_padding_mask, path)
+        return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
 
     def generate(
         self,
@@ -306,6 +313,23 @@ class CausalLM(nn.Module):
         return model
 
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
+        """What the last block says after reading on from ``memory``, before the norm, and the memory after it."""
+        x = self._embed(tokens)
+        after = []
+        for block, before in zip(self.blocks, memory.layers, strict=True):
+            x, layer = block(x, before, key_padding_mask=mask, path=path)
+            after.append(layer)
+        return x, ModelMemory(tuple(after))
+
+    def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
+        memory, found = self.empty_memory(tokens.shape[0]), []
+        for begin in range(0, tokens.shape[1], piece):
+            part = slice(begin, begin + piece)
+            hidden, memory = self._read(tokens[:, part], memory, None if mask is None else mask[:, part], path)
+            found.append(self.norm(hidden))
+        return torch.cat(found, dim=1)
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.report import diagnostics, formats, style
+from zonal.report import diagnostics, formats, style, transfer
 from zonal.report.records import Point, Run
 from zonal.report.summary import METRIC_NAMES, Row, Summary
 
@@ -141,6 +141,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
+        "transfer": transfer.lines(row),
     }
 
 
@@ -151,6 +152,7 @@ def payload(summary: Summary, identifier: str, keys: Mapping[str, str], looks: M
         "metric": summary.data.metric,
         "metricName": METRIC_NAMES[summary.data.metric],
         "higher": summary.data.higher_is_better,
+        "trained": transfer.trained_length(summary),
         "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],
     }
 

@@ -22,7 +22,11 @@ HOW_TO_READ = (
 
 LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token"}
 DIAGNOSTIC_NAMES = {"smallest_eigenvalue": "Smallest eigenvalue", "condition": "Condition number", "effective_rank": "Effective rank"}
-SLICE_NAMES = {"pairs": "number of key-value pairs", "length": "sequence length"}
+SLICE_NAMES = {
+    "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR", "system-prompt": "system prompt",
+    "system-prompt-distractors": "system prompt, distractors", "tool-trace": "tool trace", "needle": "needle in a haystack", "two-hop": "two hops",
+    "two-hop-written": "two hops, the first written out", "common-word": "common word",
+}  # fmt: skip
 
 CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. The coloured names switch an operator off and on everywhere."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from zonal.report import charts, commands, diagnostics, formats, glossary, style, table
+from zonal.report import charts, commands, diagnostics, formats, glossary, style, table, transfer
 from zonal.report.summary import METRIC_NAMES, Summary
 
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
@@ -69,6 +69,10 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "strips": strips,
         "slices": slices,
         "learned": table.learned(summary),
+        "transfer": transfer.tables(summary),
+        "transfer_panels": transfer.panels(summary),
+        "transfer_pairs": transfer.slices(summary, "pairs"),
+        "published": data.published,
         "kernels": [keys[row.operator] for row in kernels],
         "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),

@@ -17,6 +17,7 @@ from typing import Any
 from zonal.errors import FileFormatError
 from zonal.report import diagnostics
 from zonal.report.diagnostics import Diagnostics
+from zonal.report.published import Published
 from zonal.store import read_json
 
 STATUSES = ("pending", "running", "done", "failed", "stopped")
@@ -35,13 +36,22 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Accuracy on one other task and length, named by its slices such as {"task": "needle", "pairs": 1, "length": 512}."""
+
+    slices: Mapping[str, int | str]
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Metrics:
-    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}."""
+    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks and lengths."""
 
     loss: float
     accuracy: float | None
     bits_per_byte: float | None
     slices: Mapping[str, Mapping[str, float]]
+    transfer: tuple[Transfer, ...] = ()
 
     def value(self, metric: str) -> float | None:
         """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
@@ -101,6 +111,7 @@ class ComparisonData:
     metric: str
     runs: tuple[Run, ...]
     note: str = ""
+    published: Published | None = None
 
     @property
     def higher_is_better(self) -> bool:
@@ -139,7 +150,15 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
         name: {str(k): number for k, v in values.items() if (number := _number(v, f"{key}.slices.{name}.{k}", path)) is not None}
         for name, values in (record.get("slices") or {}).items()
     }
-    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices)
+    transfer = tuple(_transfer(cell, f"{key}.transfer", path) for cell in record.get("transfer") or ())
+    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices, transfer)
+
+
+def _transfer(cell: Any, key: str, path: Path) -> Transfer:
+    accuracy = _number(cell.get("accuracy"), f"{key}.accuracy", path) if isinstance(cell, dict) else None
+    if accuracy is None:
+        raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with an accuracy, got {cell!r}.")
+    return Transfer({name: value for name, value in cell.items() if name not in ("accuracy", "loss", "examples")}, accuracy)
 
 
 def _points(path: Path) -> dict[str, tuple[Point, ...]]:
@@ -257,4 +276,5 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         metric=_metric(record, path),
         runs=runs,
         note=str(record.get("note") or ""),  # what whoever ran it wants readers to know, put into comparison.json by hand
+        published=Published.from_dict(record["published"], path) if record.get("published") else None,
     )

@@ -137,6 +137,27 @@
     return [traces, { xaxis: { ...axis, title: title({ pairs: "Key-value pairs", length: "Tokens" }[name] || name) }, yaxis: { title: title("Accuracy"), tickformat: ".2~f" } }];
   }
 
+  // accuracy against length on one task, for the chosen number of pairs; a dotted line ends what training saw
+  function transfer(comparison, section, element) {
+    const chosen = section.querySelector(`input[name="${section.id}-pairs"]:checked`), task = element.dataset.task, traces = [], lengths = new Set();
+    for (const operator of visible(comparison)) {
+      const found = operator.transfer.find((line) => line.task === task && (!chosen || line.pairs === Number(chosen.value)));
+      if (!found) continue;
+      found.x.forEach((v) => lengths.add(v));
+      traces.push({
+        x: found.x, y: found.mean, mode: "lines+markers", line: { color: colour(operator), width: 2, dash: operator.dash }, marker: marker(operator, 7),
+        error_y: { type: "data", array: found.sd.map((v) => v || 0), visible: found.sd.some((v) => v), color: colour(operator), thickness: 1, width: 2 },
+        hoverinfo: "text", text: found.mean.map((v, i) => `<b>${operator.label}</b><br>${found.pairs} pairs, ${found.x[i]} tokens<br>${spread(v, found.sd[i])}`),
+      });
+    }
+    const ticks = [...lengths].sort((a, b) => a - b);
+    const shapes = comparison.trained ? [{ type: "line", x0: comparison.trained, x1: comparison.trained, y0: 0, y1: 1, yref: "paper", line: { color: css("--soft"), width: 1, dash: "dot" } }] : [];
+    return [traces, {
+      shapes: shapes, margin: { l: 34, r: 6, t: 6, b: 38 },
+      xaxis: { type: "log", tickvals: ticks, ticktext: ticks.map(tokens), title: title("Tokens") }, yaxis: { range: [-0.04, 1.04], tickformat: ".1~f" },
+    }];
+  }
+
   function memory(comparison, section, element) {
     const shown = visible(comparison).filter((operator) => operator.memory.x.length);
     const all = comparison.operators.flatMap((operator) => operator.memory.y);
@@ -323,7 +344,7 @@
     return [traces, { xaxis: { rangemode: "tozero", title: title("Keys stored") }, yaxis: { range: [0, top * 1.12 || 1], title: title("Keys recalled, estimate") } }];
   }
 
-  const builders = { curve, slice, memory, tradeoff, sweep, kernel, spectrum, bars, leverage, capacity };
+  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, spectrum, bars, leverage, capacity };
   const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
   for (const [comparison, section] of sections) {
     const kernels = section.querySelector("[data-panels]"), spectra = section.querySelector("[data-spectra]");
@@ -353,7 +374,7 @@
   }
   for (const [, section] of sections) {
     for (const controls of section.querySelectorAll(".controls")) {
-      controls.addEventListener("change", () => draw((element, within) => within === section && element.dataset.chart === "curve"));
+      controls.addEventListener("change", () => draw((element, within) => within === section && element.dataset.chart === controls.dataset.forChart));
     }
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
