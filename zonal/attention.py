@@ -18,6 +18,8 @@ from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
 
+_PATHS = ("auto", *plan.PATHS)
+
 
 @overload
 def attention(
@@ -70,8 +72,8 @@ def attention(
 
     Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
     """
-    if path not in ("auto", *plan.PATHS):  # before any work
-        raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
+    if path not in _PATHS:  # before any work
+        raise unknown_name("attention", "path", path, _PATHS)
     if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is None:
         # a decoder's step: to prepare and to plan it costs more than to run it
         found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)

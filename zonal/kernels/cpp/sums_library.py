@@ -253,19 +253,27 @@ def backward(
     counted = (v * dv).sum(-1).double() + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
     ddecay = None
     if asked.log_decay:
-        # a row's weights scale with e^c_t, which changes nothing where it is divided by their sum, and each key's with e^-c_s
         assert counted is not None
-        running, offset = -counted, keys - queries
-        if spec.anchor != "row":
-            rows = (dy.double() * y).sum(-1).unflatten(1, (kv_heads, groups)).sum(2)
-            running[..., max(offset, 0) :] += rows[..., max(-offset, 0) :]
-        if dfinal is not None and keys:
-            running[..., -1] += (dfinal.double() * final).sum((-1, -2))
-        ddecay = running.flip(-1).cumsum(-1).flip(-1)
+        ddecay = decay_gradient(counted, dy, y, dfinal, final, spec)
     return Gradients(
         dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial, ddecay,
         counted if asked.key_bias else None,
     )  # fmt: skip
+
+
+def decay_gradient(counted: Tensor, dy: Tensor, y: Tensor, dfinal: Tensor | None, final: Tensor, spec: SumsSpec) -> Tensor:
+    """(B, Hkv, S) float64: the gradient of log decays from ``counted`` (B, Hkv, S), that of the logarithm of what each key counts.
+
+    A row's weights scale with e^c_t, which changes nothing where it is divided by their sum, and each key's with e^-c_s.
+    """
+    kv_heads, keys = counted.shape[1:]
+    running, offset = -counted, keys - y.shape[2]
+    if spec.anchor != "row":
+        rows = (dy.double() * y).sum(-1).unflatten(1, (kv_heads, -1)).sum(2)
+        running[..., max(offset, 0) :] += rows[..., max(-offset, 0) :]
+    if dfinal is not None and keys:
+        running[..., -1] += (dfinal.double() * final).sum((-1, -2))
+    return running.flip(-1).cumsum(-1).flip(-1)
 
 
 def _run(function: object, arguments: _Arguments) -> None:
@@ -273,4 +281,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]
+__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "state_shape", "tables"]
