@@ -16,6 +16,7 @@ from zonal.cli.compare import Compare
 from zonal.cli.generate import pieces
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.models import preset
+from zonal.training.checkpoint import load_model
 
 SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,8 +198,8 @@ def test_a_preset_is_the_whole_model(here, capsys):
     assert (code, err) == (0, "")
     assert "echo-1M-mamba-koopman" in out
     (folder,) = (here / "runs").iterdir()
-    identity = json.loads((folder / "run.json").read_text())["identity"]["model"]
-    assert identity == preset("echo-1M-mamba-koopman", vocab_size=64, max_len=32).to_dict()
+    config = load_model(folder / "checkpoint.safetensors")[0].config
+    assert config == preset("echo-1M-mamba-koopman", vocab_size=64, max_len=config.max_len)
 
 
 def test_generate_continues_the_prompt(trained, capsys):
