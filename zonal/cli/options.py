@@ -13,6 +13,7 @@ from zonal import tasks
 from zonal.cli import parse
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
+from zonal.models.config import Mlp
 from zonal.training import TrainConfig
 
 _OFTEN = "(default: as the task has it)"
@@ -75,10 +76,12 @@ class ModelOptions:
     """Key and value heads; fewer than heads shares them between heads."""
     head_dim: Annotated[int | None, _shown("INT", "(default: dim / heads)")] = None
     """Size of a head."""
-    mlp: Literal["swiglu", "none"] = "swiglu"
+    qk_dim: Annotated[int | None, _shown("INT", "(default: what the operator asks for, or head_dim)")] = None
+    """Size of queries and keys of a head."""
+    mlp: Mlp = "swiglu"
     """The part between attention layers."""
     mlp_ratio: float = 8 / 3
-    """Hidden size of the swiglu over dim."""
+    """Hidden size of the mlp over dim."""
     conv: int = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
@@ -97,6 +100,7 @@ class ModelOptions:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            qk_dim=self.qk_dim,
             mlp=self.mlp,
             mlp_ratio=self.mlp_ratio,
             conv=self.conv,

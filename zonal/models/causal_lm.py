@@ -16,7 +16,7 @@ from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
+from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -46,12 +46,12 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         # one table of angles for all layers: Rotary holds no parameter
-        rotary = Rotary(config.size_of_head, config.rotary_base) if config.rotary else False
+        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             Block(
                 mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
-                SwiGLU(config.dim, config.mlp_hidden) if config.mlp == "swiglu" else None,
+                _mlp(config),
                 config.norm_eps,
             )
             for spec, width in zip(config.layers, config.conv_widths, strict=True)
@@ -63,8 +63,9 @@ class CausalLM(nn.Module):
     def _attention(self, spec: str, width: int, rotary: Rotary | bool) -> Attention:
         config = self.config
         return Attention(
-            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width
-        )
+            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, qk_dim=config.qk_dim, rotary=rotary,
+            qk_norm=config.qk_norm, conv=width,
+        )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
@@ -365,6 +366,14 @@ class CausalLM(nn.Module):
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
             raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
         return supervised
+
+
+def _mlp(config: ModelConfig) -> SwiGLU | KoopmanMLP | None:
+    if config.mlp == "none":
+        return None
+    if config.mlp == "swiglu":
+        return SwiGLU(config.dim, config.mlp_hidden)
+    return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 
 def build(config: ModelConfig, seed: int) -> CausalLM:
