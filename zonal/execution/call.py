@@ -11,6 +11,7 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.kernels import transforms
+from zonal.memory.base import undeclared
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,7 +39,7 @@ class Call:
 
     They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
-    it is also contained in ``bias``. causal: whether queries are tied to positions at all (declared or asked for).
+    it is also contained in ``bias``, but for anchors that solve. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
     operator: Operator
@@ -126,7 +127,7 @@ class Call:
 
     def scaled(self, y: Tensor) -> Tensor:
         """y times the anchor's factor a head, in the type of the result."""
-        factor = self.bound.anchor.output_scale(self.bound.anchor_params)
+        factor = self.bound.anchor.output_scale(self.bound.anchor_params, self.bound.heads)
         if factor is not None:
             y = y * factor.to(y).view(1, -1, 1, 1)
         return y.to(self.dtype)
@@ -191,8 +192,9 @@ def prepare(
         raise ArgumentError(f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens.")
     if scale is not None and (bound.link.domain is not None or tags.solves):
         raise ArgumentError(f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}.")
-    if tags.solves and (log_decay is not None or key_bias is not None):
-        raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; log_decay and key_bias must be None.")
+    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
+        if tags.solves and given is not None and not (name == "log_decay" and tags.decays):
+            raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, scale)
@@ -233,6 +235,8 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
 
 def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
     row = col = None
+    if bound.anchor.solves:  # its decays are no factors of the kernel
+        return Bias()
     if decay is not None:
         running = decay.cumsum(-1)
         running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)

@@ -26,8 +26,10 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "the kernel is for float32 and shorter, the call is in float64"
     if type(anchor) not in (Ridge, Koopman):
         return f"anchor {type(anchor).__name__} is not in it"
-    if isinstance(anchor, Ridge) and anchor.mode != "constant":
-        return "a ridge that follows the largest key is not in it"
+    if isinstance(anchor, Ridge) and anchor.by_query:
+        return "a ridge that follows the keys, or a step divided by its norm, is not in it"
+    if call.log_decay is not None:
+        return "a past that fades is not in it"
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if not call.bias.empty:
@@ -56,7 +58,7 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
     else:
         q, k, v = raw[:3]
-    factor = anchor.output_scale(bound.anchor_params)
+    factor = anchor.output_scale(bound.anchor_params, bound.heads)
     scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64)
     if factor is not None:  # the read-out is linear in its query
         scale = scale * factor

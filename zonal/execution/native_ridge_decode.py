@@ -38,8 +38,8 @@ def refusal(call: Call, kind: str) -> str | None:
         return "the kernel is for float32 and shorter, the call is in float64"
     if kind != "ridge":
         return f"a memory of kind {kind!r} is not in it"
-    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.mode != "constant"):
-        return "a ridge that follows the largest key, or another anchor, is not in it"
+    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
+        return "a ridge that follows the keys, a step divided by its norm, or another anchor, is not in it"
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
@@ -90,7 +90,7 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     assert isinstance(anchor, Ridge)
     heads = call.shape[1]
     with torch.no_grad():
-        factor = anchor.output_scale(bound.anchor_params)
+        factor = anchor.output_scale(bound.anchor_params, bound.heads)
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
         scale = (scale if factor is None else scale * factor).contiguous()
     kept = _Kept(bound, clipped, scale, call.include_self, _learned(call.operator))
