@@ -16,7 +16,7 @@ from zonal.algebra.score import Dot, Params, Score
 from zonal.errors import ArgumentError
 
 Readout = Literal["head", "concat"] | None
-LayerInit = Literal["default", "zero_output"]
+LayerInit = Literal["default", "zero_output", "orthogonal"]
 
 
 class Tags(NamedTuple):
@@ -64,7 +64,7 @@ class Operator(nn.Module):
         score: how q and k become a number. link: how that becomes evidence. anchor: how evidence becomes weights.
         prior: declared masks and biases, in any order.
         name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
-        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output).
+        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output; ``orthogonal``: v, too).
         qk_dim: the size that a layer should give q and k of one head; None = that of v.
 
     The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row

@@ -12,6 +12,7 @@ from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, vi
 from zonal.errors import ArgumentError
 from zonal.kernels import transforms
 from zonal.memory.base import undeclared
+from zonal.memory.weights import check_weights, weighed
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -178,12 +179,16 @@ def prepare(
     scale: float | None = None,
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
+    action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
+    past: int = 0,
 ) -> Call:
-    """Check the arguments against the operator and prepare queries, keys, masks and biases."""
+    """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if not isinstance(operator, Operator):
         raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
     operator.check("attention")
+    check_weights("attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past)
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
@@ -207,11 +212,14 @@ def prepare(
     tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
-    return Call(
+    call = Call(
         operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
         head_dim=q.shape[3],
     )
+    if action_mask is None and key_gate is None:
+        return call
+    return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 
 def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:

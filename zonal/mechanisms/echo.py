@@ -14,12 +14,12 @@ from zonal.algebra.link import Identity
 from zonal.algebra.prior import ChunkCausal, Decay, Prior
 from zonal.algebra.score import Dot
 
-_RATES = (0.99, 0.997, 0.999, 0.9997)
+_RATE = 0.998
 
 
 def _priors(chunk: int | None, fading: bool) -> tuple[Prior, ...]:
     chunks = () if chunk is None else (ChunkCausal(size=chunk),)
-    return (*chunks, Decay(rates=_RATES, learn=False, gated=True)) if fading else chunks
+    return (*chunks, Decay(rates=(_RATE,), learn=False, gated=True)) if fading else chunks
 
 
 def ridge(
@@ -32,10 +32,12 @@ def ridge(
 
 def ska(
     power: int | tuple[int, ...] = 0, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
-    relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", preset: Literal["paper"] | None = None,
+    relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,
+    preset: Literal["paper"] | None = None,
 ) -> Operator:  # fmt: skip
     """Koopman read-out of the given power, a tuple for one a head group; ``fading``: the past fades by a rate that each token sets.
 
+    rank: r, the size that a layer gives queries and keys of a head (None: that of values).
     ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of 64, the running maximum with eps 1e-3, keys of any length.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
@@ -44,4 +46,4 @@ def ska(
         require(plain, "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.")
         power, eps, key_limit, chunk, running_max, spectral_norm = 2, 1e-3, None, 64, True, "power"
     anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant", relative=relative, spectral_norm=spectral_norm)
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ska", layer_init="zero_output")
+    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ska", layer_init="orthogonal", qk_dim=rank)

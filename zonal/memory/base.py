@@ -16,6 +16,7 @@ from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
 from zonal.memory.tokens import Tokens
+from zonal.memory.weights import check_weights, weighed
 
 MAX_FEATURES = 8192
 """Past this many features a head, keys and values are kept instead."""
@@ -156,12 +157,19 @@ class Memory(abc.ABC):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
     ) -> "Memory":
-        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks and priors as in ``zonal.attention``.
+        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks, priors and weights as in ``zonal.attention``.
 
         Raises: ArgumentError for shapes, NonFiniteError for NaN or infinity in a real token.
         """
-        return self.extended(self._incoming(k, v, key_padding_mask, log_decay, key_bias))
+        check_weights("Memory.absorb", self.operator, (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0), action_mask, key_gate, key_padding_mask, self.count)
+        tokens = self._incoming(k, v, key_padding_mask, log_decay, key_bias)
+        if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
+            raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
+        weights = weighed(tokens.k, tokens.v, action_mask, key_gate)
+        return self.extended(tokens._replace(k=weights[0], v=weights[1]))
 
     def absorb_(
         self,
@@ -170,9 +178,11 @@ class Memory(abc.ABC):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
     ) -> Self:
         """``absorb`` in place."""
-        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias))
+        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, action_mask, key_gate))
 
     def read(self, q: Tensor) -> Tensor:
         """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position."""
