@@ -64,13 +64,14 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
         scale = scale * factor
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
+    powers = list(anchor.powers(bound.heads))
     documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
     rho, mask, start = anchor.ridge(bound.anchor_params, bound.kv_heads), seen.key_mask, seen.segment_start if seen.packed else None
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), anchor.shifts, clipped.limit or 0.0)
+        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), powers, clipped.limit or 0.0)
     else:
-        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, anchor.shifts, clipped.limit or 0.0, documents)
+        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 
