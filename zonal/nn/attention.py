@@ -11,6 +11,7 @@ from zonal.algebra.prior import Decay
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import Memory
+from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, fastest_decay
 from zonal.nn.initialise import Draws
@@ -192,7 +193,23 @@ class Attention(TokenMixer):
         action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        length = x.shape[1]
+        q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
+        result = attention(
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
+            memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
+            key_gate=None if self.key_gate is None else self.key_gate(inner),
+        )  # fmt: skip
+        if memory is None:
+            assert isinstance(result, Tensor)
+            return self._read_out(result)
+        assert isinstance(result, tuple)  # a pair, since a memory was given
+        y, absorbed = result
+        return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    def _projected(
+        self, x: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values by head, what they were made from, and the convolution's tail."""
         tail = None
         inner = x
         if self.convolution is not None:
@@ -205,22 +222,18 @@ class Attention(TokenMixer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            positions = self._positions(length, memory, key_padding_mask, cu_seqlens)
+            positions = self._positions(x.shape[1], memory, key_padding_mask, cu_seqlens)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.lift is not None:
             q, k = self.lift(q), self.lift(k)
+        return q, k, v, inner, tail
 
-        result = attention(
-            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
-            memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
-            key_gate=None if self.key_gate is None else self.key_gate(inner),
-        )  # fmt: skip
-        if memory is None:
-            assert isinstance(result, Tensor)
-            return self._read_out(result)
-        assert isinstance(result, tuple)  # a pair, since a memory was given
-        y, absorbed = result
-        return self._read_out(y), memory.advance(absorbed, tail, length, key_padding_mask)
+    def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
+        """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
+        _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
+        k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
+        k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))
+        return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""
