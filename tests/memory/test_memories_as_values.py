@@ -11,16 +11,16 @@ from torch import Tensor
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics
 
 BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
-KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics}
+KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics, "fading": FadingStatistics}
 EXPECTED = {
     "softmax": "keys", "cosine": "keys", "yat": "keys", "softmax-alibi": "keys", "softmax-window": "keys", "sko-chebyshev": "keys", "distance": "keys", "distance-squared": "keys", "distance-count": "keys",
     "yat-decay": "keys", "ridge-yat": "keys", "koopman-exp": "keys", "ridge-window": "keys", "softmax-strict": "keys", "softmax-count": "keys",
     "yat-raw": "keys", "linear": "features", "sko": "features", "sko-fractional": "features", "sko-reproducing": "features",
     "squared_affine": "features", "polynomial_square": "features", "sko-chunk": "features", "retention": "decayed", "ridge": "ridge", "ska-0": "ridge",
-    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge",
+    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge", "ska-mixed": "ridge", "ska-relative": "ridge", "ska-fading": "fading",
 }
 NAMES = [name for name in OPERATORS if name in EXPECTED]
 
@@ -210,7 +210,7 @@ def test_bytes(name: str) -> None:
     elif "decay" not in name:
         assert sizes == [token * n for n in range(TOKENS)]
     held = sum(x.numel() * x.element_size() for x in memory.tensors().values())
-    derived = BATCH * KV * DIM * DIM * 8 if memory.kind == "ridge" else 0
+    derived = BATCH * KV * DIM * DIM * 8 if memory.kind in ("ridge", "fading") else 0
     assert memory.nbytes == held + derived
 
 

@@ -2,8 +2,9 @@
 
 from zonal.memory.base import Form, Memory
 from zonal.memory.keys import KeyValues
+from zonal.memory.fading import FadingStatistics
 from zonal.memory.ridge import RidgeStatistics
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
 
-__all__ = ["DecayedSums", "FeatureSums", "Form", "KeyValues", "Memory", "RidgeStatistics", "Tokens"]
+__all__ = ["DecayedSums", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory", "RidgeStatistics", "Tokens"]

@@ -11,11 +11,11 @@ from torch import Tensor
 from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.memory import DecayedSums, FeatureSums, Form, KeyValues, Memory, RidgeStatistics
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, Form, KeyValues, Memory, RidgeStatistics
 from zonal.memory.base import same_declaration
 
 _KIND = "layer memories"
-_MEMORIES: tuple[type[Memory], ...] = (KeyValues, FeatureSums, DecayedSums, RidgeStatistics)
+_MEMORIES: tuple[type[Memory], ...] = (KeyValues, FeatureSums, DecayedSums, RidgeStatistics, FadingStatistics)
 
 
 @dataclasses.dataclass(frozen=True)
