@@ -48,8 +48,8 @@ class Sizes:
     distances: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96)
     timed: tuple[int, ...] = (1024, 4096)
     steps: int = 250
-    seeds: tuple[int, ...] = (0, 1)
-    offsets: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    offsets: tuple[int, ...] = (1, 2, 3, 4)
 
 
 QUICK = Sizes(draws=2, pairs=(8, 32), distractors=(0, 64), distances=(1, 8), timed=(256,), steps=4, seeds=(0,), offsets=(1,))
@@ -68,7 +68,7 @@ def drawn(draws: int, count: int, rank: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def absorbed(operator: zonal.Operator, keys: Tensor, values: Tensor) -> zonal.Memory:
-    return zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1]).absorb(keys, values)
+    return zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype).absorb(keys, values)
 
 
 def named(read: Tensor, values: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def which(sizes: Sizes) -> Iterator[Row]:
 
 def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
     """Decoders of one layer without a convolution (of two for "K=1, then K=1"), trained to name the word ``offset`` after the one asked for."""
-    models = {f"SKA K={power}": (f"ska(power={power})",) for power in POWERS}
+    models = {f"SKA K={power}": (f"ska(power={power})",) for power in (*POWERS, 3)}
     models |= {"SKA K=1, then K=1": ("ska(power=1)",) * 2, "SKA K=0, then K=1": ("ska(power=0)", "ska(power=1)"), "softmax": ("softmax",)}
     config = TrainConfig(steps=sizes.steps, batch_size=64, learning_rate=1e-2, eval_every=sizes.steps, eval_batch_size=250, tensorboard=False)
     for name, layers in models.items():

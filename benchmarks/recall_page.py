@@ -88,7 +88,8 @@ _TEMPLATE = """<!doctype html>
 """
 
 Row = Mapping[str, Any]
-_LOOKS = {name: style.LOOKS[place] for place, name in enumerate(("softmax", "SKA K=0", "SKA K=2", "SKA K=1", "SKA K=3", "linear attention"))}
+_KNOWN = ("softmax, a cache", "SKA K=0", "SKA K=2", "SKA K=1", "SKA K=3", "linear attention")
+_LOOKS = {name: style.LOOKS[place] for place, name in enumerate(_KNOWN)} | {"softmax": style.LOOKS[0]}
 
 
 def _series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str]) -> list[dict[str, Any]]:
@@ -98,7 +99,7 @@ def _series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable
         found.setdefault(name(row), {}).setdefault(row[x], []).append(y(row))
     series = []
     for index, (label, points) in enumerate(found.items()):
-        look = next((look for known, look in _LOOKS.items() if label.split(",")[0] == known), style.LOOKS[(6 + index) % len(style.LOOKS)])
+        look = _LOOKS.get(label, style.LOOKS[(len(_KNOWN) + index) % len(style.LOOKS)])
         totals = [spread(values) for values in points.values()]
         texts = [text(total.mean) + (f" ± {text(total.deviation)}" if total.deviation is not None else "") for total in totals]
         series.append(
@@ -142,7 +143,7 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
         own = [row for row in of("capacity") if row["rank"] == rank]
         found.append(
             _chart(
-                f"How much: r = {rank}", "Recall of the value K after the key's own by the number of pairs, all of them equally long. About r pairs are held; each power K asks for more room.",
+                f"How much: r = {rank}", "Recall of the value K after the key's own by the number of pairs, with keys that are equally long. What is held grows with r; each further K asks for more room.",
                 "pairs", "recall", _series(own, operator, "pairs", lambda row: row["recall"], share),
             )
         )  # fmt: skip
@@ -176,9 +177,10 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
 
 def findings(summary: Mapping[str, Any]) -> list[str]:
     """The headline, from the numbers."""
-    returned = ", ".join(f"{name} returns the value {offset} after the key's own" for name, offset in summary["offset_returned"].items() if name.startswith("SKA"))
+    words = {name: "the key's own value" if offset == 0 else f"the value {offset} after it" for name, offset in summary["offset_returned"].items() if name.startswith("SKA")}
+    returned = ", ".join(f"{name.removeprefix('SKA ')} returns {what}" for name, what in words.items())
     held = ", ".join(f"{count} at r = {name.partition('r=')[2]}" for name, count in summary["most_pairs_at_0.95"].items() if name.startswith("K=0,") and count)
-    return [f"{returned}.", f"Most pairs that are recalled at 0.95 or better with K = 0: {held}."]
+    return [f"Asked with a key, {returned}.", f"Most pairs that are recalled at 0.95 or better with K = 0: {held}."]
 
 
 def html(value: Mapping[str, Any]) -> str:

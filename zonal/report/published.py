@@ -13,11 +13,16 @@ from zonal.errors import FileFormatError
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a table. select: which of our cells stand beside it, by slice, such as {"task": "needle", "length": 128}; values: what is printed, in [0, 1]."""
+    """One row of a table. select: which of our cells stand beside it, by slice, one value or several, such as {"task": "needle", "length": [64, 128]};
+    values: what is printed, in [0, 1]."""
 
     label: str
-    select: Mapping[str, int | str]
+    select: Mapping[str, int | str | list[int]]
     values: tuple[float | None, ...]
+
+    def has(self, slices: Mapping[str, int | str]) -> bool:
+        """Whether a cell with these slices belongs to this row."""
+        return all(slices.get(name) in (value if isinstance(value, list) else [value]) for name, value in self.select.items())
 
 
 @dataclass(frozen=True)

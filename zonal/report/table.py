@@ -139,7 +139,7 @@ def slices(summary: Summary, name: str) -> Table:
         cells = [Cell(row.label)]
         cells += [_spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key]) for key in keys]
         rows.append((operator, tuple(cells)))
-    return Table(("Operator", *(f"{key} {_unit(name)}" for key in keys)), tuple(rows))
+    return Table(("Operator", *(f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys)), tuple(rows))
 
 
 def _unit(name: str) -> str:

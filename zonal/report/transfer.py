@@ -1,12 +1,12 @@
 """What finished runs reached on other tasks and at other lengths, beside what a paper prints."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats, glossary
-from zonal.report.published import PublishedTable
+from zonal.report.published import PublishedRow, PublishedTable
 from zonal.report.records import Run, Transfer
 from zonal.report.summary import Row, Summary, slice_order
 from zonal.report.table import Cell, Table
@@ -16,16 +16,14 @@ def _cells(run: Run) -> tuple[Transfer, ...]:
     return () if run.final is None else run.final.transfer
 
 
-def _chosen(run: Run, select: Mapping[str, int | str]) -> float | None:
-    """The mean over the cells of a run that have these slices; None without one."""
-    values = [cell.accuracy for cell in _cells(run) if all(cell.slices.get(name) == value for name, value in select.items())]
-    return math.fsum(values) / len(values) if values else None
+def over_seeds(row: Row, line: PublishedRow) -> Spread | None:
+    """Accuracy of an operator over its seeds, in the mean over the cells that belong to a line."""
+    found = [[cell.accuracy for cell in _cells(run) if line.has(cell.slices)] for run in row.runs]
+    return spread(means) if (means := [math.fsum(values) / len(values) for values in found if values]) else None
 
 
-def over_seeds(row: Row, select: Mapping[str, int | str]) -> Spread | None:
-    """Accuracy of an operator over its seeds, in the mean over the cells that have these slices."""
-    values = [value for run in row.runs if (value := _chosen(run, select)) is not None]
-    return spread(values) if values else None
+def _line(select: dict[str, int | str | list[int]]) -> PublishedRow:
+    return PublishedRow("", select, ())
 
 
 def slices(summary: Summary, name: str) -> tuple[int | str, ...]:
@@ -39,7 +37,7 @@ def beside(summary: Summary, table: PublishedTable) -> Table:
     shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
     rows = []
     for line in table.rows:
-        ours = [over_seeds(row, line.select) for row in shown]
+        ours = [over_seeds(row, line) for row in shown]
         rows.append(("", (Cell(line.label), *_ours(ours), *(Cell(formats.number(value)) for value in line.values))))
     return Table(("", *(row.label for row in shown), *table.columns), tuple(rows))
 
@@ -48,7 +46,7 @@ def by_task(summary: Summary) -> Table:
     """The mean of all cells of a task, one row a task."""
     shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
     tasks = slices(summary, "task")
-    rows = [("", (Cell(str(task)), *_ours([over_seeds(row, {"task": task}) for row in shown]))) for task in tasks]
+    rows = [("", (Cell(str(task)), *_ours([over_seeds(row, _line({"task": task})) for row in shown]))) for task in tasks]
     return Table(("", *(row.label for row in shown)), tuple(rows))
 
 
@@ -84,7 +82,7 @@ def lines(row: Row) -> list[dict[str, Any]]:
                 found.setdefault((str(cell.slices["task"]), int(cell.slices["pairs"])), set()).add(int(cell.slices["length"]))
     entries = []
     for (task, pairs), lengths in found.items():
-        totals = [(length, over_seeds(row, {"task": task, "pairs": pairs, "length": length})) for length in sorted(lengths)]
+        totals = [(length, over_seeds(row, _line({"task": task, "pairs": pairs, "length": length}))) for length in sorted(lengths)]
         known = [(length, total) for length, total in totals if total is not None]
         entries.append(
             {

@@ -105,6 +105,7 @@ def _retrieval(name: str, given: dict[str, Any]) -> Retrieval:
 
 TRANSFER_KINDS = ("mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written", "common-word")
 """The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
+MIXED_LENGTHS = (64, 128, 256, 512)
 NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 """The lengths of its table 2: 1 to 64 times the length of training."""
 
@@ -113,7 +114,7 @@ def _mixed(name: str, given: dict[str, Any]) -> Retrieval:
     """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs, then with up to eight."""
     kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
     needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
-    several = grid(TRANSFER_KINDS, (1, 4, 8), (64, 128, 256, 512))
+    several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
     return Retrieval(
         [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, grid(kinds, (1, 2, 4, 8), (length,)))],
         test_shapes=grid(kinds, (1, 4, 8), (length,)),
