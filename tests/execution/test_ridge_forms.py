@@ -102,9 +102,9 @@ def test_bad_weights_change_nothing() -> None:
     nothing = some()
     nothing[1] = False
     for operator in (m.softmax(), m.yat().replace(anchor=anchor.Ridge()), m.linear()):
-        with pytest.raises(ArgumentError, match="action_mask weighs the keys of ridge .* key_padding_mask"):
+        with pytest.raises(ArgumentError, match=r"action_mask weighs the keys of ridge .* key_padding_mask"):
             zonal.attention(q, k, v, operator, causal=True, action_mask=some())
-    with pytest.raises(ArgumentError, match="stores no token of sequence 1.*leave the mask out"):
+    with pytest.raises(ArgumentError, match=r"stores no token of sequence 1.*leave the mask out"):
         zonal.attention(q, k, v, m.ska(), causal=True, action_mask=nothing)
     with pytest.raises(ArgumentError, match=r"action_mask must be bool of shape .* \(2, 23\)"):
         zonal.attention(q, k, v, m.ska(), causal=True, action_mask=some(22))
