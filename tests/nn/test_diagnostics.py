@@ -69,7 +69,7 @@ def test_a_layer(spec):
 
 
 def test_what_is_refused():
-    with pytest.raises(ArgumentError, match="ridge statistics is required .* received one of kind 'keys'"):
+    with pytest.raises(ArgumentError, match=r"ridge statistics is required .* received one of kind 'keys'"):
         of_memory(Memory.empty(m.softmax(), 1, 1, 4, 4))
     with pytest.raises(ArgumentError, match="must be positive definite and finite"):
         diagnose(torch.zeros(4, 4), torch.zeros(4, 4))

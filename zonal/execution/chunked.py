@@ -17,7 +17,16 @@ from zonal.errors import ArgumentError, PathError
 from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
-from zonal.execution.ridge_block import Sight, exclusive, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
+from zonal.execution.ridge_block import (
+    Sight,
+    exclusive,
+    factorise,
+    into_blocks,
+    linear,
+    rows_from_blocks,
+    rows_into_blocks,
+    solve,
+)
 from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map

@@ -1,8 +1,8 @@
 """Memories: what operators keep of the past, as values that can be absorbed into, read, merged, subtracted, forked and saved."""
 
 from zonal.memory.base import Form, Memory
-from zonal.memory.keys import KeyValues
 from zonal.memory.fading import FadingStatistics
+from zonal.memory.keys import KeyValues
 from zonal.memory.ridge import RidgeStatistics
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens

@@ -151,7 +151,7 @@ class FadingStatistics(Memory):
         border = Seam(self.count, self.last, other.first)
         seams = (*(s._replace(right=s.right * keep) for s in self.seams), border, *(s._replace(at=s.at + self.count) for s in other.seams))
         return replace(
-            merged, seams=seams, shift=self.shift * keep[..., None] + other.shift + other.first[..., :, None] * self.last[..., None, :],
+            merged, seams=seams, shift=self.shift * keep[..., None] + other.shift + _outer(other.first, self.last),
             first=torch.where(mine, self.first * keep, other.first), last=torch.where(theirs, other.last, self.last),
         )  # fmt: skip
 
@@ -180,10 +180,16 @@ class FadingStatistics(Memory):
                 "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
                 "Keep spans that may have to go as memories of their own and merge them; with power 0 the oldest tokens can always be subtracted."
             )
-        return replace(
-            rest, shift=self.shift - other.shift * keep[..., None] - border.right[..., :, None] * border.left[..., None, :], first=border.right,
-            seams=tuple(seam._replace(at=seam.at - other.count) for seam in self.seams if seam.at > other.count),
-        )  # fmt: skip
+        shift, first, kept = self.shift - other.shift * keep[..., None] - _outer(border.right, border.left), border.right, []
+        through = _absent(border.right)  # rows whose span after the border was all padding, so that the next one begins at the border's left key, too
+        for seam in self.seams:
+            if seam.at > other.count:
+                through = through & (seam.left == border.left).all(-1, keepdim=True)
+                shift = shift - torch.where(through[..., None], _outer(seam.right, seam.left), 0)
+                first = torch.where(through, seam.right, first)
+                kept.append(Seam(seam.at - other.count, torch.where(through, 0, seam.left), seam.right))
+                through = through & _absent(seam.right)
+        return replace(rest, shift=shift, first=first, seams=tuple(kept))
 
     def fork(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
@@ -217,6 +223,15 @@ class FadingStatistics(Memory):
                 raise ValueError("the tensors do not have the shapes of the header")
         seams = tuple(Seam(plain[f"seam{i}"], tensors[f"seam{i}.left"], tensors[f"seam{i}.right"]) for i in range(len(plain)))
         return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=seams)
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., :, None] * b[..., None, :]
+
+
+def _absent(key: Tensor) -> Tensor:
+    """Which rows have no first key, (B, Hkv, 1)."""
+    return (key == 0).all(-1, keepdim=True)
 
 
 __all__ = ["FadingStatistics", "directions", "given_back", "turned"]

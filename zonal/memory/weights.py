@@ -15,7 +15,7 @@ def check_weights(
 
     real: the padding mask. A mask that stores no token of a sequence is refused, but for a single token after others.
     """
-    batch, heads, tokens = shape
+    batch, _, tokens = shape
     for name, given in (("action_mask", action_mask), ("key_gate", key_gate)):
         plain = operator.anchor.solves and operator.score.plain and isinstance(operator.link, Identity)
         if given is not None and not plain:
