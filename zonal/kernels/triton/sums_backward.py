@@ -316,7 +316,7 @@ def backward(
         common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes
         code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "FADED": call.faded, "STRIDE": coefficients.shape[1],
                 **call.widths()}
-        strips = sums_state.choose("read_back", q, v, tile.traits)
+        strips = sums_state.choose("read_back", q, v, tile.traits, call.faded)
         blocks = tiles.ceil_div(queries, strips.rows)
         scale_parts, weight_parts, parts = (
             torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device) for more in ((), (3,), (learned,))
@@ -340,7 +340,7 @@ def backward(
                 back[:, :, -1] += sums_layout.from_rows(sums_layout.from_memory_gradient(dfinal, call.form), width)
             sums_state.carry(call, back, True)
         counted = torch.empty(batch, k.shape[1], keys, dtype=torch.float32, device=q.device) if call.faded else None
-        strips = sums_state.choose("keys_back", q, v, tile.traits)
+        strips = sums_state.choose("keys_back", q, v, tile.traits, call.faded)
         tiles.launch(
             keys_back_kernel,
             batch * k.shape[1] * tiles.ceil_div(keys, strips.rows),

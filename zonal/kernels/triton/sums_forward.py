@@ -151,7 +151,7 @@ def forward(
         factor = row_factors(call, q, before, spec)
         sums = sums_state.known(call, k, v, scale, initial)
         tile = call.tile
-        strips = sums_state.choose("read", q, v, tile.traits)
+        strips = sums_state.choose("read", q, v, tile.traits, call.faded)
         tiles.launch(
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),

@@ -282,10 +282,20 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
 }
 
 
-def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Strips:
+# marks of decays and key biases, and what their gradients sum, take registers of their own
+_FADED: dict[tuple[str, str, int], Strips] = {
+    ("absorb", "single", 64): Strips(16, 4, 0, 8, 1),
+    ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "half", 128): Strips(32, 2, 32, 8, 1),
+    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
+}
+
+
+def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
     kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
-    return _STRIPS[kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))]
+    key = kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))
+    return _FADED[key] if faded and key in _FADED else _STRIPS[key]
 
 
 class Fade(NamedTuple):
@@ -339,7 +349,7 @@ def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, fac
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
     form, tile = call.form, call.tile
-    strips = choose("absorb", x, rows, tile.traits)
+    strips = choose("absorb", x, rows, tile.traits, call.faded)
     line_borders = batch * kv_heads * (call.borders.count + 1 - from_border)
     for squares in (True, False):
         programs = line_borders * (form.pairs * (form.block // call.left(strips)) if squares else 1)
