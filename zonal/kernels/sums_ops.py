@@ -110,7 +110,8 @@ def backward_on_cuda(
     )
     if found.counted is not None and log_decay is not None and asked[3]:
         # what rows lose by rounding dy, keys have lost too
-        ddecay = sums_library.decay_gradient(found.counted, dy.to(q.dtype), y, dfinal, final, rules).sum_to_size(log_decay.shape).to(log_decay.dtype)
+        rows = None if rules.anchor == "row" else (dy.to(q.dtype).double() * y).sum(-1)
+        ddecay = sums_library.decay_gradient(found.counted, rows, q.shape[2], dfinal, final).sum_to_size(log_decay.shape).to(log_decay.dtype)
     if found.counted is not None and key_bias is not None and asked[4]:
         dbias = found.counted.to(key_bias.dtype)
     return (

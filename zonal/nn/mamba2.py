@@ -122,9 +122,10 @@ class Mamba2(TokenMixer):
             step = step.clamp(*self.step_limit)
         log_decay = -(step * self.log_rate.to(dtype).exp()).transpose(1, 2)
         result = attention(
-            sizes.by_head(queries), sizes.by_head(keys), (values * step.unsqueeze(-1)).transpose(1, 2), self.operator, causal=True,
-            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path,
-            log_decay=log_decay,
+            sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2), self.operator, causal=True, key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
+            # what each token counts is its Δ, however small
+            key_bias=step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2),
         )  # fmt: skip
         y, absorbed = result if isinstance(result, tuple) else (result, None)
         y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))

@@ -237,81 +237,101 @@ INLINE void each_stretch(const Gated& c, int64_t group, const F& f) {
   }
 }
 
-// u of a group into ``u``; returns 1 / sqrt(mean(u^2) + eps)
-float gate(const Gated& c, int64_t b, int64_t t, int64_t group, float* u) {
-  V wide = V{};
-  float narrow = 0.f;
-  const float* z = c.z.data + b * c.z.batch + t * c.z.token;
+constexpr int64_t BLOCK = 8;  // tokens at once: a head's rows of them lie together where the heads lie far from each other
+
+// u of a group of ``count`` tokens from t on into rows of ``u``, and 1 / sqrt(mean(u^2) + eps) of each into r
+void gate(const Gated& c, int64_t b, int64_t t, int64_t count, int64_t group, float* u, int64_t step, float* r) {
+  V wide[BLOCK] = {};
+  float narrow[BLOCK] = {};
   each_stretch(c, group, [&](int64_t i, int64_t head, int64_t from, int64_t n) {
-    const float *y = at(c.y, b, t, head, from), *v = c.v.data == nullptr ? nullptr : at(c.v, b, t, head, from);
-    const float skip = v == nullptr ? 0.f : c.skip[head];
-    each(n, [&](int64_t d, auto get, auto put) {
-      auto x = get(y + d);
-      if (v != nullptr) x += skip * get(v + d);
-      const auto gates = get(z + i + d);
-      x *= gates * sigmoid(gates);
-      put(u + i + d, x);
-      if constexpr (std::is_same_v<decltype(x), V>) wide += x * x;
-      else narrow += x * x;
-    });
+    const float skip = c.v.data == nullptr ? 0.f : c.skip[head];
+    for (int64_t j = 0; j < count; ++j) {
+      const float *y = at(c.y, b, t + j, head, from), *v = c.v.data == nullptr ? nullptr : at(c.v, b, t + j, head, from);
+      const float* z = c.z.data + b * c.z.batch + (t + j) * c.z.token + i;
+      float* row = u + j * step + i;
+      V squares = V{};
+      float square = 0.f;
+      each(n, [&](int64_t d, auto get, auto put) {
+        auto x = get(y + d);
+        if (v != nullptr) x += skip * get(v + d);
+        const auto gates = get(z + d);
+        x *= gates * sigmoid(gates);
+        put(row + d, x);
+        if constexpr (std::is_same_v<decltype(x), V>) squares += x * x;
+        else square += x * x;
+      });
+      wide[j] += squares;
+      narrow[j] += square;
+    }
   });
   const int64_t size = c.heads * c.width / c.groups;
-  return 1.f / std::sqrt((sum(wide) + narrow) / size + c.eps);
+  for (int64_t j = 0; j < count; ++j) r[j] = 1.f / std::sqrt((sum(wide[j]) + narrow[j]) / size + c.eps);
 }
 
 void norm(const Gated& c, int64_t b, int64_t range) {
-  const int64_t t0 = range * RANGE, t1 = std::min(c.T, t0 + RANGE), size = c.heads * c.width / c.groups;
-  for (int64_t t = t0; t < t1; ++t) {
+  const int64_t t1 = std::min(c.T, (range + 1) * RANGE), size = c.heads * c.width / c.groups;
+  float r[BLOCK];
+  for (int64_t t = range * RANGE; t < t1; t += BLOCK) {
+    const int64_t count = std::min(BLOCK, t1 - t);
     float* out = c.out.data + b * c.out.batch + t * c.out.token;
     for (int64_t group = 0; group < c.groups; ++group) {
-      const float r = gate(c, b, t, group, out);
-      float* row = out + group * size;
+      gate(c, b, t, count, group, out, c.out.token, r);
       const float* gain = c.gain + group * size;
-      each(size, [&](int64_t d, auto get, auto put) { put(row + d, get(row + d) * get(gain + d) * r); });
+      for (int64_t j = 0; j < count; ++j) {
+        float* row = out + j * c.out.token + group * size;
+        each(size, [&](int64_t d, auto get, auto put) { put(row + d, get(row + d) * get(gain + d) * r[j]); });
+      }
     }
   }
 }
 
 void norm_back(const Gated& c, int64_t b, int64_t range) {
   static thread_local std::vector<float> room;
-  const int64_t all = c.heads * c.width, size = all / c.groups, ranges = (c.T + RANGE - 1) / RANGE;
-  const int64_t t0 = range * RANGE, t1 = std::min(c.T, t0 + RANGE);
-  room.resize(all);
+  const int64_t all = c.heads * c.width, size = all / c.groups, ranges = (c.T + RANGE - 1) / RANGE, t1 = std::min(c.T, (range + 1) * RANGE);
+  room.resize(BLOCK * all);
   float *u = room.data(), *dgain = c.dgain + (b * ranges + range) * all, *dskip = c.dskip == nullptr ? nullptr : c.dskip + (b * ranges + range) * all;
-  for (int64_t t = t0; t < t1; ++t) {
-    const float *dout = c.dout.data + b * c.dout.batch + t * c.dout.token, *z = c.z.data + b * c.z.batch + t * c.z.token;
-    float* dz = c.dz.data + b * c.dz.batch + t * c.dz.token;
+  float r[BLOCK], back[BLOCK];
+  for (int64_t t = range * RANGE; t < t1; t += BLOCK) {
+    const int64_t count = std::min(BLOCK, t1 - t);
+    const float* douts = c.dout.data + b * c.dout.batch + t * c.dout.token;
     for (int64_t group = 0; group < c.groups; ++group) {
-      const float r = gate(c, b, t, group, u);
-      V wide = V{};
-      float narrow = 0.f;
-      each(size, [&](int64_t d, auto get, auto put) {
-        const int64_t i = group * size + d;
-        const auto x = get(u + i), g = get(dout + i);
-        const auto along = x * g;
-        put(dgain + i, get(dgain + i) + along * r);
-        if constexpr (std::is_same_v<std::remove_const_t<decltype(x)>, V>) wide += along * get(c.gain + i);
-        else narrow += along * get(c.gain + i);
-      });
-      const float back = (sum(wide) + narrow) / size * r * r;
-      each_stretch(c, group, [&](int64_t i, int64_t head, int64_t from, int64_t n) {
-        const float *y = at(c.y, b, t, head, from), *v = c.v.data == nullptr ? nullptr : at(c.v, b, t, head, from);
-        float *dy = at(c.dy, b, t, head, from), *dv = v == nullptr ? nullptr : at(c.dv, b, t, head, from);
-        const float skip = v == nullptr ? 0.f : c.skip[head];
-        each(n, [&](int64_t d, auto get, auto put) {
-          const auto du = r * (get(dout + i + d) * get(c.gain + i + d) - get(u + i + d) * back);
-          const auto gates = get(z + i + d);
-          const auto s = sigmoid(gates);
-          auto x = get(y + d);
-          if (v != nullptr) x += skip * get(v + d);
-          const auto dx = du * gates * s;
-          put(dz + i + d, du * x * s * (1.f + gates * (1.f - s)));
-          put(dy + d, dx);
-          if (v != nullptr) {
-            put(dv + d, dx * skip);
-            put(dskip + i + d, get(dskip + i + d) + dx * get(v + d));
-          }
+      gate(c, b, t, count, group, u, all, r);
+      for (int64_t j = 0; j < count; ++j) {
+        V wide = V{};
+        float narrow = 0.f;
+        const float *row = u + j * all, *dout = douts + j * c.dout.token, scale = r[j];
+        each(size, [&](int64_t d, auto get, auto put) {
+          const int64_t i = group * size + d;
+          const auto along = get(row + i) * get(dout + i);
+          put(dgain + i, get(dgain + i) + along * scale);
+          if constexpr (std::is_same_v<std::remove_const_t<decltype(along)>, V>) wide += along * get(c.gain + i);
+          else narrow += along * get(c.gain + i);
         });
+        back[j] = (sum(wide) + narrow) / size * scale * scale;
+      }
+      each_stretch(c, group, [&](int64_t i, int64_t head, int64_t from, int64_t n) {
+        const float skip = c.v.data == nullptr ? 0.f : c.skip[head];
+        for (int64_t j = 0; j < count; ++j) {
+          const float *y = at(c.y, b, t + j, head, from), *v = c.v.data == nullptr ? nullptr : at(c.v, b, t + j, head, from);
+          const float *z = c.z.data + b * c.z.batch + (t + j) * c.z.token + i, *row = u + j * all + i, *dout = douts + j * c.dout.token + i;
+          float *dy = at(c.dy, b, t + j, head, from), *dv = v == nullptr ? nullptr : at(c.dv, b, t + j, head, from);
+          float* dz = c.dz.data + b * c.dz.batch + (t + j) * c.dz.token + i;
+          const float scale = r[j], along = back[j];
+          each(n, [&](int64_t d, auto get, auto put) {
+            const auto du = scale * (get(dout + d) * get(c.gain + i + d) - get(row + d) * along);
+            const auto gates = get(z + d);
+            const auto s = sigmoid(gates);
+            auto x = get(y + d);
+            if (v != nullptr) x += skip * get(v + d);
+            const auto dx = du * gates * s;
+            put(dz + d, du * x * s * (1.f + gates * (1.f - s)));
+            put(dy + d, dx);
+            if (v != nullptr) {
+              put(dv + d, dx * skip);
+              put(dskip + i + d, get(dskip + i + d) + dx * get(v + d));
+            }
+          });
+        }
       });
     }
   }
