@@ -16,7 +16,7 @@ from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU
+from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU, TokenMixer
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -263,6 +263,14 @@ class CausalLM(nn.Module):
             {"layer": index, "operator": spec, **block.attention.learned()}
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
+
+    @torch.no_grad()
+    def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
+        """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T). Without gradients."""
+        x = self._embed(tokens)
+        for index, block in enumerate(self._blocks()):
+            yield index, block.attention, block.attention_norm(x)
+            x = block(x, path=path)
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:

@@ -22,7 +22,7 @@ from zonal.models import CausalLM
 from zonal.models.layers import entry_of
 from zonal.tasks.task import Batch, Task
 from zonal.training import checkpoint as checkpoints
-from zonal.training import events
+from zonal.training import events, inside
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.diagnose import locate_non_finite
@@ -159,7 +159,7 @@ class _Run:
             self._announce_end()
             raise
         self._checkpoint()
-        self.record.learned = self.model.learned()
+        self._look_inside()
         self._write(status, "Stopped on request; run the same again to go on." if status == "stopped" else None)
         self._announce_end()
         return self.record
@@ -359,6 +359,12 @@ class _Run:
         record.final, record.best, record.steps_to = progress.final, progress.best, progress.steps_to
         record.write(self.folder)
 
+    def _look_inside(self) -> None:
+        """What the model learned, into the record; once it is done, what its memories hold, into a file of its own."""
+        self.record.learned = self.model.learned()
+        if self._finished():
+            inside.write(self.folder, self.model, self.task)
+
     def _finish_quietly(self) -> RunResult:
         """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
@@ -367,7 +373,7 @@ class _Run:
         else:
             self._describe_model()
             self.memory = PeakMemory(self.device)
-            self.record.learned = self.model.learned()
+            self._look_inside()
             self._write("done")
         self._announce_end(skipped=True)
         return self.record
