@@ -74,6 +74,17 @@ def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def sums_of(place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Rows of the sums as a side of a product."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    if traits.wide:
+        return found
+    else:
+        return found.to(like.start.dtype.element_ty)
+
+
+@triton.jit
 def narrowed(x, like, traits: tl.constexpr):
     """A side of a product in the type in which products are made."""
     if traits.wide:
@@ -89,39 +100,6 @@ def against(a, b, traits: tl.constexpr):
         return tl.dot(a, tl.trans(b), input_precision="tf32")
     else:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
-
-
-@triton.jit
-def sums_of(place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Rows of the sums as a side of a product, and what is left of them: rows are divided by sums that are not rounded, so that those of
-    the row anchor are two numbers of a short type. The second is None where one does."""
-    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
-    found = tl.load(at, mask=inside, other=0.0)
-    side = narrowed(found, like, traits)
-    rest = None
-    if traits.anchor == "row" and side.dtype != tl.float32:
-        rest = narrowed(found - side.to(tl.float32), like, traits)
-    return side, rest
-
-
-@triton.jit
-def plus_sums(total, made, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """total + made M over rows of the sums."""
-    side, rest = sums_of(place, line, border, row, width, like, traits, ROWS, VALUE_WIDTH)
-    total = weighted(made, side, total, traits)
-    if rest is not None:
-        total = weighted(made, rest, total, traits)
-    return total
-
-
-@triton.jit
-def against_sums(rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """rows M^T over rows of the sums."""
-    side, rest = sums_of(place, line, border, row, width, like, traits, ROWS, VALUE_WIDTH)
-    found = against(rows, side, traits)
-    if rest is not None:
-        found += against(rows, rest, traits)
-    return found
 
 
 @triton.jit
