@@ -284,7 +284,6 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
 
 # marks of decays and key biases, and what their gradients sum, take registers of their own
 _FADED: dict[tuple[str, str, int], Strips] = {
-    ("absorb", "single", 64): Strips(16, 4, 0, 8, 1),
     ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 128): Strips(32, 2, 32, 8, 1),
     ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
