@@ -373,7 +373,13 @@ class Koopman(Ridge):
         return self.power if isinstance(self.power, tuple) else (self.power,)
 
     def powers(self, heads: int) -> tuple[int, ...]:
-        return tuple(expand_rows(torch.tensor(self._powers), heads, "Koopman powers").tolist())
+        # as ``expand_rows`` does, in plain numbers, which a traced call needs
+        known, have = self._powers, len(self._powers)
+        if heads % have == 0:
+            return known * (heads // have)
+        if have % heads:
+            expand_rows(torch.tensor(known), heads, "Koopman powers")  # says what does not fit
+        return known[have // heads - 1 :: have // heads]
 
     @property
     def shifts(self) -> int:
