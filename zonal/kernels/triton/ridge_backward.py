@@ -1,0 +1,223 @@
+"""Gradients of ridge_forward: no factorisation has one of its own.
+
+With x = P_t w of each solve and u = P_t dx of its gradient, dG_t = -u x^T. Row by row the x and u of a query follow from what forward made (x is read through P, u
+through the transposes of W and A), and are kept. A key then gets -u (x . z) - x (u . z) from every solve of every query that sees it, and what values
+and steps add: from its own block directly, from later ones by their sums. Nothing is written twice: there are no atomics.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.cpp.ridge_library import Before, Gradients
+from zonal.kernels.triton import ridge_state, tiles
+from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on, near, row_sizes, sight
+from zonal.kernels.triton.ridge_state import Call, Known, choose, matrix, product, put_matrix, put_tokens, tokens_of
+from zonal.kernels.triton.tiles import tile_rows
+
+
+@triton.jit
+def solved(x, rows, start, line, block, first, stop, seen, shape, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Each row times its P_t."""
+    half = tokens_of(rows.half, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH)
+    return product(x, matrix(start, line, block, 0, shape.key_dim, shape, WIDTH, WIDTH)) - product(near(x, half, seen), half)
+
+
+@triton.jit
+def moved_back(x, rows, start, line, block, first, stop, seen, shape, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Each row times the transpose of its A_t."""
+    out = product(x, matrix(start, line, block, shape.key_dim + shape.value_dim, shape.key_dim, shape, WIDTH, WIDTH))
+    weight = near(x, tokens_of(rows.moved, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
+    out -= product(weight, tokens_of(rows.half, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
+    weight = near(x, tokens_of(rows.z, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
+    return out + product(weight, tokens_of(rows.after, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
+
+
+@triton.jit
+def rows_back_kernel(
+    q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block. u of the first is the gradient of scale q."""
+    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(q, scale, hi, table, shape, ROWS)
+    r, width = shape.key_dim, shape.value_dim
+    for t in tl.range(begin, end, ROWS):
+        limit, seen = sight(hi, t, end, first, stop, ROWS, BLOCK)
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, r, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        for k in tl.static_range(POWER + 1):
+            kept = solved(x, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
+            put_tokens(xs, kept, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+            if k < POWER:
+                x = moved_on(x, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
+        given = tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
+        u = product(given, matrix(start, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH))
+        weight = near(given, tokens_of(rows.gain, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH), seen)
+        u += product(weight, tokens_of(rows.half, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH))
+        put_tokens(us, u, POWER * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+        for k in tl.static_range(POWER):
+            u = moved_back(u, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
+            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+
+
+@triton.jit
+def row_sums_kernel(
+    dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
+    """What the queries of one block bring to the keys before it: sums of u x^T, dy x^T and, of the step before, u x^T."""
+    block, kv_line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
+    r, width = shape.key_dim, shape.value_dim
+    gram = tl.zeros([WIDTH, WIDTH], tl.float32)
+    cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float32)
+    shift = tl.zeros([WIDTH, WIDTH], tl.float32)
+    # key heads of a batch lie as its heads do: those of one are groups in a row
+    for group in tl.range(0, shape.groups):
+        line = kv_line * shape.groups + group
+        for t in tl.range(begin, end, ROWS):
+            for k in tl.static_range(POWER + 1):
+                u = tl.trans(tokens_of(us, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH))
+                x = tokens_of(xs, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+                gram += product(u, x)
+                if k > 0:
+                    shift += product(u, tokens_of(xs, (k - 1) * lines + line, t, end, shape.queries, r, ROWS, WIDTH))
+                if k == POWER:
+                    cross += product(tl.trans(tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)), x)
+    put_matrix(state, gram, kv_line, block, 0, r, shape, WIDTH, WIDTH)
+    put_matrix(state, cross, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    if POWER > 0:
+        put_matrix(state, shift, kv_line, block, r + width, r, shape, WIDTH, WIDTH)
+
+
+@triton.jit
+def keys_back_kernel(
+    dy, xs, us, v, rows, dz, dearlier, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys of one block, of those before each, and of values. state: the sums of later blocks."""
+    block, kv_line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    first, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
+    begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
+    r, width = shape.key_dim, shape.value_dim
+    z = tokens_of(rows.z, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+    value = tokens_of(v, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+    gram = matrix(state, kv_line, block, 0, r, shape, WIDTH, WIDTH)
+    cross = matrix(state, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    of_keys = product(value, cross) - product(z, gram + tl.trans(gram))
+    of_values = product(z, tl.trans(cross))
+    of_earlier = tl.zeros([BLOCK, WIDTH], tl.float32)
+    earlier = z
+    if POWER > 0:
+        earlier = tokens_of(rows.earlier, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        shift = matrix(state, kv_line, block, r + width, r, shape, WIDTH, WIDTH)
+        of_keys += product(earlier, tl.trans(shift))
+        of_earlier += product(z, shift)
+    for group in tl.range(0, shape.groups):
+        line = kv_line * shape.groups + group
+        for t in tl.range(begin, end, ROWS):
+            limit, seen = sight(hi, t, end, first, stop, ROWS, BLOCK)
+            for k in tl.static_range(POWER + 1):
+                x = tokens_of(xs, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+                u = tokens_of(us, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+                own, other = tl.trans(near(x, z, seen)), tl.trans(near(u, z, seen))
+                of_keys -= product(own, u) + product(other, x)
+                if k > 0:
+                    x_before = tokens_of(xs, (k - 1) * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+                    of_earlier += product(other, x_before)
+                    of_keys += product(tl.trans(near(x_before, earlier, seen)), u)
+                if k == POWER:
+                    given = tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
+                    of_keys += product(tl.trans(near(given, value, seen)), x)
+                    of_values += product(own, given)
+    put_tokens(dz, of_keys, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+    put_tokens(dv, of_values, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+    if POWER > 0:
+        put_tokens(dearlier, of_earlier, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
+    before: Before, power: int, limit: float, documents: int, started: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of ``forward``, float32, of scale, rho and the memory float64. started: whether the memory gets some."""
+    with tiles.on(q.device):
+        call = ridge_state.prepare(q, k, v, key_mask, lo, hi, segment_start, before, power, limit, documents)
+        found = ridge_state.known(call, rho, before)
+        xs, us = row_solves(call, found, dy.float().contiguous(), q, scale, power)
+        state, shape, table = call.state(torch.float32), call.shape, call.places.table
+        dy, lines, programs = dy.float().contiguous(), q.shape[0] * q.shape[1], call.lines * shape.blocks
+        constants = {"POWER": power, **row_sizes(call)}
+        short = {name: size for name, size in constants.items() if name != "BLOCK"}
+        tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose("row_sums", shape, call.block))
+        dim, width = k.shape[3], v.shape[3]
+        # before the sums are carried on each block still has its own
+        drho = -state[..., : dim * dim].unflatten(-1, (dim, dim)).diagonal(dim1=-2, dim2=-1).double().sum((0, 2, 3))
+        final = torch.empty(*k.shape[:2], shape.size, dtype=torch.float64, device=k.device) if started else None
+        ridge_state.carry(call, state, None, final, True)
+        dz, dv = torch.zeros(call.z.shape, dtype=torch.float32, device=k.device), torch.zeros(v.shape, dtype=torch.float32, device=k.device)
+        dearlier = torch.zeros_like(dz) if power else None
+        tiles.launch(
+            keys_back_kernel,
+            programs,
+            (dy, xs, us, call.v, found.rows, dz, dearlier, dv, state, lines, call.places.hi, table, shape),
+            constants,
+            choose("keys_back", shape, call.block),
+        )
+    dfirst = None
+    if dearlier is not None:
+        dz, dfirst = with_next(call, dz, dearlier, key_mask)
+    if key_mask is not None:
+        dz, dv = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (dz, dv))
+    memory = Before()
+    if final is not None:
+        gram, cross, *shift = (x.unflatten(-1, (-1, dim)) for x in final.split([dim * dim, width * dim, *([dim * dim] * (power > 0))], -1))
+        memory = Before(
+            -0.5 * (gram + gram.mT), cross, shift[0] if shift and before.shift is not None else None,
+            None if dfirst is None or before.last is None else dfirst.double(),
+        )  # fmt: skip
+    dscale = (us[0] * q.float()).sum(-1).double().sum((0, 2))
+    return Gradients(us[0] * scale.float()[:, None, None], shortened(dz, k, limit), dv, dscale, drho, memory)
+
+
+def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, power: int) -> tuple[Tensor, Tensor]:
+    """x and u, (power + 1, B, H, T, r), of every query."""
+    shape, lines = call.shape, q.shape[0] * q.shape[1]
+    xs, us = (torch.empty(power + 1, *q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    tiles.launch(
+        rows_back_kernel,
+        lines * shape.blocks,
+        (tiles.rows_of(q), dy, xs, us, lines, found.rows, found.start, scale.float().contiguous(), call.places.hi, call.places.table, shape),
+        {"POWER": power, **row_sizes(call)},
+        choose("rows_back", shape, call.block),
+    )
+    return xs, us
+
+
+def with_next(call: Call, dz: Tensor, dearlier: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(gradients of keys with what they get as the key before another, that of the key before the first)."""
+    if call.before is None:
+        given = F.pad(dearlier, (0, 0, 0, 1))
+    else:
+        keys = dz.shape[2]
+        # of each key, and of what came before all, the one it stands before: every key that is there stands behind one alone
+        owner = call.before if key_mask is None else torch.where(key_mask, call.before, keys + 1)
+        place = torch.arange(keys, device=dz.device).expand(owner.shape)
+        following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device).scatter(1, owner, place)[:, : keys + 1]
+        given = F.pad(dearlier, (0, 0, 0, 1)).gather(2, following[:, None, :, None].expand(*dz.shape[:2], keys + 1, dz.shape[3]))
+    return dz + given[:, :, 1:], given[:, :, 0]
+
+
+def shortened(dz: Tensor, k: Tensor, limit: float) -> Tensor:
+    """Gradients of keys from those of keys cut to a length: beyond it a key does not change along itself."""
+    if limit <= 0:
+        return dz
+    k = k.float()
+    norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+    along = (dz * k).sum(-1, keepdim=True) / norm.square()
+    return torch.where(norm <= limit, dz, (limit / norm) * (dz - along * k))
+
+
+__all__ = ["backward", "keys_back_kernel", "row_sums_kernel", "rows_back_kernel"]

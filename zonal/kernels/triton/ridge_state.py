@@ -1,0 +1,406 @@
+"""Ridge and Koopman read-outs on CUDA, token-exact: what is known at the start of each block of keys, and the rows that carry it through the block.
+
+At the start of a block the kernels hold P = (G + rho I)^-1, the regression W = C P and the step A = M P, rounded from float64: an error of float32 then
+counts by 1 / rho, and not by the condition of G. Within the block each is a sum of products of rows that a query sees a part of:
+``P_t = P - sum h_s h_s^T``, ``W_t = W + sum e_s h_s^T``, ``A_t = A - sum a_s h_s^T + sum z_s p_s^T``. With K = I + Z P Z^T = L L^T:
+``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before, ``a = L^-1 (Z A^T + low(Z p^T) Z)``.
+
+A block is a chunk: every block starts from an inverse of its own, and all run at once. Of r = P = 64 and 64 keys that is 2 r^3 + 2 r^2 (r + P)
+operations in float64 a block, 24 thousand a key, where its rows take 90 thousand in float32; shorter blocks would share less of both.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.triton import sizes, tiles
+from zonal.kernels.triton.sizes import ceil_div, padded
+from zonal.kernels.triton.tiles import Tiling
+
+
+class Shape(NamedTuple):
+    """H, H / Hkv, T, S, D, P, blocks of keys, and numbers of a key head's state at the start of one."""
+
+    heads: Any
+    groups: Any
+    queries: Any
+    keys: Any
+    key_dim: Any
+    value_dim: Any
+    blocks: Any
+    size: Any
+
+
+class Rows(NamedTuple):
+    """What the keys of a call become, float32 (B, Hkv, S, …): z, e of V's width, h, and for powers past 0 the key before each, a and p."""
+
+    z: Any
+    half: Any
+    gain: Any
+    earlier: Any
+    moved: Any
+    after: Any
+
+
+# ---- on the device ----
+
+
+@triton.jit
+def product(a, b):
+    """a b in float32."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def tokens_of(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(ROWS, WIDTH) float32 of a contiguous (lines, tokens, width) array from token ``first`` on, zeros from ``stop`` on."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = x + (tl.cast(line, tl.int64) * tokens + first) * width + (row[:, None] * width + column[None, :])
+    return tl.load(at, mask=(first + row < stop)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put_tokens(x, tile, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write such a tile."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = x + (tl.cast(line, tl.int64) * tokens + first) * width + (row[:, None] * width + column[None, :])
+    tl.store(at, tile.to(x.dtype.element_ty), mask=(first + row < stop)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def matrix_places(state, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(addresses (ROWS, WIDTH), whether they are inside) of the matrix of ``rows`` rows that begins at row ``row`` of a state."""
+    start = state + (tl.cast(line, tl.int64) * shape.blocks + block) * shape.size + row * shape.key_dim
+    i, j = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    return start + (i[:, None] * shape.key_dim + j[None, :]), (i < rows)[:, None] & (j < shape.key_dim)[None, :]
+
+
+@triton.jit
+def matrix(state, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Such a matrix, zeros outside."""
+    at, inside = matrix_places(state, line, block, row, rows, shape, ROWS, WIDTH)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def put_matrix(state, x, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write such a matrix."""
+    at, inside = matrix_places(state, line, block, row, rows, shape, ROWS, WIDTH)
+    tl.store(at, x.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sums_kernel(z, v, earlier, state, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """G, C and M of the keys of one block of one key head, in float64: key by key, for no matrix unit multiplies float64 everywhere."""
+    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    start, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
+    r, width = shape.key_dim, shape.value_dim
+    i, p = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    gram = tl.zeros([WIDTH, WIDTH], tl.float64)
+    cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float64)
+    shift = tl.zeros([WIDTH, WIDTH], tl.float64)
+    for s in tl.range(start, stop):
+        at = tl.cast(line, tl.int64) * shape.keys + s
+        key = tl.load(z + at * r + i, mask=i < r, other=0.0).to(tl.float64)
+        value = tl.load(v + at * width + p, mask=p < width, other=0.0).to(tl.float64)
+        gram += key[:, None] * key[None, :]
+        cross += value[:, None] * key[None, :]
+        if SHIFTED:
+            before = tl.load(earlier + at * r + i, mask=i < r, other=0.0).to(tl.float64)
+            shift += key[:, None] * before[None, :]
+    put_matrix(state, gram, line, block, 0, r, shape, WIDTH, WIDTH)
+    put_matrix(state, cross, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    if SHIFTED:
+        put_matrix(state, shift, line, block, r + width, r, shape, WIDTH, WIDTH)
+
+
+@triton.jit
+def carry_kernel(state, initial, final, table, shape, PACKED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """What blocks bring becomes what all before bring (REVERSE: all after), in place and in float64. initial: of the first; final: of all."""
+    parts = tl.cdiv(shape.size, WIDTH)
+    line = tl.cast(tl.program_id(0) // parts, tl.int64)
+    column = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
+    inside = column < shape.size
+    running = tl.zeros([WIDTH], tl.float64)
+    if initial is not None:
+        running = tl.load(initial + line * shape.size + column, mask=inside, other=0.0)
+    for step in tl.range(0, shape.blocks):
+        block = shape.blocks - 1 - step if REVERSE else step
+        at = state + (line * shape.blocks + block) * shape.size + column
+        part = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        if PACKED:
+            opens = tl.load(table + 4 * shape.blocks + block) != 0
+            if REVERSE:
+                tl.store(at, running.to(state.dtype.element_ty), mask=inside)
+                running = tl.where(opens, 0.0, running + part)
+            else:
+                running = tl.where(opens, 0.0, running)
+                tl.store(at, running.to(state.dtype.element_ty), mask=inside)
+                running += part
+        else:
+            tl.store(at, running.to(state.dtype.element_ty), mask=inside)
+            running += part
+    if final is not None:
+        tl.store(final + line * shape.size + column, running, mask=inside)
+
+
+@triton.jit
+def swept(x, row, j, pivot, column):
+    """x after column j of it was taken out of the others: one step of x G^-1, where row is G's and pivot G_jj at this step."""
+    of = tl.sum(tl.where(column[None, :] == j, x, 0.0), 1) / pivot
+    return tl.where(column[None, :] == j, of[:, None], x - of[:, None] * row[None, :])
+
+
+@triton.jit
+def inverse_kernel(
+    state, start, rho, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
+    """P, W = C P and A = M P of one block, where any query starts from them: Gauss-Jordan without a choice of pivots, as G + rho I asks for none.
+
+    A pivot that is not positive makes everything NaN.
+    """
+    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    if tl.load(table + 2 * shape.blocks + block) == tl.load(table + 3 * shape.blocks + block):
+        return
+    r, width = shape.key_dim, shape.value_dim
+    i = tl.arange(0, WIDTH)
+    ridge = tl.load(rho + line % (shape.heads // shape.groups))
+    gram = matrix(state, line, block, 0, r, shape, WIDTH, WIDTH) + tl.where((i[:, None] == i[None, :]) & (i < r)[None, :], ridge, 0.0)
+    cross = matrix(state, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    shift = gram
+    if SHIFTED:
+        shift = matrix(state, line, block, r + width, r, shape, WIDTH, WIDTH)
+    for j in tl.range(0, r):
+        row = tl.sum(tl.where(i[:, None] == j, gram, 0.0), 0)
+        pivot = tl.sum(tl.where(i == j, row, 0.0), 0)
+        pivot = tl.where(pivot > 0, pivot, float("nan"))
+        cross = swept(cross, row, j, pivot, i)
+        if SHIFTED:
+            shift = swept(shift, row, j, pivot, i)
+        own = tl.where(i == j, 1 / pivot, -row / pivot)
+        gram = tl.where(i[:, None] == j, own[None, :], swept(gram, row, j, pivot, i))
+    put_matrix(start, gram, line, block, 0, r, shape, WIDTH, WIDTH)
+    put_matrix(start, cross, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    if SHIFTED:
+        put_matrix(start, shift, line, block, r + width, r, shape, WIDTH, WIDTH)
+
+
+@triton.jit
+def root_inverse(x, BLOCK: tl.constexpr):
+    """L^-1 of a positive definite x = L L^T, row by row."""
+    i = tl.arange(0, BLOCK)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for j in tl.range(0, BLOCK):
+        row = tl.sum(tl.where(i[:, None] == j, x, 0.0), 0)
+        root = tl.rsqrt(tl.sum(tl.where(i == j, row, 0.0), 0))
+        made = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), 0) * root
+        # x is symmetric where it is still to be worked on
+        below = tl.where(i > j, tl.sum(tl.where(i[None, :] == j, x, 0.0), 1) * root, 0.0)
+        x = x - below[:, None] * (row * root)[None, :]
+        inverse = tl.where(i[:, None] == j, made[None, :], inverse - below[:, None] * made[None, :])
+    return inverse
+
+
+@triton.jit
+def factor_kernel(
+    v, rows, start, cut, table, shape, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
+    """The rows of one block (``Rows``). cut (lines, blocks): the first key that is not finite; it and what follows are left out here."""
+    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    if tl.load(table + 2 * shape.blocks + block) == tl.load(table + 3 * shape.blocks + block):
+        return
+    first, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
+    r, width = shape.key_dim, shape.value_dim
+    i = tl.arange(0, BLOCK)
+    z = tokens_of(rows.z, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+    value = tokens_of(v, line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+    odd = tl.sum(z * 0.0, 1) + tl.sum(value * 0.0, 1)
+    good = tl.min(tl.where(odd == 0.0, BLOCK, i), 0)
+    tl.store(cut + tl.program_id(0), first + good)
+    z, value = tl.where((i < good)[:, None], z, 0.0), tl.where((i < good)[:, None], value, 0.0)
+    inverse = matrix(start, line, block, 0, r, shape, WIDTH, WIDTH)
+    near = product(z, inverse)
+    root = root_inverse(product(near, tl.trans(z)) + tl.where(i[:, None] == i[None, :], 1.0, 0.0), BLOCK)
+    half = product(root, near)
+    put_tokens(rows.half, half, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+    regression = matrix(start, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    gain = product(root, value - product(z, tl.trans(regression)))
+    put_tokens(rows.gain, gain, line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+    if SHIFTED:
+        earlier = tokens_of(rows.earlier, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        earlier = tl.where((i < good)[:, None], earlier, 0.0)
+        seen = tl.where(i[:, None] >= i[None, :], product(earlier, tl.trans(half)), 0.0)
+        after = product(earlier, inverse) - product(seen, half)
+        put_tokens(rows.after, after, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        step = matrix(start, line, block, r + width, r, shape, WIDTH, WIDTH)
+        seen = tl.where(i[:, None] > i[None, :], product(z, tl.trans(after)), 0.0)
+        moved = product(root, product(z, tl.trans(step)) + product(seen, z))
+        put_tokens(rows.moved, moved, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+
+
+# ---- on the host ----
+
+# numbers of a state that a program carries on
+_CARRIED = 256
+
+
+class Places(NamedTuple):
+    """Blocks of keys, none across documents. table (5, blocks) int32: the first key, the end, the first query that starts from the block and the end of
+    those, whether a document opens there. hi (T,) int32: how far each query sees. opens (S,) int64: where each key's document begins; None: at 0."""
+
+    table: Tensor
+    hi: Tensor
+    opens: Tensor | None
+
+
+def places(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, documents: int, block: int, device: torch.device) -> Places:
+    """Arguments as ``ridge_library.forward`` has them. Nothing waits for the device where they are on the CPU, as calls have them."""
+    hi = torch.maximum(lo, hi)
+    starts, owner = torch.zeros(1, dtype=torch.int64, device=lo.device), torch.zeros_like(lo)
+    if segment_start is not None:
+        owner = F.pad((segment_start[1:] != segment_start[:-1]).long(), (1, 0)).cumsum(0)
+        # documents that are not there begin, and end, after the last key
+        starts = torch.full((max(documents, 1),), keys, dtype=torch.int64, device=lo.device).scatter(0, owner, segment_start)
+    ends = F.pad(starts[1:], (0, 1), value=keys)
+    first = F.pad(((ends - starts + block - 1) // block).clamp(min=1).cumsum(0), (1, 0))
+    number = torch.arange(max(1, ceil_div(keys, block)) if segment_start is None else ceil_div(keys, block) + starts.shape[0], device=lo.device)
+    document = torch.searchsorted(first[1:], number, right=True).clamp(max=starts.shape[0] - 1)
+    start = torch.minimum(starts[document] + (number - first[document]) * block, ends[document])
+    stop = torch.minimum(start + block, ends[document])
+    # a query that sees just what lies before a block starts from that block, but for a document's last; the next document's see as much, of their own
+    far = hi + owner
+    begin = torch.searchsorted(far, start + document)
+    end = torch.searchsorted(far, stop + document + (number == first[document + 1] - 1).long())
+    end = torch.where(number < first[-1], end, begin)
+    table = torch.stack([start, stop, begin, end, (number == first[document]).long()]).to(torch.int32)
+    opens = None
+    if segment_start is not None:
+        among = torch.searchsorted(starts, torch.arange(keys, device=lo.device), right=True) - 1
+        opens = starts[among].to(device)
+    return Places(table.to(device), hi.to(torch.int32).to(device), opens)
+
+
+class Call(NamedTuple):
+    """A call's part that forward and backward share. before (B or 1, S): 1 + the key before each, 0 = what came before the call; None: the one beside it."""
+
+    places: Places
+    shape: Shape
+    block: int
+    shifted: bool
+    z: Tensor
+    v: Tensor
+    earlier: Tensor | None
+    before: Tensor | None
+    packed: bool
+
+    def widths(self) -> dict[str, int]:
+        return {"WIDTH": padded(self.shape.key_dim), "VALUE_WIDTH": padded(self.shape.value_dim)}
+
+    @property
+    def lines(self) -> int:
+        """Key heads of the batch."""
+        return self.z.shape[0] * self.z.shape[1]
+
+    def state(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*self.z.shape[:2], self.shape.blocks, self.shape.size, dtype=dtype, device=self.z.device)
+
+
+def choose(kernel: str, shape: Shape, block: int) -> Tiling:
+    """Warps of a kernel, by the widest of its tiles: as few as keep the kernel's numbers in registers (see compile_ridge.py)."""
+    widest = max(padded(shape.key_dim), padded(shape.value_dim), block)
+    return Tiling(block, block, _WARPS[kernel] if widest > 32 else 4, 1)
+
+
+_WARPS = {"sums": 8, "inverse": 8, "factor": 8, "read": 8, "rows_back": 8, "row_sums": 8, "keys_back": 8}
+
+
+def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor | None:
+    """``Call.before``: padding is passed over, and a document's first key has none before it."""
+    if key_mask is None and opens is None:
+        return None
+    if key_mask is None:
+        assert opens is not None
+        place = torch.arange(keys, device=opens.device)[None]
+    else:
+        place = torch.where(key_mask, torch.arange(1, keys + 1, device=key_mask.device), 0).cummax(-1).values
+        place = F.pad(place[:, :-1], (1, 0))
+    return place if opens is None else torch.where(place > opens, place, 0)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Before, power: int,
+    limit: float, documents: int,
+) -> Call:  # fmt: skip
+    """What the kernels of a call are told; arguments as ``ridge_library.forward`` has them."""
+    heads, queries, dim = q.shape[1:]
+    kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
+    block = sizes.ridge_block(dim)
+    seen = places(lo, hi, segment_start, keys, documents, block, q.device)
+    z = k.float()
+    if limit > 0:
+        norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        z = z * torch.where(norm <= limit, 1.0, limit / norm)
+    if key_mask is not None:
+        z, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (z, v))
+    earlier = index = None
+    if power:
+        first = z.new_zeros(*z.shape[:2], 1, dim) if before.last is None else before.last.to(z)[:, :, None]
+        shifted, index = torch.cat([first, z], 2), previous(key_mask, seen.opens, keys)
+        earlier = shifted[:, :, :-1] if index is None else shifted.gather(2, index[:, None, :, None].expand(z.shape))
+    size = dim * (dim + width + (dim if power else 0))
+    shape = Shape(heads, heads // kv_heads, queries, keys, dim, width, seen.table.shape[1], size)
+    return Call(
+        seen, shape, block, power > 0, z.contiguous(), v.contiguous(), None if earlier is None else earlier.contiguous(), index, segment_start is not None
+    )
+
+
+def carry(call: Call, state: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> None:
+    """What blocks bring into what lies before or after them, in place."""
+    tiles.launch(
+        carry_kernel,
+        call.lines * ceil_div(call.shape.size, _CARRIED),
+        (state, initial, final, call.places.table, call.shape),
+        {"PACKED": call.packed, "REVERSE": reverse, "WIDTH": _CARRIED},
+        Tiling(_CARRIED, 0, 4, 1),
+    )
+
+
+class Known(NamedTuple):
+    """start (B, Hkv, blocks, size) float32: P, W and A at each block's start; rows: its keys'; cut (B, Hkv, blocks): the first key that is not finite."""
+
+    start: Tensor
+    rows: Rows
+    cut: Tensor
+
+
+def known(call: Call, rho: Tensor, before: Before) -> Known:
+    """All that rows are read from."""
+    state, start, z, v = call.state(torch.float64), call.state(torch.float32), call.z, call.v
+    programs = call.lines * call.shape.blocks
+    table, shape = call.places.table, call.shape
+    constants = {"SHIFTED": call.shifted, **call.widths()}
+    tiles.launch(sums_kernel, programs, (z, v, call.earlier, state, table, shape), constants, choose("sums", shape, call.block))
+    initial = None
+    if before.gram is not None:
+        parts = [x for x in (before.gram, before.cross, before.shift if call.shifted else None) if x is not None]
+        initial = torch.cat([x.double() for x in parts], 2).contiguous()
+    carry(call, state, initial, None, False)
+    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose("inverse", shape, call.block))
+    half, gain = torch.empty(z.shape, dtype=torch.float32, device=z.device), torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    moved = after = None
+    if call.shifted:
+        moved, after = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
+    rows = Rows(z, half, gain, call.earlier, moved, after)
+    cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
+    tiles.launch(factor_kernel, programs, (v, rows, start, cut, table, shape), {"BLOCK": call.block, **constants}, choose("factor", shape, call.block))
+    return Known(start, rows, cut)
+
+
+__all__ = ["Call", "Known", "Rows", "Shape", "carry", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "tokens_of"]
