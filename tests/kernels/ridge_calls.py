@@ -32,7 +32,7 @@ SHAPES: dict[str, Shape] = {
     "padding": Shape(batch=2, padding=True, queries=41, keys=41, heads=2, kv_heads=1),
     "late": Shape(queries=9, keys=60, strided=True),
     "early": Shape(queries=44, keys=30),
-    "packed": Shape(packed=(0, 1, 5, 37, 37, 40, 59), queries=59, keys=59),
+    "packed": Shape(packed=(0, 1, 5, 37, 40, 59), queries=59, keys=59),
     "one": Shape(queries=1, keys=1),
     "memory": Shape(queries=43, keys=43, cuts=(0, 16, 17, 43), heads=2, kv_heads=1),
     "padded-memory": Shape(queries=43, keys=43, cuts=(0, 20, 43), batch=2, padding=True),

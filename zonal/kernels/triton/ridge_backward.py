@@ -15,77 +15,74 @@ from torch import Tensor
 
 from zonal.kernels.cpp.ridge_library import Before, Gradients
 from zonal.kernels.triton import ridge_state, tiles
-from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on, near, row_sizes, sight
-from zonal.kernels.triton.ridge_state import Call, Known, choose, matrix, product, put_matrix, put_tokens, tokens_of
+from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on
+from zonal.kernels.triton.ridge_state import Call, Known, choose, matrix, product, put_matrix, put_tokens, through, tokens_of
 from zonal.kernels.triton.tiles import tile_rows
 
 
 @triton.jit
-def solved(x, rows, start, line, block, first, stop, seen, shape, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def solved(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
     """Each row times its P_t."""
-    half = tokens_of(rows.half, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH)
-    return product(x, matrix(start, line, block, 0, shape.key_dim, shape, WIDTH, WIDTH)) - product(near(x, half, seen), half)
+    r, tokens = shape.key_dim, shape.keys
+    out = product(x, matrix(start, line, block, 0, r, shape, WIDTH, WIDTH))
+    return through(out, -x, rows.half, rows.half, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
-def moved_back(x, rows, start, line, block, first, stop, seen, shape, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def moved_back(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
     """Each row times the transpose of its A_t."""
-    out = product(x, matrix(start, line, block, shape.key_dim + shape.value_dim, shape.key_dim, shape, WIDTH, WIDTH))
-    weight = near(x, tokens_of(rows.moved, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
-    out -= product(weight, tokens_of(rows.half, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
-    weight = near(x, tokens_of(rows.z, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
-    return out + product(weight, tokens_of(rows.after, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
+    r, tokens = shape.key_dim, shape.keys
+    out = product(x, matrix(start, line, block, r + shape.value_dim, r, shape, WIDTH, WIDTH))
+    out = through(out, -x, rows.moved, rows.half, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
+    return through(out, x, rows.z, rows.after, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
 def rows_back_kernel(
-    q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    q, dy, xs, us, lines, rows, start, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block. u of the first is the gradient of scale q."""
-    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(q, scale, hi, table, shape, ROWS)
-    r, width = shape.key_dim, shape.value_dim
+    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
+    r, width, tokens, queries = shape.key_dim, shape.value_dim, shape.keys, shape.queries
     for t in tl.range(begin, end, ROWS):
-        limit, seen = sight(hi, t, end, first, stop, ROWS, BLOCK)
+        limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
         x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, r, ROWS, WIDTH, True, True).to(tl.float32) * gain
-        for k in tl.static_range(POWER + 1):
-            kept = solved(x, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
-            put_tokens(xs, kept, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-            if k < POWER:
-                x = moved_on(x, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
-        given = tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
+        for k in tl.range(0, POWER + 1):
+            if k > 0:
+                x = moved_on(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
+            kept = solved(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
+            put_tokens(xs, kept, k * lines + line, t, end, queries, r, ROWS, WIDTH)
+        given = tokens_of(dy, line, t, end, queries, width, ROWS, VALUE_WIDTH)
         u = product(given, matrix(start, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH))
-        weight = near(given, tokens_of(rows.gain, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH), seen)
-        u += product(weight, tokens_of(rows.half, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH))
-        put_tokens(us, u, POWER * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-        for k in tl.static_range(POWER):
-            u = moved_back(u, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
-            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
+        u = through(u, given, rows.gain, rows.half, kv_line, first, stop, limit, tokens, width, r, SLICE, VALUE_WIDTH, WIDTH)
+        put_tokens(us, u, POWER * lines + line, t, end, queries, r, ROWS, WIDTH)
+        for k in tl.range(0, POWER):
+            u = moved_back(u, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
+            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, queries, r, ROWS, WIDTH)
 
 
 @triton.jit
 def row_sums_kernel(
-    dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
     """What the queries of one block bring to the keys before it: sums of u x^T, dy x^T and, of the step before, u x^T."""
     block, kv_line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
-    r, width = shape.key_dim, shape.value_dim
+    r, width, queries = shape.key_dim, shape.value_dim, shape.queries
     gram = tl.zeros([WIDTH, WIDTH], tl.float32)
     cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float32)
     shift = tl.zeros([WIDTH, WIDTH], tl.float32)
     # key heads of a batch lie as its heads do: those of one are groups in a row
-    for group in tl.range(0, shape.groups):
-        line = kv_line * shape.groups + group
-        for t in tl.range(begin, end, ROWS):
-            for k in tl.static_range(POWER + 1):
-                u = tl.trans(tokens_of(us, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH))
-                x = tokens_of(xs, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-                gram += product(u, x)
+    for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
+        for t in tl.range(begin, end, SLICE):
+            x = tokens_of(xs, POWER * lines + line, t, end, queries, r, SLICE, WIDTH)
+            cross += product(tl.trans(tokens_of(dy, line, t, end, queries, width, SLICE, VALUE_WIDTH)), x)
+            for k in tl.range(0, POWER + 1):
+                u = tl.trans(tokens_of(us, k * lines + line, t, end, queries, r, SLICE, WIDTH))
+                gram += product(u, tokens_of(xs, k * lines + line, t, end, queries, r, SLICE, WIDTH))
                 if k > 0:
-                    shift += product(u, tokens_of(xs, (k - 1) * lines + line, t, end, shape.queries, r, ROWS, WIDTH))
-                if k == POWER:
-                    cross += product(tl.trans(tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)), x)
+                    shift += product(u, tokens_of(xs, (k - 1) * lines + line, t, end, queries, r, SLICE, WIDTH))
     put_matrix(state, gram, kv_line, block, 0, r, shape, WIDTH, WIDTH)
     put_matrix(state, cross, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
     if POWER > 0:
@@ -93,49 +90,58 @@ def row_sums_kernel(
 
 
 @triton.jit
+def against(x, rows, seen):
+    """(rows of x, SLICE): zeros where rows do not see the keys of x."""
+    return tl.where(seen, product(x, tl.trans(rows)), 0.0)
+
+
+@triton.jit
 def keys_back_kernel(
-    dy, xs, us, v, rows, dz, dearlier, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    dy, xs, us, v, rows, dz, dearlier, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys of one block, of those before each, and of values. state: the sums of later blocks."""
-    block, kv_line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
-    first, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
+    """Gradients of some keys of one block, of those before each, and of values. state: the sums of later blocks."""
+    index, tile = tl.program_id(0) // (BLOCK // ROWS), tl.program_id(0) % (BLOCK // ROWS)
+    block, kv_line = index % shape.blocks, index // shape.blocks
+    first, stop = tl.load(table + block) + tile * ROWS, tl.load(table + shape.blocks + block)
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
-    r, width = shape.key_dim, shape.value_dim
-    z = tokens_of(rows.z, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
-    value = tokens_of(v, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
-    gram = matrix(state, kv_line, block, 0, r, shape, WIDTH, WIDTH)
+    r, width, tokens, queries = shape.key_dim, shape.value_dim, shape.keys, shape.queries
+    z = tokens_of(rows.z, kv_line, first, stop, tokens, r, ROWS, WIDTH)
+    value = tokens_of(v, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
     cross = matrix(state, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
-    of_keys = product(value, cross) - product(z, gram + tl.trans(gram))
+    of_keys = product(value, cross)
     of_values = product(z, tl.trans(cross))
-    of_earlier = tl.zeros([BLOCK, WIDTH], tl.float32)
+    gram = matrix(state, kv_line, block, 0, r, shape, WIDTH, WIDTH)
+    of_keys -= product(z, gram + tl.trans(gram))
+    of_earlier = tl.zeros([ROWS, WIDTH], tl.float32)
     earlier = z
     if POWER > 0:
-        earlier = tokens_of(rows.earlier, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, r, ROWS, WIDTH)
         shift = matrix(state, kv_line, block, r + width, r, shape, WIDTH, WIDTH)
         of_keys += product(earlier, tl.trans(shift))
         of_earlier += product(z, shift)
-    for group in tl.range(0, shape.groups):
-        line = kv_line * shape.groups + group
-        for t in tl.range(begin, end, ROWS):
-            limit, seen = sight(hi, t, end, first, stop, ROWS, BLOCK)
-            for k in tl.static_range(POWER + 1):
-                x = tokens_of(xs, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-                u = tokens_of(us, k * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-                own, other = tl.trans(near(x, z, seen)), tl.trans(near(u, z, seen))
-                of_keys -= product(own, u) + product(other, x)
+    key = first + tl.arange(0, ROWS)
+    for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
+        for t in tl.range(begin, end, SLICE):
+            limit = tl.load(hi + t + tl.arange(0, SLICE), mask=t + tl.arange(0, SLICE) < end, other=0)
+            seen = key[:, None] < limit[None, :]
+            given = tokens_of(dy, line, t, end, queries, width, SLICE, VALUE_WIDTH)
+            x = tokens_of(xs, POWER * lines + line, t, end, queries, r, SLICE, WIDTH)
+            of_values += product(against(z, x, seen), given)
+            of_keys += product(against(value, given, seen), x)
+            for k in tl.range(0, POWER + 1):
+                x = tokens_of(xs, k * lines + line, t, end, queries, r, SLICE, WIDTH)
+                u = tokens_of(us, k * lines + line, t, end, queries, r, SLICE, WIDTH)
+                other = against(z, u, seen)
+                of_keys -= product(against(z, x, seen), u) + product(other, x)
                 if k > 0:
-                    x_before = tokens_of(xs, (k - 1) * lines + line, t, end, shape.queries, r, ROWS, WIDTH)
-                    of_earlier += product(other, x_before)
-                    of_keys += product(tl.trans(near(x_before, earlier, seen)), u)
-                if k == POWER:
-                    given = tokens_of(dy, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
-                    of_keys += product(tl.trans(near(given, value, seen)), x)
-                    of_values += product(own, given)
-    put_tokens(dz, of_keys, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
-    put_tokens(dv, of_values, kv_line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+                    x = tokens_of(xs, (k - 1) * lines + line, t, end, queries, r, SLICE, WIDTH)
+                    of_earlier += product(other, x)
+                    of_keys += product(against(earlier, x, seen), u)
+    put_tokens(dz, of_keys, kv_line, first, stop, tokens, r, ROWS, WIDTH)
+    put_tokens(dv, of_values, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
     if POWER > 0:
-        put_tokens(dearlier, of_earlier, kv_line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        put_tokens(dearlier, of_earlier, kv_line, first, stop, tokens, r, ROWS, WIDTH)
 
 
 def backward(
@@ -149,9 +155,9 @@ def backward(
         xs, us = row_solves(call, found, dy.float().contiguous(), q, scale, power)
         state, shape, table = call.state(torch.float32), call.shape, call.places.table
         dy, lines, programs = dy.float().contiguous(), q.shape[0] * q.shape[1], call.lines * shape.blocks
-        constants = {"POWER": power, **row_sizes(call)}
-        short = {name: size for name, size in constants.items() if name != "BLOCK"}
-        tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose("row_sums", shape, call.block))
+        constants = {"POWER": power, **call.tiles()}
+        short = {name: size for name, size in constants.items() if name not in ("ROWS", "BLOCK")}
+        tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose("row_sums", shape))
         dim, width = k.shape[3], v.shape[3]
         # before the sums are carried on each block still has its own
         drho = -state[..., : dim * dim].unflatten(-1, (dim, dim)).diagonal(dim1=-2, dim2=-1).double().sum((0, 2, 3))
@@ -161,10 +167,10 @@ def backward(
         dearlier = torch.zeros_like(dz) if power else None
         tiles.launch(
             keys_back_kernel,
-            programs,
+            programs * (call.block // constants["ROWS"]),
             (dy, xs, us, call.v, found.rows, dz, dearlier, dv, state, lines, call.places.hi, table, shape),
             constants,
-            choose("keys_back", shape, call.block),
+            choose("keys_back", shape),
         )
     dfirst = None
     if dearlier is not None:
@@ -190,8 +196,8 @@ def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, p
         rows_back_kernel,
         lines * shape.blocks,
         (tiles.rows_of(q), dy, xs, us, lines, found.rows, found.start, scale.float().contiguous(), call.places.hi, call.places.table, shape),
-        {"POWER": power, **row_sizes(call)},
-        choose("rows_back", shape, call.block),
+        {"POWER": power, **call.tiles()},
+        choose("rows_back", shape),
     )
     return xs, us
 

@@ -9,31 +9,21 @@ from torch import Tensor
 
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton import ridge_state, tiles
-from zonal.kernels.triton.ridge_state import Call, choose, matrix, product, put_tokens, tokens_of
+from zonal.kernels.triton.ridge_state import choose, matrix, product, put_tokens, through
 from zonal.kernels.triton.tiles import tile_rows
 
 
 @triton.jit
-def near(x, other, seen):
-    """Rows of x against rows of a block, zeros where those are not seen."""
-    return tl.where(seen, product(x, tl.trans(other)), 0.0)
-
-
-@triton.jit
-def moved_on(
-    x, rows, start, line, block, first, stop, seen, shape, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def moved_on(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
     """Each row times its A_t: M_t P_t x."""
-    step = matrix(start, line, block, shape.key_dim + shape.value_dim, shape.key_dim, shape, WIDTH, WIDTH)
-    out = product(x, tl.trans(step))
-    weight = near(x, tokens_of(rows.half, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
-    out -= product(weight, tokens_of(rows.moved, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
-    weight = near(x, tokens_of(rows.after, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
-    return out + product(weight, tokens_of(rows.z, line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH))
+    r, tokens = shape.key_dim, shape.keys
+    out = product(x, tl.trans(matrix(start, line, block, r + shape.value_dim, r, shape, WIDTH, WIDTH)))
+    out = through(out, -x, rows.half, rows.moved, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
+    return through(out, x, rows.after, rows.z, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
-def block_of_queries(q, scale, hi, table, shape, ROWS: tl.constexpr):
+def block_of_queries(scale, table, shape):
     """(block, query line, key line, first key, its end, first query, its end, the queries' scale) of a program over heads and blocks."""
     block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
     batch, head = line // shape.heads, line % shape.heads
@@ -43,30 +33,23 @@ def block_of_queries(q, scale, hi, table, shape, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sight(hi, t, end, first, stop, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(how far ROWS queries from ``t`` on see, (ROWS, BLOCK) whether they see each key of a block)."""
-    row, key = t + tl.arange(0, ROWS), first + tl.arange(0, BLOCK)
-    limit = tl.load(hi + row, mask=row < end, other=0)
-    return limit, (key[None, :] < limit[:, None]) & (key < stop)[None, :]
-
-
-@triton.jit
 def read_kernel(
-    q, y, rows, start, cut, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    q, y, rows, start, cut, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The queries of one head that start from one block."""
-    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(q, scale, hi, table, shape, ROWS)
+    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
+    r, width, tokens = shape.key_dim, shape.value_dim, shape.keys
+    good = tl.load(cut + kv_line * shape.blocks + block)
     for t in tl.range(begin, end, ROWS):
-        limit, seen = sight(hi, t, end, first, stop, ROWS, BLOCK)
-        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
-        for _ in tl.static_range(POWER):
-            x = moved_on(x, rows, start, kv_line, block, first, stop, seen, shape, BLOCK, WIDTH)
-        out = product(x, tl.trans(matrix(start, kv_line, block, shape.key_dim, shape.value_dim, shape, VALUE_WIDTH, WIDTH)))
-        weight = near(x, tokens_of(rows.half, kv_line, first, stop, shape.keys, shape.key_dim, BLOCK, WIDTH), seen)
-        out += product(weight, tokens_of(rows.gain, kv_line, first, stop, shape.keys, shape.value_dim, BLOCK, VALUE_WIDTH))
-        out = tl.where((limit > tl.load(cut + kv_line * shape.blocks + block))[:, None], float("nan"), out)
-        put_tokens(y, out, line, t, end, shape.queries, shape.value_dim, ROWS, VALUE_WIDTH)
+        limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, r, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        for _ in tl.range(0, POWER):
+            x = moved_on(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
+        out = product(x, tl.trans(matrix(start, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)))
+        out = through(out, x, rows.half, rows.gain, kv_line, first, stop, limit, tokens, r, width, SLICE, WIDTH, VALUE_WIDTH)
+        out = tl.where((limit > good)[:, None], float("nan"), out)
+        put_tokens(y, out, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
 
 
 def forward(
@@ -85,15 +68,10 @@ def forward(
             read_kernel,
             q.shape[0] * q.shape[1] * call.shape.blocks,
             (tiles.rows_of(q), y, found.rows, found.start, found.cut, scale.float().contiguous(), call.places.hi, call.places.table, call.shape),
-            {"POWER": power, **row_sizes(call)},
-            choose("read", call.shape, call.block),
+            {"POWER": power, **call.tiles()},
+            choose("read", call.shape),
         )
     return y
 
 
-def row_sizes(call: Call) -> dict[str, int]:
-    """The shapes of tiles of a kernel over rows."""
-    return {"ROWS": call.block, "BLOCK": call.block, **call.widths()}
-
-
-__all__ = ["block_of_queries", "forward", "moved_on", "near", "row_sizes", "sight"]
+__all__ = ["block_of_queries", "forward", "moved_on", "read_kernel"]

@@ -54,8 +54,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 def product(a, b):
-    """a b in float32."""
-    return tl.dot(a, b, input_precision="ieee")
+    """a b in float32 by the matrix units: as three products of tf32, which keep 21 bits. One by one float32 finds no registers for tiles of 64."""
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -209,46 +209,102 @@ def root_inverse(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def factor_kernel(
-    v, rows, start, cut, table, shape, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+def through(
+    out, x, a, b, line, first, stop, limit, tokens, a_width, b_width, SLICE: tl.constexpr, A_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The rows of one block (``Rows``). cut (lines, blocks): the first key that is not finite; it and what follows are left out here."""
+    """out (ROWS, B_WIDTH) + sum of (x . a_s) b_s over the keys s of [first, stop) before each row's limit. A few keys at a time, as matrix units like."""
+    for s in tl.range(first, tl.minimum(stop, tl.max(limit, 0)), SLICE):
+        weight = product(x, tl.trans(tokens_of(a, line, s, stop, tokens, a_width, SLICE, A_WIDTH)))
+        weight = tl.where((s + tl.arange(0, SLICE))[None, :] < limit[:, None], weight, 0.0)
+        out += product(weight, tokens_of(b, line, s, stop, tokens, b_width, SLICE, B_WIDTH))
+    return out
+
+
+@triton.jit
+def lowered(root, x, line, first, stop, row, tokens, width, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [row, row + ROWS) of L^-1 x. root: where L^-1 lies."""
+    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    i, j = tl.arange(0, ROWS), tl.arange(0, SLICE)
+    for s in tl.range(0, tl.minimum(row + ROWS, stop - first), SLICE):
+        part = tl.load(root + ((row + i)[:, None] * BLOCK + (s + j)[None, :]))
+        out += product(part, tokens_of(x, line, first + s, stop, tokens, width, SLICE, WIDTH))
+    return out
+
+
+@triton.jit
+def factor_kernel(
+    v, rows, near, rest, roots, start, cut, table, shape, SHIFTED: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The rows of one block (``Rows``). near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read again.
+
+    cut (lines, blocks): the first key that is not finite; it and what follows are zeros here.
+    """
     block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
     if tl.load(table + 2 * shape.blocks + block) == tl.load(table + 3 * shape.blocks + block):
         return
     first, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
-    r, width = shape.key_dim, shape.value_dim
-    i = tl.arange(0, BLOCK)
-    z = tokens_of(rows.z, line, first, stop, shape.keys, r, BLOCK, WIDTH)
-    value = tokens_of(v, line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
-    odd = tl.sum(z * 0.0, 1) + tl.sum(value * 0.0, 1)
-    good = tl.min(tl.where(odd == 0.0, BLOCK, i), 0)
-    tl.store(cut + tl.program_id(0), first + good)
-    z, value = tl.where((i < good)[:, None], z, 0.0), tl.where((i < good)[:, None], value, 0.0)
-    inverse = matrix(start, line, block, 0, r, shape, WIDTH, WIDTH)
-    near = product(z, inverse)
-    root = root_inverse(product(near, tl.trans(z)) + tl.where(i[:, None] == i[None, :], 1.0, 0.0), BLOCK)
-    half = product(root, near)
-    put_tokens(rows.half, half, line, first, stop, shape.keys, r, BLOCK, WIDTH)
-    regression = matrix(start, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
-    gain = product(root, value - product(z, tl.trans(regression)))
-    put_tokens(rows.gain, gain, line, first, stop, shape.keys, width, BLOCK, VALUE_WIDTH)
+    r, width, tokens = shape.key_dim, shape.value_dim, shape.keys
+    i, j, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH), tl.arange(0, SLICE)
+    z = tokens_of(rows.z, line, first, stop, tokens, r, BLOCK, WIDTH)
+    odd = tl.sum(z * 0.0, 1) + tl.sum(tokens_of(v, line, first, stop, tokens, width, BLOCK, VALUE_WIDTH) * 0.0, 1)
+    good = first + tl.min(tl.where(odd == 0.0, BLOCK, i), 0)
+    tl.store(cut + tl.program_id(0), good)
+    good = tl.minimum(good, stop)
+    z = tl.where((first + i < good)[:, None], z, 0.0)
+    # Z P and Z P Z^T, a few columns of P at a time
+    base = start + tl.cast(tl.program_id(0), tl.int64) * shape.size
+    here = (tl.cast(line, tl.int64) * tokens + first) * r
+    system = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for column in tl.range(0, r, SLICE):
+        inside = (column + c < r)[None, :]
+        part = tl.load(base + (j[:, None] * r + (column + c)[None, :]), mask=(j < r)[:, None] & inside, other=0.0)
+        part = product(z, part)
+        at = here + (i[:, None] * r + (column + c)[None, :])
+        tl.store(near + at, part, mask=(first + i < stop)[:, None] & inside)
+        system += product(part, tl.trans(tl.load(rows.z + at, mask=(first + i < good)[:, None] & inside, other=0.0)))
+    root = roots + tl.cast(tl.program_id(0), tl.int64) * (BLOCK * BLOCK)
+    tl.store(root + (i[:, None] * BLOCK + i[None, :]), root_inverse(system, BLOCK))
+    for row in tl.range(0, stop - first, ROWS):
+        tile = tokens_of(rows.z, line, first + row, good, tokens, r, ROWS, WIDTH)
+        tile = product(tile, tl.trans(matrix(start, line, block, r, width, shape, VALUE_WIDTH, WIDTH)))
+        tile = tokens_of(v, line, first + row, good, tokens, width, ROWS, VALUE_WIDTH) - tile
+        put_tokens(rest, tile, line, first + row, stop, tokens, width, ROWS, VALUE_WIDTH)
+    tl.debug_barrier()
+    for row in tl.range(0, stop - first, ROWS):
+        tile = lowered(root, near, line, first, stop, row, tokens, r, ROWS, SLICE, BLOCK, WIDTH)
+        put_tokens(rows.half, tile, line, first + row, stop, tokens, r, ROWS, WIDTH)
+    for row in tl.range(0, stop - first, ROWS):
+        tile = lowered(root, rest, line, first, stop, row, tokens, width, ROWS, SLICE, BLOCK, VALUE_WIDTH)
+        put_tokens(rows.gain, tile, line, first + row, stop, tokens, width, ROWS, VALUE_WIDTH)
     if SHIFTED:
-        earlier = tokens_of(rows.earlier, line, first, stop, shape.keys, r, BLOCK, WIDTH)
-        earlier = tl.where((i < good)[:, None], earlier, 0.0)
-        seen = tl.where(i[:, None] >= i[None, :], product(earlier, tl.trans(half)), 0.0)
-        after = product(earlier, inverse) - product(seen, half)
-        put_tokens(rows.after, after, line, first, stop, shape.keys, r, BLOCK, WIDTH)
-        step = matrix(start, line, block, r + width, r, shape, WIDTH, WIDTH)
-        seen = tl.where(i[:, None] > i[None, :], product(z, tl.trans(after)), 0.0)
-        moved = product(root, product(z, tl.trans(step)) + product(seen, z))
-        put_tokens(rows.moved, moved, line, first, stop, shape.keys, r, BLOCK, WIDTH)
+        tl.debug_barrier()
+        for row in tl.range(0, stop - first, ROWS):
+            behind = first + row + tl.arange(0, ROWS) + 1
+            tile = tokens_of(rows.earlier, line, first + row, good, tokens, r, ROWS, WIDTH)
+            out = product(tile, matrix(start, line, block, 0, r, shape, WIDTH, WIDTH))
+            out = through(out, -tile, rows.half, rows.half, line, first, stop, behind, tokens, r, r, SLICE, WIDTH, WIDTH)
+            put_tokens(rows.after, out, line, first + row, stop, tokens, r, ROWS, WIDTH)
+        tl.debug_barrier()
+        for row in tl.range(0, stop - first, ROWS):
+            own = first + row + tl.arange(0, ROWS)
+            tile = tokens_of(rows.z, line, first + row, good, tokens, r, ROWS, WIDTH)
+            out = product(tile, tl.trans(matrix(start, line, block, r + width, r, shape, WIDTH, WIDTH)))
+            out = through(out, tile, rows.after, rows.z, line, first, good, own, tokens, r, r, SLICE, WIDTH, WIDTH)
+            put_tokens(near, out, line, first + row, stop, tokens, r, ROWS, WIDTH)
+        tl.debug_barrier()
+        for row in tl.range(0, stop - first, ROWS):
+            tile = lowered(root, near, line, first, stop, row, tokens, r, ROWS, SLICE, BLOCK, WIDTH)
+            put_tokens(rows.moved, tile, line, first + row, stop, tokens, r, ROWS, WIDTH)
 
 
 # ---- on the host ----
 
 # numbers of a state that a program carries on
 _CARRIED = 256
+# rows of a tile, and keys or queries that meet them at a time
+_ROWS, _SLICE = 32, 16
+_WARPS = {"sums": 8, "inverse": 8, "factor": 8, "read": 8, "rows_back": 8, "row_sums": 8, "keys_back": 8}
 
 
 class Places(NamedTuple):
@@ -266,8 +322,7 @@ def places(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, docu
     starts, owner = torch.zeros(1, dtype=torch.int64, device=lo.device), torch.zeros_like(lo)
     if segment_start is not None:
         owner = F.pad((segment_start[1:] != segment_start[:-1]).long(), (1, 0)).cumsum(0)
-        # documents that are not there begin, and end, after the last key
-        starts = torch.full((max(documents, 1),), keys, dtype=torch.int64, device=lo.device).scatter(0, owner, segment_start)
+        starts = torch.zeros(documents, dtype=torch.int64, device=lo.device).scatter(0, owner, segment_start)
     ends = F.pad(starts[1:], (0, 1), value=keys)
     first = F.pad(((ends - starts + block - 1) // block).clamp(min=1).cumsum(0), (1, 0))
     number = torch.arange(max(1, ceil_div(keys, block)) if segment_start is None else ceil_div(keys, block) + starts.shape[0], device=lo.device)
@@ -303,6 +358,10 @@ class Call(NamedTuple):
     def widths(self) -> dict[str, int]:
         return {"WIDTH": padded(self.shape.key_dim), "VALUE_WIDTH": padded(self.shape.value_dim)}
 
+    def tiles(self) -> dict[str, int]:
+        """The shapes of a kernel's tiles: rows, keys that meet them at a time, keys of a block."""
+        return {"ROWS": min(_ROWS, self.block), "SLICE": _SLICE, "BLOCK": self.block, **self.widths()}
+
     @property
     def lines(self) -> int:
         """Key heads of the batch."""
@@ -312,13 +371,10 @@ class Call(NamedTuple):
         return torch.empty(*self.z.shape[:2], self.shape.blocks, self.shape.size, dtype=dtype, device=self.z.device)
 
 
-def choose(kernel: str, shape: Shape, block: int) -> Tiling:
+def choose(kernel: str, shape: Shape) -> Tiling:
     """Warps of a kernel, by the widest of its tiles: as few as keep the kernel's numbers in registers (see compile_ridge.py)."""
-    widest = max(padded(shape.key_dim), padded(shape.value_dim), block)
-    return Tiling(block, block, _WARPS[kernel] if widest > 32 else 4, 1)
-
-
-_WARPS = {"sums": 8, "inverse": 8, "factor": 8, "read": 8, "rows_back": 8, "row_sums": 8, "keys_back": 8}
+    widest = max(padded(shape.key_dim), padded(shape.value_dim))
+    return Tiling(_ROWS, _SLICE, _WARPS[kernel] if widest > 32 else 4, 1)
 
 
 def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor | None:
@@ -386,21 +442,23 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     programs = call.lines * call.shape.blocks
     table, shape = call.places.table, call.shape
     constants = {"SHIFTED": call.shifted, **call.widths()}
-    tiles.launch(sums_kernel, programs, (z, v, call.earlier, state, table, shape), constants, choose("sums", shape, call.block))
+    tiles.launch(sums_kernel, programs, (z, v, call.earlier, state, table, shape), constants, choose("sums", shape))
     initial = None
     if before.gram is not None:
         parts = [x for x in (before.gram, before.cross, before.shift if call.shifted else None) if x is not None]
         initial = torch.cat([x.double() for x in parts], 2).contiguous()
     carry(call, state, initial, None, False)
-    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose("inverse", shape, call.block))
-    half, gain = torch.empty(z.shape, dtype=torch.float32, device=z.device), torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose("inverse", shape))
+    half, near = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
+    gain, rest = (torch.empty(v.shape, dtype=torch.float32, device=v.device) for _ in range(2))
     moved = after = None
     if call.shifted:
         moved, after = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
     rows = Rows(z, half, gain, call.earlier, moved, after)
+    roots = torch.empty(programs, call.block, call.block, dtype=torch.float32, device=z.device)
     cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
-    tiles.launch(factor_kernel, programs, (v, rows, start, cut, table, shape), {"BLOCK": call.block, **constants}, choose("factor", shape, call.block))
+    tiles.launch(factor_kernel, programs, (v, rows, near, rest, roots, start, cut, table, shape), {**constants, **call.tiles()}, choose("factor", shape))
     return Known(start, rows, cut)
 
 
-__all__ = ["Call", "Known", "Rows", "Shape", "carry", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "tokens_of"]
+__all__ = ["Call", "Known", "Rows", "Shape", "carry", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "through", "tokens_of"]
