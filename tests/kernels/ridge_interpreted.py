@@ -55,7 +55,6 @@ def interpreted(own: bool) -> Iterator[None]:
             stack.enter_context(patch.object(ridge_ops, "ridge_backward", ridge_ops.backward_on_cuda))
         if not own:
             stack.enter_context(patch.object(sizes, "ridge_block", lambda dim: 16))
-            stack.enter_context(patch.object(ridge_state, "_ROWS", 16))
         yield
 
 

@@ -2,8 +2,8 @@
 
     python -m zonal.kernels.triton.compile_ridge --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link ridge-2]
 
-Without choices powers 0, 1 and 2 of a causal call, and power 2 with packed documents, grouped queries and a memory, in every type and key size for every
-device, with values of 64 numbers.
+Without choices in bfloat16 powers 0, 1 and 2 of a causal call, and power 2 with packed documents, grouped queries and a memory, in other types power 2 of a
+causal call, with keys of every size and values of 64 numbers, for every device.
 """
 
 import argparse
@@ -35,10 +35,14 @@ MASKS = ("causal", "packed", "gqa", "memory")
 
 
 def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
-    """All combinations of what was chosen; where no mask was, all powers with the first, and with every mask the last."""
-    chosen = list(links)
-    kinds = list(itertools.product(chosen, masks)) if masks is not None else [(link, MASKS[0]) for link in chosen] + [(chosen[-1], mask) for mask in MASKS[1:]]
-    return [Variant(link, mask, dtype, dim, device) for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)]
+    """All combinations of what was chosen; where no mask was, in the first type all powers with the first mask and the last with each, in others the last."""
+    chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
+    if masks is not None:
+        kinds = list(itertools.product(chosen, masks, types))
+    else:
+        kinds = [(link, MASKS[0], types[0]) for link in chosen[:-1]] + [(chosen[-1], mask, types[0]) for mask in MASKS]
+        kinds += [(chosen[-1], MASKS[0], dtype) for dtype in types[1:]]
+    return [Variant(*kind, dim, device) for kind in kinds for dim, device in sizes]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:

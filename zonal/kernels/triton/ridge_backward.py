@@ -16,25 +16,39 @@ from torch import Tensor
 from zonal.kernels.cpp.ridge_library import Before, Gradients
 from zonal.kernels.triton import ridge_state, tiles
 from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on
-from zonal.kernels.triton.ridge_state import Call, Known, choose, matrix, product, put_matrix, put_tokens, through, tokens_of
+from zonal.kernels.triton.ridge_state import (
+    Call,
+    Known,
+    choose,
+    given_of,
+    given_places,
+    matrix,
+    product,
+    put_matrix,
+    put_tokens,
+    through,
+    tokens_of,
+)
+from zonal.kernels.triton.sizes import padded
 from zonal.kernels.triton.tiles import tile_rows
 
 
 @triton.jit
-def solved(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
+def solved(x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
     """Each row times its P_t."""
-    r, tokens = shape.key_dim, shape.keys
-    out = product(x, matrix(start, line, block, 0, r, shape, WIDTH, WIDTH))
-    return through(out, -x, rows.half, rows.half, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
+    out = product(x, matrix(start, index, 0, shape.size, WIDTH, WIDTH))
+    return through(out, x, rows.half, rows.half, line, first, stop, limit, shape.keys, -1.0, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
-def moved_back(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
+def moved_back(
+    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
     """Each row times the transpose of its A_t."""
-    r, tokens = shape.key_dim, shape.keys
-    out = product(x, matrix(start, line, block, r + shape.value_dim, r, shape, WIDTH, WIDTH))
-    out = through(out, -x, rows.moved, rows.half, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
-    return through(out, x, rows.z, rows.after, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
+    tokens = shape.keys
+    out = product(x, matrix(start, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH))
+    out = through(out, x, rows.moved, rows.half, line, first, stop, limit, tokens, -1.0, SLICE, WIDTH, WIDTH)
+    return through(out, x, rows.z, rows.after, line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -44,22 +58,22 @@ def rows_back_kernel(
 ):  # fmt: skip
     """x and u (power + 1, lines, T, r) of every solve of the queries of one head that start from one block. u of the first is the gradient of scale q."""
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
-    r, width, tokens, queries = shape.key_dim, shape.value_dim, shape.keys, shape.queries
+    tokens, queries, index = shape.keys, shape.queries, kv_line * shape.blocks + block
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, r, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
         for k in tl.range(0, POWER + 1):
             if k > 0:
-                x = moved_on(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
-            kept = solved(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
-            put_tokens(xs, kept, k * lines + line, t, end, queries, r, ROWS, WIDTH)
-        given = tokens_of(dy, line, t, end, queries, width, ROWS, VALUE_WIDTH)
-        u = product(given, matrix(start, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH))
-        u = through(u, given, rows.gain, rows.half, kv_line, first, stop, limit, tokens, width, r, SLICE, VALUE_WIDTH, WIDTH)
-        put_tokens(us, u, POWER * lines + line, t, end, queries, r, ROWS, WIDTH)
+                x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+            kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
+            put_tokens(xs, kept, k * lines + line, t, end, queries, ROWS, WIDTH)
+        given = given_of(dy, line, t, end, queries, shape.value_dim, ROWS, VALUE_WIDTH)
+        u = product(given, matrix(start, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH))
+        u = through(u, given, rows.gain, rows.half, kv_line, first, stop, limit, tokens, 1.0, SLICE, VALUE_WIDTH, WIDTH)
+        put_tokens(us, u, POWER * lines + line, t, end, queries, ROWS, WIDTH)
         for k in tl.range(0, POWER):
-            u = moved_back(u, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
-            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, queries, r, ROWS, WIDTH)
+            u = moved_back(u, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, queries, ROWS, WIDTH)
 
 
 @triton.jit
@@ -67,26 +81,27 @@ def row_sums_kernel(
     dy, xs, us, state, lines, table, shape, POWER: tl.constexpr, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
 ):  # fmt: skip
     """What the queries of one block bring to the keys before it: sums of u x^T, dy x^T and, of the step before, u x^T."""
-    block, kv_line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    index = tl.program_id(0)
+    block, kv_line = index % shape.blocks, index // shape.blocks
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
-    r, width, queries = shape.key_dim, shape.value_dim, shape.queries
+    queries, size = shape.queries, shape.size
     gram = tl.zeros([WIDTH, WIDTH], tl.float32)
     cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float32)
     shift = tl.zeros([WIDTH, WIDTH], tl.float32)
     # key heads of a batch lie as its heads do: those of one are groups in a row
     for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
         for t in tl.range(begin, end, SLICE):
-            x = tokens_of(xs, POWER * lines + line, t, end, queries, r, SLICE, WIDTH)
-            cross += product(tl.trans(tokens_of(dy, line, t, end, queries, width, SLICE, VALUE_WIDTH)), x)
+            x = tokens_of(xs, POWER * lines + line, t, end, queries, SLICE, WIDTH)
+            cross += product(tl.trans(given_of(dy, line, t, end, queries, shape.value_dim, SLICE, VALUE_WIDTH)), x)
             for k in tl.range(0, POWER + 1):
-                u = tl.trans(tokens_of(us, k * lines + line, t, end, queries, r, SLICE, WIDTH))
-                gram += product(u, tokens_of(xs, k * lines + line, t, end, queries, r, SLICE, WIDTH))
+                u = tl.trans(tokens_of(us, k * lines + line, t, end, queries, SLICE, WIDTH))
+                gram += product(u, tokens_of(xs, k * lines + line, t, end, queries, SLICE, WIDTH))
                 if k > 0:
-                    shift += product(u, tokens_of(xs, (k - 1) * lines + line, t, end, queries, r, SLICE, WIDTH))
-    put_matrix(state, gram, kv_line, block, 0, r, shape, WIDTH, WIDTH)
-    put_matrix(state, cross, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+                    shift += product(u, tokens_of(xs, (k - 1) * lines + line, t, end, queries, SLICE, WIDTH))
+    put_matrix(state, gram, index, 0, size, WIDTH, WIDTH)
+    put_matrix(state, cross, index, WIDTH, size, VALUE_WIDTH, WIDTH)
     if POWER > 0:
-        put_matrix(state, shift, kv_line, block, r + width, r, shape, WIDTH, WIDTH)
+        put_matrix(state, shift, index, WIDTH + VALUE_WIDTH, size, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -105,19 +120,18 @@ def keys_back_kernel(
     block, kv_line = index % shape.blocks, index // shape.blocks
     first, stop = tl.load(table + block) + tile * ROWS, tl.load(table + shape.blocks + block)
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
-    r, width, tokens, queries = shape.key_dim, shape.value_dim, shape.keys, shape.queries
-    z = tokens_of(rows.z, kv_line, first, stop, tokens, r, ROWS, WIDTH)
-    value = tokens_of(v, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
-    cross = matrix(state, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    width, tokens, queries, size = shape.value_dim, shape.keys, shape.queries, shape.size
+    z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
+    value = given_of(v, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
+    cross = matrix(state, index, WIDTH, size, VALUE_WIDTH, WIDTH)
     of_keys = product(value, cross)
     of_values = product(z, tl.trans(cross))
-    gram = matrix(state, kv_line, block, 0, r, shape, WIDTH, WIDTH)
+    gram = matrix(state, index, 0, size, WIDTH, WIDTH)
     of_keys -= product(z, gram + tl.trans(gram))
     of_earlier = tl.zeros([ROWS, WIDTH], tl.float32)
-    earlier = z
     if POWER > 0:
-        earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, r, ROWS, WIDTH)
-        shift = matrix(state, kv_line, block, r + width, r, shape, WIDTH, WIDTH)
+        earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
+        shift = matrix(state, index, WIDTH + VALUE_WIDTH, size, WIDTH, WIDTH)
         of_keys += product(earlier, tl.trans(shift))
         of_earlier += product(z, shift)
     key = first + tl.arange(0, ROWS)
@@ -125,23 +139,29 @@ def keys_back_kernel(
         for t in tl.range(begin, end, SLICE):
             limit = tl.load(hi + t + tl.arange(0, SLICE), mask=t + tl.arange(0, SLICE) < end, other=0)
             seen = key[:, None] < limit[None, :]
-            given = tokens_of(dy, line, t, end, queries, width, SLICE, VALUE_WIDTH)
-            x = tokens_of(xs, POWER * lines + line, t, end, queries, r, SLICE, WIDTH)
+            given = given_of(dy, line, t, end, queries, shape.value_dim, SLICE, VALUE_WIDTH)
+            x = tokens_of(xs, POWER * lines + line, t, end, queries, SLICE, WIDTH)
+            # keys are read again for each product: kept, they would take all registers
+            z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
             of_values += product(against(z, x, seen), given)
+            value = given_of(v, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
             of_keys += product(against(value, given, seen), x)
             for k in tl.range(0, POWER + 1):
-                x = tokens_of(xs, k * lines + line, t, end, queries, r, SLICE, WIDTH)
-                u = tokens_of(us, k * lines + line, t, end, queries, r, SLICE, WIDTH)
+                x = tokens_of(xs, k * lines + line, t, end, queries, SLICE, WIDTH)
+                u = tokens_of(us, k * lines + line, t, end, queries, SLICE, WIDTH)
+                z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
                 other = against(z, u, seen)
                 of_keys -= product(against(z, x, seen), u) + product(other, x)
                 if k > 0:
-                    x = tokens_of(xs, (k - 1) * lines + line, t, end, queries, r, SLICE, WIDTH)
+                    x = tokens_of(xs, (k - 1) * lines + line, t, end, queries, SLICE, WIDTH)
                     of_earlier += product(other, x)
+                    earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
                     of_keys += product(against(earlier, x, seen), u)
-    put_tokens(dz, of_keys, kv_line, first, stop, tokens, r, ROWS, WIDTH)
-    put_tokens(dv, of_values, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
+    put_tokens(dz, of_keys, kv_line, first, stop, tokens, ROWS, WIDTH)
+    at, inside = given_places(dv, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
+    tl.store(at, of_values, mask=inside)
     if POWER > 0:
-        put_tokens(dearlier, of_earlier, kv_line, first, stop, tokens, r, ROWS, WIDTH)
+        put_tokens(dearlier, of_earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
 
 
 def backward(
@@ -160,7 +180,8 @@ def backward(
         tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose("row_sums", shape))
         dim, width = k.shape[3], v.shape[3]
         # before the sums are carried on each block still has its own
-        drho = -state[..., : dim * dim].unflatten(-1, (dim, dim)).diagonal(dim1=-2, dim2=-1).double().sum((0, 2, 3))
+        wide = padded(dim)
+        drho = -state[..., : wide * wide].unflatten(-1, (wide, wide)).diagonal(dim1=-2, dim2=-1).double().sum((0, 2, 3))
         final = torch.empty(*k.shape[:2], shape.size, dtype=torch.float64, device=k.device) if started else None
         ridge_state.carry(call, state, None, final, True)
         dz, dv = torch.zeros(call.z.shape, dtype=torch.float32, device=k.device), torch.zeros(v.shape, dtype=torch.float32, device=k.device)
@@ -179,19 +200,23 @@ def backward(
         dz, dv = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (dz, dv))
     memory = Before()
     if final is not None:
-        gram, cross, *shift = (x.unflatten(-1, (-1, dim)) for x in final.split([dim * dim, width * dim, *([dim * dim] * (power > 0))], -1))
+        gram, cross, *shift = (
+            x[:, :, :rows, :dim]
+            for x, rows in zip(final.unflatten(-1, (-1, wide)).split([wide, padded(width), *[wide] * (power > 0)], 2), (dim, width, dim), strict=False)
+        )
         memory = Before(
             -0.5 * (gram + gram.mT), cross, shift[0] if shift and before.shift is not None else None,
-            None if dfirst is None or before.last is None else dfirst.double(),
+            None if dfirst is None or before.last is None else dfirst[..., :dim].double(),
         )  # fmt: skip
-    dscale = (us[0] * q.float()).sum(-1).double().sum((0, 2))
-    return Gradients(us[0] * scale.float()[:, None, None], shortened(dz, k, limit), dv, dscale, drho, memory)
+    dq = us[0, ..., :dim]
+    dscale = (dq * q.float()).sum(-1).double().sum((0, 2))
+    return Gradients(dq * scale.float()[:, None, None], shortened(dz[..., :dim], k, limit), dv, dscale, drho, memory)
 
 
 def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, power: int) -> tuple[Tensor, Tensor]:
     """x and u, (power + 1, B, H, T, r), of every query."""
     shape, lines = call.shape, q.shape[0] * q.shape[1]
-    xs, us = (torch.empty(power + 1, *q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    xs, us = (torch.empty(power + 1, *q.shape[:3], padded(q.shape[3]), dtype=torch.float32, device=q.device) for _ in range(2))
     tiles.launch(
         rows_back_kernel,
         lines * shape.blocks,

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton import ridge_state, tiles
-from zonal.kernels.triton.ridge_state import choose, matrix, product, put_tokens, through
+from zonal.kernels.triton.ridge_state import choose, given_places, matrix, product, through
 from zonal.kernels.triton.tiles import tile_rows
 
 
 @triton.jit
-def moved_on(x, rows, start, line, block, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr):
+def moved_on(
+    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
     """Each row times its A_t: M_t P_t x."""
-    r, tokens = shape.key_dim, shape.keys
-    out = product(x, tl.trans(matrix(start, line, block, r + shape.value_dim, r, shape, WIDTH, WIDTH)))
-    out = through(out, -x, rows.half, rows.moved, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
-    return through(out, x, rows.after, rows.z, line, first, stop, limit, tokens, r, r, SLICE, WIDTH, WIDTH)
+    tokens = shape.keys
+    out = product(x, tl.trans(matrix(start, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)))
+    out = through(out, x, rows.half, rows.moved, line, first, stop, limit, tokens, -1.0, SLICE, WIDTH, WIDTH)
+    return through(out, x, rows.after, rows.z, line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -39,17 +41,18 @@ def read_kernel(
 ):  # fmt: skip
     """The queries of one head that start from one block."""
     block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
-    r, width, tokens = shape.key_dim, shape.value_dim, shape.keys
-    good = tl.load(cut + kv_line * shape.blocks + block)
+    tokens, index = shape.keys, kv_line * shape.blocks + block
+    good = tl.load(cut + index)
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, r, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
         for _ in tl.range(0, POWER):
-            x = moved_on(x, rows, start, kv_line, block, first, stop, limit, shape, SLICE, WIDTH)
-        out = product(x, tl.trans(matrix(start, kv_line, block, r, width, shape, VALUE_WIDTH, WIDTH)))
-        out = through(out, x, rows.half, rows.gain, kv_line, first, stop, limit, tokens, r, width, SLICE, WIDTH, VALUE_WIDTH)
+            x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+        out = product(x, tl.trans(matrix(start, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)))
+        out = through(out, x, rows.half, rows.gain, kv_line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, VALUE_WIDTH)
         out = tl.where((limit > good)[:, None], float("nan"), out)
-        put_tokens(y, out, line, t, end, shape.queries, width, ROWS, VALUE_WIDTH)
+        at, inside = given_places(y, line, t, end, shape.queries, shape.value_dim, ROWS, VALUE_WIDTH)
+        tl.store(at, out, mask=inside)
 
 
 def forward(

@@ -26,7 +26,7 @@ from zonal.kernels.triton.tiles import Tiling
 
 
 class Shape(NamedTuple):
-    """H, H / Hkv, T, S, D, P, blocks of keys, and numbers of a key head's state at the start of one."""
+    """H, H / Hkv, T, S, D, P, blocks of keys, and numbers of a key head's state at the start of one, padded."""
 
     heads: Any
     groups: Any
@@ -39,7 +39,10 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the keys of a call become, float32 (B, Hkv, S, …): z, e of V's width, h, and for powers past 0 the key before each, a and p."""
+    """What the keys of a call become, float32 (B, Hkv, S, …): z and h, e of V's width, and for powers past 0 the key before each, a and p.
+
+    Widths are padded with zeros to powers of two, so that the kernels know them: then a row's address takes one register.
+    """
 
     z: Any
     half: Any
@@ -59,66 +62,78 @@ def product(a, b):
 
 
 @triton.jit
-def tokens_of(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(ROWS, WIDTH) float32 of a contiguous (lines, tokens, width) array from token ``first`` on, zeros from ``stop`` on."""
+def tokens_of(x, line, first, stop, tokens, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(ROWS, WIDTH) of a contiguous float32 array (lines, tokens, WIDTH) from token ``first`` on, zeros from ``stop`` on."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = x + (tl.cast(line, tl.int64) * tokens + first) * width + (row[:, None] * width + column[None, :])
-    return tl.load(at, mask=(first + row < stop)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    at = x + (tl.cast(line, tl.int64) * tokens + first) * WIDTH + (row[:, None] * WIDTH + column[None, :])
+    return tl.load(at, mask=(first + row < stop)[:, None], other=0.0)
 
 
 @triton.jit
-def put_tokens(x, tile, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def put_tokens(x, tile, line, first, stop, tokens, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Write such a tile."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = x + (tl.cast(line, tl.int64) * tokens + first) * WIDTH + (row[:, None] * WIDTH + column[None, :])
+    tl.store(at, tile, mask=(first + row < stop)[:, None])
+
+
+@triton.jit
+def given_places(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(addresses (ROWS, WIDTH), whether they are inside) of a contiguous array (lines, tokens, width) as it came."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = x + (tl.cast(line, tl.int64) * tokens + first) * width + (row[:, None] * width + column[None, :])
-    tl.store(at, tile.to(x.dtype.element_ty), mask=(first + row < stop)[:, None] & (column < width)[None, :])
+    return at, (first + row < stop)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
-def matrix_places(state, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(addresses (ROWS, WIDTH), whether they are inside) of the matrix of ``rows`` rows that begins at row ``row`` of a state."""
-    start = state + (tl.cast(line, tl.int64) * shape.blocks + block) * shape.size + row * shape.key_dim
+def given_of(x, line, first, stop, tokens, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Such a tile in float32, zeros outside."""
+    at, inside = given_places(x, line, first, stop, tokens, width, ROWS, WIDTH)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def matrix_places(state, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Addresses of ROWS rows from ``row`` on of the index-th state: WIDTH rows of G or P, then V's width of C or W, then where it is there M or A."""
     i, j = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    return start + (i[:, None] * shape.key_dim + j[None, :]), (i < rows)[:, None] & (j < shape.key_dim)[None, :]
+    return state + tl.cast(index, tl.int64) * size + row * WIDTH + (i[:, None] * WIDTH + j[None, :])
 
 
 @triton.jit
-def matrix(state, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Such a matrix, zeros outside."""
-    at, inside = matrix_places(state, line, block, row, rows, shape, ROWS, WIDTH)
-    return tl.load(at, mask=inside, other=0.0)
+def matrix(state, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Such rows."""
+    return tl.load(matrix_places(state, index, row, size, ROWS, WIDTH))
 
 
 @triton.jit
-def put_matrix(state, x, line, block, row, rows, shape, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write such a matrix."""
-    at, inside = matrix_places(state, line, block, row, rows, shape, ROWS, WIDTH)
-    tl.store(at, x.to(state.dtype.element_ty), mask=inside)
+def put_matrix(state, x, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write such rows."""
+    tl.store(matrix_places(state, index, row, size, ROWS, WIDTH), x.to(state.dtype.element_ty))
 
 
 @triton.jit
 def sums_kernel(z, v, earlier, state, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     """G, C and M of the keys of one block of one key head, in float64: key by key, for no matrix unit multiplies float64 everywhere."""
-    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    index = tl.program_id(0)
+    block, line = index % shape.blocks, index // shape.blocks
     start, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
-    r, width = shape.key_dim, shape.value_dim
     i, p = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     gram = tl.zeros([WIDTH, WIDTH], tl.float64)
     cross = tl.zeros([VALUE_WIDTH, WIDTH], tl.float64)
     shift = tl.zeros([WIDTH, WIDTH], tl.float64)
     for s in tl.range(start, stop):
         at = tl.cast(line, tl.int64) * shape.keys + s
-        key = tl.load(z + at * r + i, mask=i < r, other=0.0).to(tl.float64)
-        value = tl.load(v + at * width + p, mask=p < width, other=0.0).to(tl.float64)
+        key = tl.load(z + at * WIDTH + i).to(tl.float64)
+        value = tl.load(v + at * shape.value_dim + p, mask=p < shape.value_dim, other=0.0).to(tl.float64)
         gram += key[:, None] * key[None, :]
         cross += value[:, None] * key[None, :]
         if SHIFTED:
-            before = tl.load(earlier + at * r + i, mask=i < r, other=0.0).to(tl.float64)
+            before = tl.load(earlier + at * WIDTH + i).to(tl.float64)
             shift += key[:, None] * before[None, :]
-    put_matrix(state, gram, line, block, 0, r, shape, WIDTH, WIDTH)
-    put_matrix(state, cross, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    put_matrix(state, gram, index, 0, shape.size, WIDTH, WIDTH)
+    put_matrix(state, cross, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)
     if SHIFTED:
-        put_matrix(state, shift, line, block, r + width, r, shape, WIDTH, WIDTH)
+        put_matrix(state, shift, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -135,18 +150,15 @@ def carry_kernel(state, initial, final, table, shape, PACKED: tl.constexpr, REVE
         block = shape.blocks - 1 - step if REVERSE else step
         at = state + (line * shape.blocks + block) * shape.size + column
         part = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        opens = False
         if PACKED:
             opens = tl.load(table + 4 * shape.blocks + block) != 0
-            if REVERSE:
-                tl.store(at, running.to(state.dtype.element_ty), mask=inside)
-                running = tl.where(opens, 0.0, running + part)
-            else:
-                running = tl.where(opens, 0.0, running)
-                tl.store(at, running.to(state.dtype.element_ty), mask=inside)
-                running += part
-        else:
-            tl.store(at, running.to(state.dtype.element_ty), mask=inside)
-            running += part
+        if PACKED and not REVERSE:
+            running = tl.where(opens, 0.0, running)
+        tl.store(at, running.to(state.dtype.element_ty), mask=inside)
+        running += part
+        if PACKED and REVERSE:
+            running = tl.where(opens, 0.0, running)
     if final is not None:
         tl.store(final + line * shape.size + column, running, mask=inside)
 
@@ -166,18 +178,19 @@ def inverse_kernel(
 
     A pivot that is not positive makes everything NaN.
     """
-    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    index = tl.program_id(0)
+    block, line = index % shape.blocks, index // shape.blocks
     if tl.load(table + 2 * shape.blocks + block) == tl.load(table + 3 * shape.blocks + block):
         return
-    r, width = shape.key_dim, shape.value_dim
     i = tl.arange(0, WIDTH)
     ridge = tl.load(rho + line % (shape.heads // shape.groups))
-    gram = matrix(state, line, block, 0, r, shape, WIDTH, WIDTH) + tl.where((i[:, None] == i[None, :]) & (i < r)[None, :], ridge, 0.0)
-    cross = matrix(state, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    gram = matrix(state, index, 0, shape.size, WIDTH, WIDTH) + tl.where(i[:, None] == i[None, :], ridge, 0.0)
+    cross = matrix(state, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)
     shift = gram
     if SHIFTED:
-        shift = matrix(state, line, block, r + width, r, shape, WIDTH, WIDTH)
-    for j in tl.range(0, r):
+        shift = matrix(state, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)
+    # beyond a key's numbers G is zero, and stays as it is
+    for j in tl.range(0, shape.key_dim):
         row = tl.sum(tl.where(i[:, None] == j, gram, 0.0), 0)
         pivot = tl.sum(tl.where(i == j, row, 0.0), 0)
         pivot = tl.where(pivot > 0, pivot, float("nan"))
@@ -186,10 +199,10 @@ def inverse_kernel(
             shift = swept(shift, row, j, pivot, i)
         own = tl.where(i == j, 1 / pivot, -row / pivot)
         gram = tl.where(i[:, None] == j, own[None, :], swept(gram, row, j, pivot, i))
-    put_matrix(start, gram, line, block, 0, r, shape, WIDTH, WIDTH)
-    put_matrix(start, cross, line, block, r, width, shape, VALUE_WIDTH, WIDTH)
+    put_matrix(start, gram, index, 0, shape.size, WIDTH, WIDTH)
+    put_matrix(start, cross, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)
     if SHIFTED:
-        put_matrix(start, shift, line, block, r + width, r, shape, WIDTH, WIDTH)
+        put_matrix(start, shift, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -210,24 +223,25 @@ def root_inverse(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def through(
-    out, x, a, b, line, first, stop, limit, tokens, a_width, b_width, SLICE: tl.constexpr, A_WIDTH: tl.constexpr, B_WIDTH: tl.constexpr
+    out, x, a, b, line, first, stop, limit, tokens, SIGN: tl.constexpr, SLICE: tl.constexpr, A_WIDTH: tl.constexpr,
+    B_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out (ROWS, B_WIDTH) + sum of (x . a_s) b_s over the keys s of [first, stop) before each row's limit. A few keys at a time, as matrix units like."""
+    """out (ROWS, B_WIDTH) + SIGN sum of (x . a_s) b_s over the keys s of [first, stop) before each row's limit. A few keys at a time, as matrix units like."""
     for s in tl.range(first, tl.minimum(stop, tl.max(limit, 0)), SLICE):
-        weight = product(x, tl.trans(tokens_of(a, line, s, stop, tokens, a_width, SLICE, A_WIDTH)))
-        weight = tl.where((s + tl.arange(0, SLICE))[None, :] < limit[:, None], weight, 0.0)
-        out += product(weight, tokens_of(b, line, s, stop, tokens, b_width, SLICE, B_WIDTH))
+        weight = product(x, tl.trans(tokens_of(a, line, s, stop, tokens, SLICE, A_WIDTH)))
+        weight = tl.where((s + tl.arange(0, SLICE))[None, :] < limit[:, None], SIGN * weight, 0.0)
+        out += product(weight, tokens_of(b, line, s, stop, tokens, SLICE, B_WIDTH))
     return out
 
 
 @triton.jit
-def lowered(root, x, line, first, stop, row, tokens, width, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def lowered(root, x, line, first, stop, row, tokens, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Rows [row, row + ROWS) of L^-1 x. root: where L^-1 lies."""
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     i, j = tl.arange(0, ROWS), tl.arange(0, SLICE)
     for s in tl.range(0, tl.minimum(row + ROWS, stop - first), SLICE):
         part = tl.load(root + ((row + i)[:, None] * BLOCK + (s + j)[None, :]))
-        out += product(part, tokens_of(x, line, first + s, stop, tokens, width, SLICE, WIDTH))
+        out += product(part, tokens_of(x, line, first + s, stop, tokens, SLICE, WIDTH))
     return out
 
 
@@ -240,62 +254,61 @@ def factor_kernel(
 
     cut (lines, blocks): the first key that is not finite; it and what follows are zeros here.
     """
-    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    index = tl.program_id(0)
+    block, line = index % shape.blocks, index // shape.blocks
     if tl.load(table + 2 * shape.blocks + block) == tl.load(table + 3 * shape.blocks + block):
         return
     first, stop = tl.load(table + block), tl.load(table + shape.blocks + block)
-    r, width, tokens = shape.key_dim, shape.value_dim, shape.keys
+    tokens, size = shape.keys, shape.size
     i, j, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH), tl.arange(0, SLICE)
-    z = tokens_of(rows.z, line, first, stop, tokens, r, BLOCK, WIDTH)
-    odd = tl.sum(z * 0.0, 1) + tl.sum(tokens_of(v, line, first, stop, tokens, width, BLOCK, VALUE_WIDTH) * 0.0, 1)
+    z = tokens_of(rows.z, line, first, stop, tokens, BLOCK, WIDTH)
+    odd = tl.sum(z * 0.0, 1) + tl.sum(given_of(v, line, first, stop, tokens, shape.value_dim, BLOCK, VALUE_WIDTH) * 0.0, 1)
     good = first + tl.min(tl.where(odd == 0.0, BLOCK, i), 0)
-    tl.store(cut + tl.program_id(0), good)
+    tl.store(cut + index, good)
     good = tl.minimum(good, stop)
     z = tl.where((first + i < good)[:, None], z, 0.0)
     # Z P and Z P Z^T, a few columns of P at a time
-    base = start + tl.cast(tl.program_id(0), tl.int64) * shape.size
-    here = (tl.cast(line, tl.int64) * tokens + first) * r
+    base = start + tl.cast(index, tl.int64) * size
+    here = (tl.cast(line, tl.int64) * tokens + first) * WIDTH
     system = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for column in tl.range(0, r, SLICE):
-        inside = (column + c < r)[None, :]
-        part = tl.load(base + (j[:, None] * r + (column + c)[None, :]), mask=(j < r)[:, None] & inside, other=0.0)
-        part = product(z, part)
-        at = here + (i[:, None] * r + (column + c)[None, :])
-        tl.store(near + at, part, mask=(first + i < stop)[:, None] & inside)
-        system += product(part, tl.trans(tl.load(rows.z + at, mask=(first + i < good)[:, None] & inside, other=0.0)))
-    root = roots + tl.cast(tl.program_id(0), tl.int64) * (BLOCK * BLOCK)
+    for column in tl.range(0, WIDTH, SLICE):
+        part = product(z, tl.load(base + (j[:, None] * WIDTH + (column + c)[None, :])))
+        at = here + (i[:, None] * WIDTH + (column + c)[None, :])
+        tl.store(near + at, part, mask=(first + i < stop)[:, None])
+        system += product(part, tl.trans(tl.load(rows.z + at, mask=(first + i < good)[:, None], other=0.0)))
+    root = roots + tl.cast(index, tl.int64) * (BLOCK * BLOCK)
     tl.store(root + (i[:, None] * BLOCK + i[None, :]), root_inverse(system, BLOCK))
     for row in tl.range(0, stop - first, ROWS):
-        tile = tokens_of(rows.z, line, first + row, good, tokens, r, ROWS, WIDTH)
-        tile = product(tile, tl.trans(matrix(start, line, block, r, width, shape, VALUE_WIDTH, WIDTH)))
-        tile = tokens_of(v, line, first + row, good, tokens, width, ROWS, VALUE_WIDTH) - tile
-        put_tokens(rest, tile, line, first + row, stop, tokens, width, ROWS, VALUE_WIDTH)
+        tile = tokens_of(rows.z, line, first + row, good, tokens, ROWS, WIDTH)
+        tile = product(tile, tl.trans(matrix(start, index, WIDTH, size, VALUE_WIDTH, WIDTH)))
+        tile = given_of(v, line, first + row, good, tokens, shape.value_dim, ROWS, VALUE_WIDTH) - tile
+        put_tokens(rest, tile, line, first + row, stop, tokens, ROWS, VALUE_WIDTH)
     tl.debug_barrier()
     for row in tl.range(0, stop - first, ROWS):
-        tile = lowered(root, near, line, first, stop, row, tokens, r, ROWS, SLICE, BLOCK, WIDTH)
-        put_tokens(rows.half, tile, line, first + row, stop, tokens, r, ROWS, WIDTH)
+        tile = lowered(root, near, line, first, stop, row, tokens, ROWS, SLICE, BLOCK, WIDTH)
+        put_tokens(rows.half, tile, line, first + row, stop, tokens, ROWS, WIDTH)
     for row in tl.range(0, stop - first, ROWS):
-        tile = lowered(root, rest, line, first, stop, row, tokens, width, ROWS, SLICE, BLOCK, VALUE_WIDTH)
-        put_tokens(rows.gain, tile, line, first + row, stop, tokens, width, ROWS, VALUE_WIDTH)
+        tile = lowered(root, rest, line, first, stop, row, tokens, ROWS, SLICE, BLOCK, VALUE_WIDTH)
+        put_tokens(rows.gain, tile, line, first + row, stop, tokens, ROWS, VALUE_WIDTH)
     if SHIFTED:
         tl.debug_barrier()
         for row in tl.range(0, stop - first, ROWS):
             behind = first + row + tl.arange(0, ROWS) + 1
-            tile = tokens_of(rows.earlier, line, first + row, good, tokens, r, ROWS, WIDTH)
-            out = product(tile, matrix(start, line, block, 0, r, shape, WIDTH, WIDTH))
-            out = through(out, -tile, rows.half, rows.half, line, first, stop, behind, tokens, r, r, SLICE, WIDTH, WIDTH)
-            put_tokens(rows.after, out, line, first + row, stop, tokens, r, ROWS, WIDTH)
+            tile = tokens_of(rows.earlier, line, first + row, good, tokens, ROWS, WIDTH)
+            out = product(tile, matrix(start, index, 0, size, WIDTH, WIDTH))
+            out = through(out, tile, rows.half, rows.half, line, first, stop, behind, tokens, -1.0, SLICE, WIDTH, WIDTH)
+            put_tokens(rows.after, out, line, first + row, stop, tokens, ROWS, WIDTH)
         tl.debug_barrier()
         for row in tl.range(0, stop - first, ROWS):
             own = first + row + tl.arange(0, ROWS)
-            tile = tokens_of(rows.z, line, first + row, good, tokens, r, ROWS, WIDTH)
-            out = product(tile, tl.trans(matrix(start, line, block, r + width, r, shape, WIDTH, WIDTH)))
-            out = through(out, tile, rows.after, rows.z, line, first, good, own, tokens, r, r, SLICE, WIDTH, WIDTH)
-            put_tokens(near, out, line, first + row, stop, tokens, r, ROWS, WIDTH)
+            tile = tokens_of(rows.z, line, first + row, good, tokens, ROWS, WIDTH)
+            out = product(tile, tl.trans(matrix(start, index, WIDTH + VALUE_WIDTH, size, WIDTH, WIDTH)))
+            out = through(out, tile, rows.after, rows.z, line, first, good, own, tokens, 1.0, SLICE, WIDTH, WIDTH)
+            put_tokens(near, out, line, first + row, stop, tokens, ROWS, WIDTH)
         tl.debug_barrier()
         for row in tl.range(0, stop - first, ROWS):
-            tile = lowered(root, near, line, first, stop, row, tokens, r, ROWS, SLICE, BLOCK, WIDTH)
-            put_tokens(rows.moved, tile, line, first + row, stop, tokens, r, ROWS, WIDTH)
+            tile = lowered(root, near, line, first, stop, row, tokens, ROWS, SLICE, BLOCK, WIDTH)
+            put_tokens(rows.moved, tile, line, first + row, stop, tokens, ROWS, WIDTH)
 
 
 # ---- on the host ----
@@ -303,8 +316,9 @@ def factor_kernel(
 # numbers of a state that a program carries on
 _CARRIED = 256
 # rows of a tile, and keys or queries that meet them at a time
-_ROWS, _SLICE = 32, 16
-_WARPS = {"sums": 8, "inverse": 8, "factor": 8, "read": 8, "rows_back": 8, "row_sums": 8, "keys_back": 8}
+_ROWS, _SLICE = 16, 16
+# of the kernels that hold a whole state in float64, and of the others
+_WARPS = {"sums": 8, "inverse": 8}
 
 
 class Places(NamedTuple):
@@ -372,9 +386,9 @@ class Call(NamedTuple):
 
 
 def choose(kernel: str, shape: Shape) -> Tiling:
-    """Warps of a kernel, by the widest of its tiles: as few as keep the kernel's numbers in registers (see compile_ridge.py)."""
+    """Tile sizes of a kernel: as few warps as keep its numbers in registers (see compile_ridge.py)."""
     widest = max(padded(shape.key_dim), padded(shape.value_dim))
-    return Tiling(_ROWS, _SLICE, _WARPS[kernel] if widest > 32 else 4, 1)
+    return Tiling(_ROWS, _SLICE, _WARPS.get(kernel, 4) if widest > 32 else 4, 1)
 
 
 def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor | None:
@@ -399,7 +413,7 @@ def prepare(
     kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     block = sizes.ridge_block(dim)
     seen = places(lo, hi, segment_start, keys, documents, block, q.device)
-    z = k.float()
+    z = F.pad(k.float(), (0, padded(dim) - dim))
     if limit > 0:
         norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
         z = z * torch.where(norm <= limit, 1.0, limit / norm)
@@ -407,10 +421,13 @@ def prepare(
         z, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (z, v))
     earlier = index = None
     if power:
-        first = z.new_zeros(*z.shape[:2], 1, dim) if before.last is None else before.last.to(z)[:, :, None]
+        first = z.new_zeros(*z.shape[:2], 1, z.shape[3])
+        if before.last is not None:
+            first[:, :, 0, :dim] = before.last
         shifted, index = torch.cat([first, z], 2), previous(key_mask, seen.opens, keys)
         earlier = shifted[:, :, :-1] if index is None else shifted.gather(2, index[:, None, :, None].expand(z.shape))
-    size = dim * (dim + width + (dim if power else 0))
+    wide = padded(dim)
+    size = wide * (wide * (2 if power else 1) + padded(width))
     shape = Shape(heads, heads // kv_heads, queries, keys, dim, width, seen.table.shape[1], size)
     return Call(
         seen, shape, block, power > 0, z.contiguous(), v.contiguous(), None if earlier is None else earlier.contiguous(), index, segment_start is not None
@@ -446,11 +463,11 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     initial = None
     if before.gram is not None:
         parts = [x for x in (before.gram, before.cross, before.shift if call.shifted else None) if x is not None]
-        initial = torch.cat([x.double() for x in parts], 2).contiguous()
+        initial = torch.cat([F.pad(x.double(), (0, padded(x.shape[3]) - x.shape[3], 0, padded(x.shape[2]) - x.shape[2])) for x in parts], 2)
     carry(call, state, initial, None, False)
     tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose("inverse", shape))
     half, near = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
-    gain, rest = (torch.empty(v.shape, dtype=torch.float32, device=v.device) for _ in range(2))
+    gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=torch.float32, device=v.device) for _ in range(2))
     moved = after = None
     if call.shifted:
         moved, after = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
@@ -461,4 +478,4 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     return Known(start, rows, cut)
 
 
-__all__ = ["Call", "Known", "Rows", "Shape", "carry", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "through", "tokens_of"]
+__all__ = ["Call", "Known", "Rows", "Shape", "carry", "given_of", "given_places", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "through", "tokens_of"]
