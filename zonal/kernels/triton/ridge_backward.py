@@ -62,18 +62,21 @@ def rows_back_kernel(
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
         x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
-        for k in tl.range(0, POWER + 1):
-            if k > 0:
+        kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
+        put_tokens(xs, kept, line, t, end, queries, ROWS, WIDTH)
+        if POWER > 0:
+            for k in tl.range(1, POWER + 1):
                 x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
-            kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
-            put_tokens(xs, kept, k * lines + line, t, end, queries, ROWS, WIDTH)
+                kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
+                put_tokens(xs, kept, k * lines + line, t, end, queries, ROWS, WIDTH)
         given = given_of(dy, line, t, end, queries, shape.value_dim, ROWS, VALUE_WIDTH)
         u = product(given, matrix(start, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH))
         u = through(u, given, rows.gain, rows.half, kv_line, first, stop, limit, tokens, 1.0, SLICE, VALUE_WIDTH, WIDTH)
         put_tokens(us, u, POWER * lines + line, t, end, queries, ROWS, WIDTH)
-        for k in tl.range(0, POWER):
-            u = moved_back(u, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
-            put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, queries, ROWS, WIDTH)
+        if POWER > 0:
+            for k in tl.range(0, POWER):
+                u = moved_back(u, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+                put_tokens(us, u, (POWER - 1 - k) * lines + line, t, end, queries, ROWS, WIDTH)
 
 
 @triton.jit
@@ -152,8 +155,9 @@ def keys_back_kernel(
                 z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
                 other = against(z, u, seen)
                 of_keys -= product(against(z, x, seen), u) + product(other, x)
-                if k > 0:
-                    x = tokens_of(xs, (k - 1) * lines + line, t, end, queries, SLICE, WIDTH)
+                if POWER > 0:
+                    # of the first solve there is no step before: zeros
+                    x = tokens_of(xs, tl.maximum(k - 1, 0) * lines + line, t, tl.where(k > 0, end, t), queries, SLICE, WIDTH)
                     of_earlier += product(other, x)
                     earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
                     of_keys += product(against(earlier, x, seen), u)

@@ -46,8 +46,9 @@ def read_kernel(
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
         x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
-        for _ in tl.range(0, POWER):
-            x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+        if POWER > 0:
+            for _ in tl.range(0, POWER):
+                x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
         out = product(x, tl.trans(matrix(start, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)))
         out = through(out, x, rows.half, rows.gain, kv_line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, VALUE_WIDTH)
         out = tl.where((limit > good)[:, None], float("nan"), out)
