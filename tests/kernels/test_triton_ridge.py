@@ -131,7 +131,7 @@ AHEAD = {
     ("ridge-2", "causal", "bfloat16", 56, 90): {"inverse", "read"},
     ("ridge-0", "gqa", "float32", 24, 80): {"read", "keys_back"},
 }
-TITLES = {"sums", "carry forwards", "carry backwards", "inverse", "factor", "read", "rows_back", "row_sums", "keys_back"}
+TITLES = {"sums", "carry forwards", "carry backwards", "inverse", "factor", "read", "rows_back", "row_sums", "keys_back", "steps_back"}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,8 @@ def test_the_committed_report() -> None:
     assert report["fit"]
     rows = report["kernels"]
     assert {(row["kernel"], row["link"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, f"ridge-{power}", dim, device) for kernel in TITLES for power in (0, 1, 2) for dim in (24, 32, 48, 56, 64) for device in (80, 90)
-    }
+        (kernel, f"ridge-{power}", dim, device) for kernel in TITLES for power in (0, 1, 2) if power or kernel != "steps_back"
+        for dim in (24, 32, 48, 56, 64) for device in (80, 90)
+    }  # fmt: skip
     assert {"bfloat16", "float16", "float32"} == {row["dtype"] for row in rows}
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mask", choices=MASKS, action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--dim", type=int, action="append")
-    parser.add_argument("--kernel", action="append", help="sums, carry, inverse, factor, read, rows_back, row_sums or keys_back")
+    parser.add_argument("--kernel", action="append", help="sums, carry, inverse, factor, read, rows_back, row_sums, keys_back or steps_back")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions

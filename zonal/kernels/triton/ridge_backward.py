@@ -115,10 +115,10 @@ def against(x, rows, seen):
 
 @triton.jit
 def keys_back_kernel(
-    dy, xs, us, v, rows, dz, dearlier, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
+    dy, xs, us, v, rows, dz, dv, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of some keys of one block, of those before each, and of values. state: the sums of later blocks."""
+    """Gradients of some keys of one block, but for what steps bring, and of values. state: the sums of later blocks."""
     index, tile = tl.program_id(0) // (BLOCK // ROWS), tl.program_id(0) % (BLOCK // ROWS)
     block, kv_line = index % shape.blocks, index // shape.blocks
     first, stop = tl.load(table + block) + tile * ROWS, tl.load(table + shape.blocks + block)
@@ -131,12 +131,6 @@ def keys_back_kernel(
     of_values = product(z, tl.trans(cross))
     gram = matrix(state, index, 0, size, WIDTH, WIDTH)
     of_keys -= product(z, gram + tl.trans(gram))
-    of_earlier = tl.zeros([ROWS, WIDTH], tl.float32)
-    if POWER > 0:
-        earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
-        shift = matrix(state, index, WIDTH + VALUE_WIDTH, size, WIDTH, WIDTH)
-        of_keys += product(earlier, tl.trans(shift))
-        of_earlier += product(z, shift)
     key = first + tl.arange(0, ROWS)
     for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
         for t in tl.range(begin, end, SLICE):
@@ -153,19 +147,42 @@ def keys_back_kernel(
                 x = tokens_of(xs, k * lines + line, t, end, queries, SLICE, WIDTH)
                 u = tokens_of(us, k * lines + line, t, end, queries, SLICE, WIDTH)
                 z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
-                other = against(z, u, seen)
-                of_keys -= product(against(z, x, seen), u) + product(other, x)
-                if POWER > 0:
-                    # of the first solve there is no step before: zeros
-                    x = tokens_of(xs, tl.maximum(k - 1, 0) * lines + line, t, tl.where(k > 0, end, t), queries, SLICE, WIDTH)
-                    of_earlier += product(other, x)
-                    earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
-                    of_keys += product(against(earlier, x, seen), u)
-    put_tokens(dz, of_keys, kv_line, first, stop, tokens, ROWS, WIDTH)
+                of_keys -= product(against(z, x, seen), u)
+                of_keys -= product(against(z, u, seen), x)
     at, inside = given_places(dv, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
     tl.store(at, of_values, mask=inside)
-    if POWER > 0:
-        put_tokens(dearlier, of_earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
+    put_tokens(dz, of_keys, kv_line, first, stop, tokens, ROWS, WIDTH)
+
+
+@triton.jit
+def steps_back_kernel(
+    xs, us, rows, dz, dearlier, state, lines, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the steps M bring to some keys of one block and to those before each."""
+    index, tile = tl.program_id(0) // (BLOCK // ROWS), tl.program_id(0) % (BLOCK // ROWS)
+    block, kv_line = index % shape.blocks, index // shape.blocks
+    first, stop = tl.load(table + block) + tile * ROWS, tl.load(table + shape.blocks + block)
+    begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
+    tokens, queries = shape.keys, shape.queries
+    shift = matrix(state, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)
+    of_keys = tokens_of(dz, kv_line, first, stop, tokens, ROWS, WIDTH)
+    of_keys += product(tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH), tl.trans(shift))
+    of_earlier = product(tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH), shift)
+    key = first + tl.arange(0, ROWS)
+    for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
+        for t in tl.range(begin, end, SLICE):
+            limit = tl.load(hi + t + tl.arange(0, SLICE), mask=t + tl.arange(0, SLICE) < end, other=0)
+            seen = key[:, None] < limit[None, :]
+            for k in tl.range(1, POWER + 1):
+                x = tokens_of(xs, (k - 1) * lines + line, t, end, queries, SLICE, WIDTH)
+                u = tokens_of(us, k * lines + line, t, end, queries, SLICE, WIDTH)
+                z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
+                of_earlier += product(against(z, u, seen), x)
+                earlier = tokens_of(rows.earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
+                of_keys += product(against(earlier, x, seen), u)
+    put_tokens(dearlier, of_earlier, kv_line, first, stop, tokens, ROWS, WIDTH)
+    put_tokens(dz, of_keys, kv_line, first, stop, tokens, ROWS, WIDTH)
 
 
 def backward(
@@ -181,7 +198,7 @@ def backward(
         dy, lines, programs = dy.float().contiguous(), q.shape[0] * q.shape[1], call.lines * shape.blocks
         constants = {"POWER": power, **call.tiles()}
         short = {name: size for name, size in constants.items() if name not in ("ROWS", "BLOCK")}
-        tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose("row_sums", shape))
+        tiles.launch(row_sums_kernel, programs, (dy, xs, us, state, lines, table, shape), short, choose(shape))
         dim, width = k.shape[3], v.shape[3]
         # before the sums are carried on each block still has its own
         wide = padded(dim)
@@ -190,13 +207,12 @@ def backward(
         ridge_state.carry(call, state, None, final, True)
         dz, dv = torch.zeros(call.z.shape, dtype=torch.float32, device=k.device), torch.zeros(v.shape, dtype=torch.float32, device=k.device)
         dearlier = torch.zeros_like(dz) if power else None
-        tiles.launch(
-            keys_back_kernel,
-            programs * (call.block // constants["ROWS"]),
-            (dy, xs, us, call.v, found.rows, dz, dearlier, dv, state, lines, call.places.hi, table, shape),
-            constants,
-            choose("keys_back", shape),
-        )
+        programs *= call.block // constants["ROWS"]
+        arguments = (dy, xs, us, call.v, found.rows, dz, dv, state, lines, call.places.hi, table, shape)
+        tiles.launch(keys_back_kernel, programs, arguments, constants, choose(shape))
+        if dearlier is not None:
+            arguments = (xs, us, found.rows, dz, dearlier, state, lines, call.places.hi, table, shape)
+            tiles.launch(steps_back_kernel, programs, arguments, constants, choose(shape))
     dfirst = None
     if dearlier is not None:
         dz, dfirst = with_next(call, dz, dearlier, key_mask)
@@ -226,7 +242,7 @@ def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, p
         lines * shape.blocks,
         (tiles.rows_of(q), dy, xs, us, lines, found.rows, found.start, scale.float().contiguous(), call.places.hi, call.places.table, shape),
         {"POWER": power, **call.tiles()},
-        choose("rows_back", shape),
+        choose(shape),
     )
     return xs, us
 
@@ -255,4 +271,4 @@ def shortened(dz: Tensor, k: Tensor, limit: float) -> Tensor:
     return torch.where(norm <= limit, dz, (limit / norm) * (dz - along * k))
 
 
-__all__ = ["backward", "keys_back_kernel", "row_sums_kernel", "rows_back_kernel"]
+__all__ = ["backward", "keys_back_kernel", "row_sums_kernel", "rows_back_kernel", "steps_back_kernel"]

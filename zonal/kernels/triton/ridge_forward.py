@@ -73,7 +73,7 @@ def forward(
             q.shape[0] * q.shape[1] * call.shape.blocks,
             (tiles.rows_of(q), y, found.rows, found.start, found.cut, scale.float().contiguous(), call.places.hi, call.places.table, call.shape),
             {"POWER": power, **call.tiles()},
-            choose("read", call.shape),
+            choose(call.shape),
         )
     return y
 

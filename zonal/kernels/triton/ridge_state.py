@@ -186,7 +186,6 @@ def inverse_kernel(
     ridge = tl.load(rho + line % (shape.heads // shape.groups))
     gram = matrix(state, index, 0, shape.size, WIDTH, WIDTH) + tl.where(i[:, None] == i[None, :], ridge, 0.0)
     cross = matrix(state, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)
-    shift = gram
     if SHIFTED:
         shift = matrix(state, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)
     # beyond a key's numbers G is zero, and stays as it is
@@ -317,8 +316,6 @@ def factor_kernel(
 _CARRIED = 256
 # rows of a tile, and keys or queries that meet them at a time
 _ROWS, _SLICE = 16, 16
-# of the kernels that hold a whole state in float64, and of the others
-_WARPS = {"sums": 8, "inverse": 8}
 
 
 class Places(NamedTuple):
@@ -385,10 +382,10 @@ class Call(NamedTuple):
         return torch.empty(*self.z.shape[:2], self.shape.blocks, self.shape.size, dtype=dtype, device=self.z.device)
 
 
-def choose(kernel: str, shape: Shape) -> Tiling:
-    """Tile sizes of a kernel: as few warps as keep its numbers in registers (see compile_ridge.py)."""
+def choose(shape: Shape) -> Tiling:
+    """Tile sizes of the kernels: as few warps as keep the numbers of all in registers (see compile_ridge.py), of which a thread may take all there are."""
     widest = max(padded(shape.key_dim), padded(shape.value_dim))
-    return Tiling(_ROWS, _SLICE, _WARPS.get(kernel, 4) if widest > 32 else 4, 1)
+    return Tiling(_ROWS, _SLICE, 8 if widest > 32 else 4, 1, 255)
 
 
 def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor | None:
@@ -459,13 +456,13 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     programs = call.lines * call.shape.blocks
     table, shape = call.places.table, call.shape
     constants = {"SHIFTED": call.shifted, **call.widths()}
-    tiles.launch(sums_kernel, programs, (z, v, call.earlier, state, table, shape), constants, choose("sums", shape))
+    tiles.launch(sums_kernel, programs, (z, v, call.earlier, state, table, shape), constants, choose(shape))
     initial = None
     if before.gram is not None:
         parts = [x for x in (before.gram, before.cross, before.shift if call.shifted else None) if x is not None]
         initial = torch.cat([F.pad(x.double(), (0, padded(x.shape[3]) - x.shape[3], 0, padded(x.shape[2]) - x.shape[2])) for x in parts], 2)
     carry(call, state, initial, None, False)
-    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose("inverse", shape))
+    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose(shape))
     half, near = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
     gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=torch.float32, device=v.device) for _ in range(2))
     moved = after = None
@@ -474,7 +471,7 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     rows = Rows(z, half, gain, call.earlier, moved, after)
     roots = torch.empty(programs, call.block, call.block, dtype=torch.float32, device=z.device)
     cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
-    tiles.launch(factor_kernel, programs, (v, rows, near, rest, roots, start, cut, table, shape), {**constants, **call.tiles()}, choose("factor", shape))
+    tiles.launch(factor_kernel, programs, (v, rows, near, rest, roots, start, cut, table, shape), {**constants, **call.tiles()}, choose(shape))
     return Known(start, rows, cut)
 
 
