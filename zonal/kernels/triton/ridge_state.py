@@ -5,12 +5,12 @@ counts by 1 / rho, and not by the condition of G. Within the block each is a sum
 ``P_t = P - sum h_s h_s^T``, ``W_t = W + sum e_s h_s^T``, ``A_t = A - sum a_s h_s^T + sum z_s p_s^T``. With K = I + Z P Z^T = L L^T:
 ``H = L^-1 Z P``, ``E = L^-1 (V - Z W^T)``, ``p_s = P_{s+1} z_{s-1}`` and, of the rows before, ``a = L^-1 (Z A^T + low(Z p^T) Z)``.
 
-A block is a chunk: every block starts from an inverse of its own, and all run at once. Of r = P = 64 and 64 keys that is 2 r^3 + 2 r^2 (r + P)
-operations in float64 a block, 24 thousand a key, where its rows take 90 thousand in float32; shorter blocks would share less of both.
+A block is a chunk: every block starts from an inverse of its own, and all run at once. Of r = P = 64, power 1 and 64 keys that is 25 thousand operations
+a key in float64, and as many for G, C and M, where factors and rows take 190 thousand in float32; shorter blocks would ask for more inverses and states.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from typing import Any, NamedTuple
 
 import torch
