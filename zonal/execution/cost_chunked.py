@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from zonal.execution import cost_ridge_kernel, cost_sums, cost_sums_cuda
+from zonal.execution import cost_ridge_cuda, cost_ridge_kernel, cost_sums, cost_sums_cuda
 from zonal.execution.constants import Constants
 from zonal.execution.cost_features import document_groups, write, write_backward
 from zonal.execution.cost_ridge import fading, ridge
@@ -19,7 +19,7 @@ def chunked(p: Problem, constants: Constants) -> Estimate:
     if p.without_sums is None and not p.tags.solves:
         return (cost_sums_cuda if p.device.type == "cuda" else cost_sums).kernel(p, tally)
     if p.without_ridge is None and p.tags.solves:
-        return cost_ridge_kernel.kernel(p, tally)
+        return (cost_ridge_cuda if p.device.type == "cuda" else cost_ridge_kernel).kernel(p, tally)
     if p.span.edges is None:
         return tally.estimate("chunked", _one(p, tally))
     peak = 0.0

@@ -1,4 +1,4 @@
-"""The chunked path by a compiled kernel on the CPU: which ridge and Koopman read-outs it takes, and how a call becomes one."""
+"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which ridge and Koopman read-outs it takes, and how a call becomes one."""
 
 import os
 
@@ -12,6 +12,7 @@ from zonal.execution.call import Call
 from zonal.kernels import ridge_ops, transforms
 from zonal.kernels.cpp import build, library, ridge_library
 from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
 
 
@@ -20,7 +21,7 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
     anchor = call.bound.anchor
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
@@ -38,18 +39,30 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "a memory that waits for whole chunks is not in it"
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
-    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
+    if call.device.type == "cuda":
+        return cuda_refusal(call)
+    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
     failure = library.failure(ridge_library.CODE, ridge_library.SOURCE)
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
+def cuda_refusal(call: Call) -> str | None:
+    """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
+    if max(call.shape[4:]) > RIDGE_LARGEST:
+        return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
+
+
 def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile."""
+    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile.
+
+    NonFiniteError where G + rho I is not positive definite; on CUDA, where that would wait for the device, such rows are NaN.
+    """
     bound, seen, anchor = call.bound, call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
     raw = call.raw
@@ -59,7 +72,7 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     else:
         q, k, v = raw[:3]
     factor = anchor.output_scale(bound.anchor_params, bound.heads)
-    scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64)
+    scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64, device=q.device)
     if factor is not None:  # the read-out is linear in its query
         scale = scale * factor
     before = memory if memory is not None and memory.count else None
@@ -76,4 +89,4 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     return y.to(call.dtype), after
 
 
-__all__ = ["chunked", "refusal"]
+__all__ = ["chunked", "cuda_refusal", "refusal"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zonal.errors import PathError
 from zonal.kernels.cpp import ridge_library
-from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.cpp.ridge_library import Before, Gradients
 
 
 @torch.library.custom_op("zonal::ridge", mutates_args=(), device_types="cpu")
@@ -18,6 +18,18 @@ def ridge(
     """(y, which documents of which key heads ran in float64); arguments as in ``ridge_library.forward``, rho the ridge, gram to last the
     memory before the first key. Gradients flow from y to q, k, v, scale, rho and the memory. documents: how many ``segment_start`` has."""
     return ridge_library.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit)
+
+
+@ridge.register_kernel("cuda")
+def on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
+    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, documents: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels, which read through float64's regressions and run no head in float64."""
+    from zonal.kernels.triton import ridge_forward
+
+    y = ridge_forward.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), power, limit, documents)
+    return y, torch.zeros(*k.shape[:2], documents, dtype=torch.bool, device=q.device)
 
 
 @ridge.register_fake
@@ -38,16 +50,36 @@ def ridge_backward(
     found = ridge_library.backward(
         dy, q, k, v, scale, rho, doubled, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit, started
     )  # fmt: skip
+    return _typed(found, q, k, v, scale, rho, Before(gram, cross, shift, last))
+
+
+def _typed(
+    found: Gradients, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, memory: Before
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients in the types of what they are of."""
     of = found.before
     return (
         found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), found.scale.to(scale.dtype), found.ridge.to(rho.dtype),
-        _as(gram, of.gram, q), _as(cross, of.cross, q), _as(shift, of.shift, q), _as(last, of.last, q),
+        _as(memory.gram, of.gram, q), _as(memory.cross, of.cross, q), _as(memory.shift, of.shift, q), _as(memory.last, of.last, q),
     )  # fmt: skip
 
 
 def _as(like: Tensor | None, gradient: Tensor | None, other: Tensor) -> Tensor:
     """A gradient in the type of its tensor; an operator has no None to return."""
     return other.new_empty(0) if like is None or gradient is None else gradient.to(like.dtype)
+
+
+@ridge_backward.register_kernel("cuda")
+def backward_on_cuda(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
+    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, started: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels."""
+    from zonal.kernels.triton import ridge_backward as kernels
+
+    memory = Before(gram, cross, shift, last)
+    found = kernels.backward(dy, q, k, v, scale, rho, key_mask, lo, hi, segment_start, memory, power, limit, doubled.shape[2], started)
+    return _typed(found, q, k, v, scale, rho, memory)
 
 
 @ridge_backward.register_fake
@@ -85,4 +117,4 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 ridge.register_autograd(_backward, setup_context=_setup)
 
-__all__ = ["ridge", "ridge_backward"]
+__all__ = ["backward_on_cuda", "on_cuda", "ridge", "ridge_backward"]
