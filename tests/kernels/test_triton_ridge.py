@@ -159,7 +159,7 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
 
 
 def test_the_committed_report() -> None:
-    """Every kernel of every power and key size on both devices, and none that spills."""
+    """Every kernel of every power and key size in bfloat16 on both devices, and none that spills."""
     report = json.loads((ROOT / "results" / "benchmarks" / "triton_ridge_aot.json").read_text(encoding="utf-8"))
     assert report["triton"]
     assert report["fit"]
@@ -168,5 +168,4 @@ def test_the_committed_report() -> None:
         (kernel, f"ridge-{power}", dim, device) for kernel in TITLES for power in (0, 1, 2) if power or kernel != "steps_back"
         for dim in (24, 32, 48, 56, 64) for device in (80, 90)
     }  # fmt: skip
-    assert {"bfloat16", "float16", "float32"} == {row["dtype"] for row in rows}
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

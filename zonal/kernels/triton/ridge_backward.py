@@ -143,14 +143,18 @@ def keys_back_kernel(
             of_values += product(against(z, x, seen), given)
             value = given_of(v, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
             of_keys += product(against(value, given, seen), x)
+    at, inside = given_places(dv, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
+    tl.store(at, of_values, mask=inside)
+    for line in tl.range(kv_line * shape.groups, (kv_line + 1) * shape.groups):
+        for t in tl.range(begin, end, SLICE):
+            limit = tl.load(hi + t + tl.arange(0, SLICE), mask=t + tl.arange(0, SLICE) < end, other=0)
+            seen = key[:, None] < limit[None, :]
             for k in tl.range(0, POWER + 1):
                 x = tokens_of(xs, k * lines + line, t, end, queries, SLICE, WIDTH)
                 u = tokens_of(us, k * lines + line, t, end, queries, SLICE, WIDTH)
                 z = tokens_of(rows.z, kv_line, first, stop, tokens, ROWS, WIDTH)
                 of_keys -= product(against(z, x, seen), u)
                 of_keys -= product(against(z, u, seen), x)
-    at, inside = given_places(dv, kv_line, first, stop, tokens, width, ROWS, VALUE_WIDTH)
-    tl.store(at, of_values, mask=inside)
     put_tokens(dz, of_keys, kv_line, first, stop, tokens, ROWS, WIDTH)
 
 
