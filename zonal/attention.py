@@ -72,7 +72,8 @@ def attention(
     """
     if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
-    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is None:
+    plain = key_padding_mask is cu_seqlens is log_decay is key_bias is None
+    if isinstance(memory, Memory) and not memory.parts and causal and path in ("auto", "streaming") and plain:
         # a decoder's step: to prepare and to plan it costs more than to run it
         found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)
         if found is not None:
@@ -120,6 +121,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
             "Make a memory for this one with Memory.empty(operator, …)."
         )
     check_memory(call, memory)
+    given, memory = memory, memory.unnamed()
     path = _chosen(call, memory, path)
     if path == "streaming":
         y, after = streaming(call, memory, return_memory=True)
@@ -133,4 +135,6 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         y = dense(call) if path == "dense" else tiled(call)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     assert after is not None
+    if given.parts:
+        after = given.recorded(after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     return y, after
