@@ -171,10 +171,9 @@ class KeyValues(Memory):
         if self.parts or held.mask is None or self.chunk is not None:
             return self
         spare = int(torch.cummax(held.mask[0].to(torch.uint8), 0).values.eq(0).sum())
-        if spare == 0:
-            return self
-        left = held.span(spare, held.length)
-        return self._holding(left._replace(mask=None) if left.mask is not None and bool(left.mask.all()) else left, left.length)
+        left, whole = held.span(spare, held.length), bool(held.mask[0, spare:].all())
+        # where there is padding at the front the window has let go of no token
+        return self._holding(left._replace(mask=None) if whole else left, left.length if spare else self.count)
 
     def _holding(self, tokens: Tokens, count: int) -> Self:
         return type(self)(self.operator, self.form, count, _Buffer(tokens, tokens.length), 0, tokens.length, parts=self.parts)

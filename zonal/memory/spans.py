@@ -183,9 +183,9 @@ class Spanned(abc.ABC):
         decay = None if tokens.log_decay is None else tokens.log_decay.expand(self.form.batch, -1, -1)
         tokens = tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype), log_decay=decay)
         whole = tokens.map(torch.clone) if held is None else joined(held, tokens)
-        return whole if whole.nbytes <= self.bytes_at(0) else self.settled(whole)
+        return whole if whole.nbytes <= self.bytes_at(0) else self.part_memory(whole)
 
-    def settled(self, held: "Spanned | Tokens | None") -> "Spanned":
+    def part_memory(self, held: "Spanned | Tokens | None") -> "Spanned":
         """The memory of a part of this one."""
         if isinstance(held, Spanned):
             return held
@@ -197,7 +197,7 @@ class Spanned(abc.ABC):
         whole = self.start(self.operator, self.form)
         for part in kept:
             if part.count:
-                whole = whole.followed_by(self.settled(part.held))
+                whole = whole.followed_by(self.part_memory(part.held))
         return whole
 
     def together(self, other: Self, whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> Any:
@@ -235,7 +235,7 @@ class Spanned(abc.ABC):
             elif isinstance(last.held, Tokens) and isinstance(part.held, Tokens):
                 held = self.lengthened(last.held, part.held)
             else:
-                held = self.settled(last.held).followed_by(self.settled(part.held))
+                held = self.part_memory(last.held).followed_by(self.part_memory(part.held))
             parts[-1] = Part(None, last.count + part.count, held, part.mark)
 
     def _find(self, span: str) -> int:
