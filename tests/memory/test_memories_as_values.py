@@ -13,6 +13,7 @@ from zonal import mechanisms as m
 from zonal import prior
 from zonal.memory import KeyValues, Memory
 
+
 @pytest.mark.parametrize("name", NAMES)
 def test_kind(name: str) -> None:
     op = operator(name)

@@ -193,7 +193,6 @@ class Memory(Batched):
 
         span: a name for all of the other's tokens. Raises: ArgumentError for unlike memories and for names that are taken.
         """
-        self._same_form("merge", other)
         return self.joined(other, span, ({}, {}))
 
     def merge_(self, other: "Memory", *, span: str | None = None) -> Self:
@@ -201,7 +200,8 @@ class Memory(Batched):
         return self._become(self.merge(other, span=span))
 
     def joined(self, other: "Memory", span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> "Memory":
-        """``merge`` of a memory of the same form. marks: what goes with the ends of both."""
+        """``merge``. marks: what goes with the ends of both."""
+        self._same_form("merge", other)
         if span is not None and other.parts:
             raise ArgumentError(f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it with other.unnamed(), or leave span out.")
         self._check_new([span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge")

@@ -200,7 +200,7 @@ class Spanned(abc.ABC):
                 whole = whole.followed_by(self.part_memory(part.held))
         return whole
 
-    def together(self, other: Self, whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> Any:
+    def together(self, other: "Spanned", whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> Any:
         """``whole``, which is this memory and then the other, with the parts of both; ``span`` names all of the other."""
         if not self.parts and not other.parts and span is None:
             return whole
