@@ -85,6 +85,21 @@ def test_forked_continuation_equals_recomputation(name: str, padded: bool) -> No
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_single_precision_by_the_compiled_kernels(name: str) -> None:
+    """Prefill and steps by whatever runs in float32: forks go on bit for bit, spans are forgotten up to rounding."""
+    model, prompt, more = make(name).float(), text(40, batch=2), text(3, 2, batch=2)
+    logits, memory = model.prefill(prompt)
+    one, two = (model.continuation(logits, fork, 6, seed=1) for fork in (memory.fork(), memory.fork()))
+    assert torch.equal(one.logits, two.logits)
+    equal(one.memory, two.memory)
+    _, named = model.prefill(prompt, span="a")
+    _, named = model.prefill(more, named, span="b")
+    assert [s.name for s in model.step(more[:, :1], named)[1].spans()] == ["a", "b"]
+    got, expected = model.prefill(more, named.forget("b"))[0], model.prefill(more, memory)[0]
+    assert (got - expected).abs().max() < 1e-4 * (1 + expected.abs().max())
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_prefill_in_chunks(name: str) -> None:
     model, tokens = make(name), text(13, batch=2)
     mask = torch.tensor([[False] * 5 + [True] * 8, [True] * 13])
@@ -340,7 +355,7 @@ def test_refusals_change_nothing(what: str) -> None:
 def test_what_mamba3_read_apart_is_not_merged() -> None:
     model = make("mamba3")
     one, two = model.prefill(text(5, 1))[1], model.prefill(text(4, 2))[1]
-    with pytest.raises(ArgumentError, match="carries previous, angle.*Read the second text from the first one's memory"):
+    with pytest.raises(ArgumentError, match=r"carries previous, angle.*Read the second text from the first one's memory"):
         one.merge(two)
     started = model.empty_memory(1).merge(one, span="x")
     assert torch.equal(model.prefill(text(3), started)[0], model.prefill(text(3), one)[0])
