@@ -73,11 +73,12 @@ def attention(
     if path not in ("auto", *plan.PATHS):  # before any work
         raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
     plain = key_padding_mask is cu_seqlens is log_decay is key_bias is None
-    if isinstance(memory, Memory) and not memory.parts and causal and path in ("auto", "streaming") and plain:
+    if isinstance(memory, Memory) and causal and path in ("auto", "streaming") and plain:
         # a decoder's step: to prepare and to plan it costs more than to run it
-        found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)
+        step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
+        found = step.again(q, k, v, operator, memory.unnamed(), scale)
         if found is not None:
-            return found
+            return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(

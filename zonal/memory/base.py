@@ -250,7 +250,7 @@ class Memory(Batched):
 
     def fork(self) -> Self:
         """A copy that shares no storage."""
-        parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.parts)
+        parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.settled_parts())
         return dataclasses.replace(self.copied(), parts=parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -277,11 +277,11 @@ class Memory(Batched):
         """What a file has to say of the memory besides its tensors and its operator."""
         form = self.form._asdict() | {"dtype": str(self.form.dtype).removeprefix("torch.")}
         form.pop("device")
-        return {"memory": self.kind, **form, "count": self.count, "plain": self.plain(), "parts": [part.about() for part in self.parts]}
+        return {"memory": self.kind, **form, "count": self.count, "plain": self.plain(), "parts": [part.about() for part in self.settled_parts()]}
 
     def contents(self) -> dict[str, Tensor]:
         """Everything to be saved, by name, spans included."""
-        return self.tensors() | {f"part{i}.{name}": x for i, part in enumerate(self.parts) for name, x in part.tensors().items()}
+        return self.tensors() | {f"part{i}.{name}": x for i, part in enumerate(self.settled_parts()) for name, x in part.tensors().items()}
 
     @staticmethod
     def described(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, device: torch.device) -> "Memory":
@@ -386,10 +386,14 @@ class Memory(Batched):
             real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
             if not bool(torch.isfinite(real).all()):
                 raise NonFiniteError(f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token.")
-        bound = self.operator.bind(form.heads, form.heads)
+        return self.prepared(k, v, mask, log_decay, key_bias)
+
+    def prepared(self, k: Tensor, v: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, key_bias: Tensor | None = None) -> Tokens:
+        """Tokens as ``extended`` takes them."""
+        bound = self.operator.bind(self.form.heads, self.form.heads)
         with torch.autocast(k.device.type, enabled=False):
-            prepared = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
-        return Tokens(prepared, v, mask, decay_of(bound, n, mask, log_decay), key_bias)
+            keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
+        return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
 
     def _same_form(self, call: str, other: "Memory") -> None:
         if not isinstance(other, Memory):

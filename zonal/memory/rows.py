@@ -82,7 +82,7 @@ class Batched(Spanned):
         index = index.to(self.form.device)
         form = self.form._replace(batch=index.numel())
         whole = self.restored(self.operator, form, self.count, {name: x[index] for name, x in self.tensors().items()}, self.plain())
-        parts = tuple(part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in self.parts)
+        parts = tuple(part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in self.settled_parts())
         return replace(whole.keeping([self], lambda found: found[0][index]), parts=parts)
 
 
@@ -149,7 +149,7 @@ def _joined_rows(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _joined_parts(verb: str, memories: Sequence[Any], index: int) -> Part:
-    parts = [memory.parts[index] for memory in memories]
+    parts = [memory.settled_part(memory.parts[index]) for memory in memories]
     count, held = max(part.count for part in parts), [part.held for part in parts]
     if any(part.mark.keys() != parts[0].mark.keys() for part in parts):
         raise ArgumentError(f"Memory.{verb}: the memories come from layers of unlike kinds. Stack those of one layer.")

@@ -19,6 +19,10 @@ from zonal.memory.form import Form
 from zonal.memory.tokens import Tokens, joined
 
 
+_FRESH = 32
+"""So many tokens of a decoder's steps are put into its part together."""
+
+
 class Span(NamedTuple):
     """A named stretch: it begins after ``start`` tokens of the memory and has ``count``, padding included. nbytes: kept for it."""
 
@@ -32,12 +36,14 @@ class Part(NamedTuple):
     """A stretch of a memory. held: its own memory, or its tokens while these take less; None where nothing or the whole has them.
 
     mark: what a reader beyond the memory needs to go on after this part, each (B, …): the layers' convolution tails and positions.
+    fresh: in the open part, tokens of a decoder's last steps, which are put into ``held`` together.
     """
 
     name: str | None
     count: int
     held: "Spanned | Tokens | None"
     mark: Mapping[str, Tensor]
+    fresh: tuple[Tokens, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +84,7 @@ class Spanned(abc.ABC):
     def spans(self) -> tuple[Span, ...]:
         """The named spans, oldest first."""
         found, start = [], 0
-        for part in self.parts:
+        for part in self.settled_parts():
             if part.name is not None:
                 kept = self.bytes_at(self.count) - self.bytes_at(self.count - part.count) if self.by_rows else 0
                 found.append(Span(part.name, start, part.count, part.nbytes + kept))
@@ -112,15 +118,15 @@ class Spanned(abc.ABC):
 
         Raises: ArgumentError for an unknown name, and where a window has let go of tokens that would be seen again.
         """
-        index = self._find(span)
-        start = sum(part.count for part in self.parts[:index])
-        kept = list(self.parts[:index])
-        for part in self.parts[index + 1 :]:
+        index, parts = self._find(span), self.settled_parts()
+        start = sum(part.count for part in parts[:index])
+        kept = list(parts[:index])
+        for part in parts[index + 1 :]:
             self._append(kept, part)
-        still_open = index < len(self.parts) - 1 and self.parts[-1].name is not None
+        still_open = index < len(parts) - 1 and parts[-1].name is not None
         if kept[-1].name is not None and not still_open:
             kept.append(_nothing())
-        whole = self.without_span(start, self.parts[index].count, kept)
+        whole = self.without_span(start, parts[index].count, kept)
         return replace(whole, parts=tuple(kept) if any(part.name is not None for part in kept) else ())
 
     # --- what a kind of memory provides --------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ class Spanned(abc.ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of what is held, all sequences and heads and spans together (spare room in growing buffers is not counted)."""
-        return self.bytes_at(self.count) + sum(part.nbytes for part in self.parts)
+        return self.bytes_at(self.count) + sum(part.nbytes for part in self.settled_parts())
 
     # --- parts ---------------------------------------------------------------------------------------------------------
 
@@ -171,18 +177,37 @@ class Spanned(abc.ABC):
         if not self.parts:
             return after
         last = self.parts[-1]
-        return replace(after, parts=(*self.parts[:-1], last._replace(count=last.count + tokens.length, held=after.lengthened(last.held, tokens))))
+        last = last._replace(count=last.count + tokens.length)
+        if not self.by_rows:
+            fresh = (*last.fresh, after.own(tokens)) if tokens.length else last.fresh
+            last = last._replace(fresh=fresh)
+            if sum(piece.length for piece in fresh) >= _FRESH:
+                last = after.settled_part(last)
+        return replace(after, parts=(*self.parts[:-1], last))
+
+    def own(self, tokens: Tokens) -> Tokens:
+        """Tokens as a part keeps them: copies in the type of the sums."""
+        dtype = self.form.statistics
+        decay = None if tokens.log_decay is None else tokens.log_decay.expand(self.form.batch, -1, -1).clone()
+        mask, bias = (None if x is None else x.clone() for x in (tokens.mask, tokens.key_bias))
+        return Tokens(tokens.k.to(dtype, copy=True), tokens.v.to(dtype, copy=True), mask, decay, bias)
+
+    def settled_part(self, part: Part) -> Part:
+        """The part with its fresh tokens in what it holds."""
+        whole: Tokens | None = None
+        for piece in part.fresh:
+            whole = joined(whole, piece)
+        return part if whole is None else part._replace(held=self.lengthened(part.held, whole), fresh=())
+
+    def settled_parts(self) -> tuple[Part, ...]:
+        """The parts, all of their tokens in what they hold."""
+        return (*self.parts[:-1], self.settled_part(self.parts[-1])) if self.parts else ()
 
     def lengthened(self, held: "Spanned | Tokens | None", tokens: Tokens) -> "Spanned | Tokens | None":
         """What a part of this memory holds after more tokens."""
-        if self.by_rows or tokens.length == 0:
-            return held
         if isinstance(held, Spanned):
             return held.extended(tokens)
-        dtype = self.form.statistics
-        decay = None if tokens.log_decay is None else tokens.log_decay.expand(self.form.batch, -1, -1)
-        tokens = tokens._replace(k=tokens.k.to(dtype), v=tokens.v.to(dtype), log_decay=decay)
-        whole = tokens.map(torch.clone) if held is None else joined(held, tokens)
+        whole = joined(held, tokens)
         return whole if whole.nbytes <= self.bytes_at(0) else self.part_memory(whole)
 
     def part_memory(self, held: "Spanned | Tokens | None") -> "Spanned":
@@ -217,7 +242,7 @@ class Spanned(abc.ABC):
         if not self.parts:
             # a copy of the object: the verbs that work in place replace what this one holds
             return (Part(None, self.count, replace(self) if self.count and not self.by_rows else None, mark),)
-        last = self.parts[-1]
+        last = self.settled_part(self.parts[-1])
         if last.name is None and last.count == 0 and len(self.parts) > 1:
             return self.parts[:-1]
         return (*self.parts[:-1], last._replace(mark=mark))
