@@ -158,6 +158,21 @@ def test_gradients_through_what_is_left(name: str) -> None:
         assert a[:, :, 12:20].any()
 
 
+@pytest.mark.parametrize("name", ["softmax", "linear", "squared_affine", "retention", "ska-1"])
+def test_many_single_steps(name: str) -> None:
+    """A decoder's tokens are put into their part some at a time; at no moment is one of them missing."""
+    op, tokens, q = operator(name), span(tokens=80), queries()
+    memory, rest = tokens.part(0, 5).into(empty(op).open("a")).open("b"), empty(op)
+    for t in range(5, 80):
+        memory = tokens.part(t, t + 1).into(memory)
+        rest = tokens.part(t, t + 1).into(rest)
+        if t in (5, 36, 37, 60, 79):
+            close(memory.forget("a").read(q), rest.read(q))
+            close(memory.fork().close().forget("b").read(q), tokens.part(0, 5).into(empty(op)).read(q))
+            assert memory.spans()[1].count == t - 4
+            close(memory.gather([1]).forget("a").read(q[1:]), rest.read(q)[1:])
+
+
 def test_sums_that_begin_to_fade() -> None:
     """Plain sums that learn what time is take their spans with them."""
     op, tokens, q = m.linear().double(), span(), queries()

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, unknown_name
 from zonal.memory.form import Form
 from zonal.memory.tokens import Tokens, joined
-
 
 _FRESH = 32
 """So many tokens of a decoder's steps are put into its part together."""
