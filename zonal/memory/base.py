@@ -399,11 +399,11 @@ class Memory(Batched):
         if not isinstance(other, Memory):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
         if type(other) is not type(self):
-            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}.")
+            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make both with the same kind in Memory.empty.")
         if other.form != self.form:
-            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}.")
+            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again.")
         if not self.of_operator(other.operator):
-            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {self.operator.name!r} and {other.operator.name!r}.")
+            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {self.operator.name!r} and {other.operator.name!r}. Absorb the tokens again into Memory.empty of this one.")
 
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""

@@ -146,7 +146,7 @@ class KeyValues(Memory):
             if torch.equal(part.k, theirs.k) and torch.equal(part.v, theirs.v):
                 rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
                 return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
-        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one.")
+        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. Merge under a name, merge(other, span=…), what may have to go from the middle.")
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         held = self.tokens

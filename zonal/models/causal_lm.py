@@ -420,7 +420,7 @@ class CausalLM(nn.Module):
         """The fingerprint of the weights, made again when one has changed; "" for weights without numbers."""
         if self.embedding.weight.is_meta:
             return ""
-        state = tuple((parameter.data_ptr(), parameter._version) for parameter in self.parameters())
+        state = tuple((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in self.parameters())
         if self._known_origin is None or self._known_origin[0] != state:
             self._known_origin = (state, fingerprint(self))
         return self._known_origin[1]
