@@ -7,16 +7,16 @@ from matrix import OPERATORS, randomised
 from torch import Tensor
 
 import zonal
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics
 
 BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
-KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics}
+KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics, "fading": FadingStatistics}
 EXPECTED = {
     "softmax": "keys", "cosine": "keys", "yat": "keys", "softmax-alibi": "keys", "softmax-window": "keys", "sko-chebyshev": "keys", "distance": "keys", "distance-squared": "keys", "distance-count": "keys",
     "yat-decay": "keys", "ridge-yat": "keys", "koopman-exp": "keys", "ridge-window": "keys", "softmax-strict": "keys", "softmax-count": "keys",
     "yat-raw": "keys", "linear": "features", "sko": "features", "sko-fractional": "features", "sko-reproducing": "features",
     "squared_affine": "features", "polynomial_square": "features", "sko-chunk": "features", "retention": "decayed", "ridge": "ridge", "ska-0": "ridge",
-    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge",
+    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge", "ska-mixed": "ridge", "ska-relative": "ridge", "ska-fading": "fading",
 }
 NAMES = [name for name in OPERATORS if name in EXPECTED]
 

@@ -18,12 +18,15 @@ from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
 
+_PATHS = ("auto", *plan.PATHS)
+
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: None = None, return_memory: Literal[False] = False,
-    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -31,7 +34,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: Memory | None = None, return_memory: bool = False,
-    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 
 
@@ -50,6 +54,8 @@ def attention(
     path: str = "auto",
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
+    action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Memory]:
     """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest exact path.
 
@@ -65,25 +71,27 @@ def attention(
         return_memory: also return the memory after k and v (always, when ``memory`` is given).
         path: "auto" (the planner's choice), "dense", "tiled", "chunked" or "streaming".
         log_decay: (B, Hkv, S), <= 0: each token fades what came before by exp(log_decay). key_bias: (B, Hkv, S), added to log K.
+            Operators that solve take log_decay where they declare a Decay prior, and no key_bias.
+        action_mask: bool (B, S), False = the token is read for but not stored; key_gate: (B, Hkv, S), what its key is multiplied by, 0 to 1.
+            Both are for ridge and Koopman read-outs of the plain product. Other than padding, such a token is one: time passes, and it reads.
 
     Returns: y (B, H, T, P) in the type of q, or (y, memory). A query that may see no key gets zeros.
 
     Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
     """
-    if path not in ("auto", *plan.PATHS):  # before any work
-        raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
-    plain = key_padding_mask is cu_seqlens is log_decay is key_bias is None
-    if isinstance(memory, Memory) and causal and path in ("auto", "streaming") and plain:
+    if path not in _PATHS:  # before any work
+        raise unknown_name("attention", "path", path, _PATHS)
+    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None:
         # a decoder's step: to prepare and to plan it costs more than to run it
         step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
-        found = step.again(q, k, v, operator, memory.unnamed(), scale)
+        found = step.again(q, k, v, operator, memory, scale)
         if found is not None:
             return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
-            key_bias=key_bias,
+            key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
         if memory is None and not return_memory:
             return _run(call, _chosen(call, None, path))

@@ -91,8 +91,8 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 MUST_RUN = {
     "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance", "distance-squared"],
-    "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"],
-    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat"],
+    "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "ska-fading", "ska-mixed", "ska-relative"],
+    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "ska-fading", "ska-mixed", "yat"],
 }
 
 

@@ -49,7 +49,7 @@ def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls on the CPU go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
     with ExitStack() as stack:
         if isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction):
-            stack.enter_context(patch.object(native_sums, "refusal", native_sums.cuda_refusal))
+            stack.enter_context(patch.object(native_sums, "refusal", lambda call, kind=None: native_sums.cuda_refusal(call)))
             stack.enter_context(patch.object(native, "plain", lambda *tensors: False))
             stack.enter_context(patch.object(sums_ops, "feature_sums", OnCuda.apply))
             stack.enter_context(patch.object(sums_ops, "feature_sums_backward", sums_ops.backward_on_cuda))

@@ -358,22 +358,22 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_built_once_and_kept(empty_cache: Path) -> None:
     code = native.code_of(link.Identity())
     assert code is not None
-    assert not build.built(code)
-    path = build.build(code)
+    assert not build.built(code, "decode")
+    path = build.build(code, "decode")
     stamp = path.stat().st_mtime_ns
-    assert build.built(code)
-    assert build.build(code) == path
+    assert build.built(code, "decode")
+    assert build.build(code, "decode") == path
     assert path.stat().st_mtime_ns == stamp
     assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".so"]  # nothing half written stays
     # other formulas, flags or compilers are other libraries
-    assert build.target(replace(code, cpp_value="x * x")) != path
+    assert build.target(replace(code, cpp_value="x * x"), "decode") != path
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "foreign record"])
 def test_a_damaged_library_is_compiled_again(empty_cache: Path, damage: str) -> None:
     code = native.code_of(link.Identity())
     assert code is not None
-    path = build.build(code)
+    path = build.build(code, "decode")  # the smallest source
     data = path.read_bytes()
     if damage == "cut":
         path.write_bytes(data[:1000])
@@ -384,9 +384,9 @@ def test_a_damaged_library_is_compiled_again(empty_cache: Path, damage: str) -> 
     else:
         path.with_suffix(".json").write_text("[1]")
     with pytest.warns(UserWarning, match="damaged and is compiled again"):
-        build.build(code)
-    assert build.built(code)
-    library.load(code)
+        build.build(code, "decode")
+    assert build.built(code, "decode")
+    library.load(code, "decode")
 
 
 def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import documented
-from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS
+from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, REST
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN = "polynomial_square-count-strict-float32-broken"
@@ -50,7 +50,7 @@ def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return judged([*CASES, BROKEN], tmp_path_factory.mktemp("triton"))
+    return judged([*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,19 @@ def test_every_case_in_its_own_tiles(own_verdicts: dict[str, str | None]) -> Non
     assert not [wrong for wrong in own_verdicts.values() if wrong is not None]
 
 
+@pytest.mark.gpu
+@no_device
+def test_every_triple(verdicts: dict[str, str | None]) -> None:
+    assert not [verdicts[name] for name in REST if verdicts[name] is not None]
+
+
 def test_all_combinations_are_there() -> None:
-    assert {f"{link}-{anchor}-{mask}-float32" for link in LINKS for anchor in ANCHORS for mask in MASKS} <= set(CASES)
+    """Each two of a link, an anchor and a mask in the interpreter, all three on a device."""
+    found = {(case.link, case.anchor, case.mask) for case in CASES.values() if case.dtype == torch.float32}
+    everything = {(name, kind, mask) for name in LINKS for kind in ANCHORS for mask in MASKS}
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert {(each[one], each[other]) for each in found} == {(each[one], each[other]) for each in everything}
+    assert {(case.link, case.anchor, case.mask) for case in (CASES | REST).values()} == everything
 
 
 @pytest.mark.gpu

@@ -98,6 +98,12 @@ def test_who_is_refused_on_cuda(operator: zonal.Operator, dim: int, reason: str 
     assert found is None if reason is None else reason in str(found)
 
 
+def test_decays_and_biases_are_not_refused() -> None:
+    x, numbers = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8)
+    for given in ({"log_decay": numbers}, {"key_bias": numbers}):
+        assert native_sums.cuda_refusal(prepare(m.linear(), x, x, x, causal=True, **given)) is None
+
+
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "has_triton", lambda: False)
     assert "pip install triton" in str(native_sums.cuda_refusal(call_of(m.squared_affine())))

@@ -109,7 +109,7 @@ def test_merge_joins_spans(name: str) -> None:
     assert library.subtract(right.merge(named(empty(op), tokens, "a"))).count == 4
 
 
-@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "ska-paper", "yat-decay", "sko-chunk"])
+@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "ska-paper", "ska-fading", "yat-decay", "sko-chunk"])
 def test_save_fork_and_unnamed(name: str, tmp_path) -> None:
     op, tokens = operator(name), span(True)
     memory = tokens.part(20, TOKENS).into(named(empty(op), tokens, *CUTS))
@@ -126,7 +126,7 @@ def test_save_fork_and_unnamed(name: str, tmp_path) -> None:
     same(memory.unnamed(), memory)
 
 
-@pytest.mark.parametrize("name", ["squared_affine", "retention", "ska-1"])
+@pytest.mark.parametrize("name", ["squared_affine", "retention", "ska-1", "ska-fading"])
 def test_what_a_span_costs(name: str) -> None:
     """Its tokens while they take less than its sums would; never more than these."""
     op = operator(name)
@@ -138,14 +138,14 @@ def test_what_a_span_costs(name: str) -> None:
         memory = tokens.into(memory.open(f"n{count}")).close()
         kept = memory.spans()[-1].nbytes
         assert memory.nbytes - before == kept + (memory.bytes_at(memory.count) - memory.bytes_at(memory.count - count))
-        decay = BATCH * KV * count * 8 if name == "retention" else 0
+        decay = BATCH * KV * count * 8 if name in ("retention", "ska-fading") else 0
         assert kept == min(tokens.k.nbytes + tokens.v.nbytes + decay, state)
     keys = operator("softmax")
     two = span(tokens=7).into(empty(keys).open("x")).close()
     assert two.nbytes == span(tokens=7).into(empty(keys)).nbytes == two.spans()[0].nbytes
 
 
-@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1"])
+@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "ska-fading"])
 def test_gradients_through_what_is_left(name: str) -> None:
     op, q = operator(name), queries()
     tokens = span()
@@ -158,7 +158,7 @@ def test_gradients_through_what_is_left(name: str) -> None:
         assert a[:, :, 12:20].any()
 
 
-@pytest.mark.parametrize("name", ["softmax", "linear", "squared_affine", "retention", "ska-1"])
+@pytest.mark.parametrize("name", ["softmax", "linear", "squared_affine", "retention", "ska-1", "ska-fading"])
 def test_many_single_steps(name: str) -> None:
     """A decoder's tokens are put into their part some at a time; at no moment is one of them missing."""
     op, tokens, q = operator(name), span(tokens=80), queries()
@@ -185,7 +185,7 @@ def test_sums_that_begin_to_fade() -> None:
     close(memory.forget("c").read(q), named(empty(op), tokens, "a", "b").read(q))
 
 
-@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "sko-chunk"])
+@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "ska-fading", "sko-chunk"])
 def test_attention_extends_the_open_part(name: str) -> None:
     """Every path leaves the spans as absorb does."""
     import zonal
@@ -211,6 +211,56 @@ def test_attention_extends_the_open_part(name: str) -> None:
         close(y, whole)
         assert [(s.name, s.count) for s in memory.spans()] == [("a", 8), ("b", 4)]
         close(memory.forget("b").read(queries()), expected.read(queries()))
+
+
+@pytest.mark.parametrize("name", ["ska-1", "ska-fading"])
+def test_parts_keep_tokens_as_they_were_weighed(name: str) -> None:
+    """An action mask and a gate hold for what is left of a span's neighbours, whichever way they came."""
+    import zonal
+
+    op, tokens, q = operator(name), span(True), queries()
+    stored = torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(6)) > 0.4
+    gate = torch.rand(BATCH, KV, TOKENS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    assert tokens.mask is not None
+
+    def absorbed(memory: Memory, *names: str) -> Memory:
+        for one in names:
+            piece = slice(*CUTS[one])
+            memory = memory.absorb(tokens.k[:, :, piece], tokens.v[:, :, piece], tokens.mask[:, piece], None, None, stored[:, piece], gate[:, :, piece], span=one)
+        return memory
+
+    expected = absorbed(empty(op), "a", "c")
+    same(absorbed(empty(op), *CUTS).forget("b"), expected)
+    assert not torch.allclose(expected.read(q), named(empty(op), tokens, "a", "c").read(q))
+    for path in ("streaming", "chunked"):
+        memory = empty(op)
+        for one, (start, stop) in CUTS.items():
+            piece = slice(start, stop)
+            k = tokens.k[:, :, piece]
+            _, memory = zonal.attention(
+                k, k, tokens.v[:, :, piece], op, causal=True, memory=memory.open(one), path=path, key_padding_mask=tokens.mask[:, piece],
+                action_mask=stored[:, piece], key_gate=gate[:, :, piece],
+            )  # fmt: skip
+        close(memory.close().forget("b").read(q), expected.read(q))
+
+
+def test_decays_a_token_go_with_their_span() -> None:
+    """What came before a forgotten span fades by the others alone, and their ridge is given back where it would have been."""
+    op, tokens, q = m.ska(power=1, fading=True).double(), span(True), queries()
+    decay = -torch.rand(BATCH, KV, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def absorbed(*names: str, label: bool = True) -> Memory:
+        memory = empty(op)
+        for one in names:
+            part, piece = tokens.part(*CUTS[one]), slice(*CUTS[one])
+            memory = memory.absorb(part.k, part.v, part.mask, decay[:, :, piece], span=one if label else None)
+        return memory
+
+    for gone in CUTS:
+        left = [one for one in CUTS if one != gone]
+        same(absorbed(*CUTS).forget(gone), absorbed(*left))
+        close(absorbed(*CUTS).forget(gone).read(q), absorbed(*left, label=False).read(q))
+        assert not torch.allclose(absorbed(*CUTS).read(q), absorbed(*left).read(q))
 
 
 def test_decoding_in_single_precision_keeps_spans() -> None:

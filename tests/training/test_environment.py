@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import sys
@@ -43,7 +44,9 @@ def test_deterministic_puts_everything_back():
         assert torch.equal(torch.rand(2), first)
 
 
-def test_first_interrupt_is_a_wish_second_is_at_once():
+def test_first_interrupt_is_a_wish_second_is_at_once(request):
+    # a shell that starts the suite in the background has it ignore the signal
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)))
     with pytest.raises(KeyboardInterrupt), interruptible() as wished:  # noqa: PT012
         assert not wished()
         os.kill(os.getpid(), signal.SIGINT)

@@ -92,8 +92,9 @@ def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     q, k, v = call.tokens if fused is None or call.raw is None else call.raw[:3]
     if q.dtype not in decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
-    y, after = _step(kept.decoder, memory, q, k, v)
-    return call.scaled(y), after
+    stepped = _step(kept.decoder, memory, q, k, v)
+    assert stepped is not None  # ``refusal`` has looked at the environment
+    return call.scaled(stepped[0]), stepped[1]
 
 
 def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
@@ -123,9 +124,10 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     return kept
 
 
-def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
-    y, state = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
-    return y, FeatureSums(memory.operator, memory.form, memory.count + q.shape[2], state, memory.padding)
+def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
+    """None when the environment has switched the kernels off since the decoder was made."""
+    found = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
+    return None if found is None else (found[0], memory.moved(q.shape[2], found[1]))
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
@@ -133,21 +135,19 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
 
     That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
     """
-    if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
+    if type(memory) is not FeatureSums or memory.operator is not operator or not native.plain(q, k, v):
         return None
-    if type(memory) is not FeatureSums or memory.operator is not operator:
-        return None
-    known = _made.get(operator)
-    if known is None or q.ndim != 4:
+    known, shape = _made.get(operator), q.shape
+    if known is None or len(shape) != 4:
         return None
     (batch, heads, key_dim, value_dim, _, _), state, dtype = memory.form, memory.state, q.dtype
-    _, query_heads, tokens, _ = shape = q.shape
+    _, query_heads, tokens, _ = shape
     kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
     if kept is None or not 1 <= tokens <= MOST_TOKENS:
         return None
     if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
         return None
-    if dtype not in decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype or state.dtype != torch.float32 or not state.is_cpu:
+    if not dtype is k.dtype is v.dtype or dtype not in decode_library.DTYPES or state.dtype is not torch.float32 or not state.is_cpu:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
         return None
@@ -161,8 +161,8 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     if kept.fused is not None:
         return _step(kept.decoder, memory, q, k, v)
     score, params = bound.score, bound.score_params
-    y, after = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
-    return y.to(dtype), after
+    stepped = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
+    return None if stepped is None else (stepped[0].to(dtype), stepped[1])
 
 
 __all__ = ["MOST_TOKENS", "again", "refusal", "streaming"]

@@ -26,8 +26,10 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "the kernel is for float32 and shorter, the call is in float64"
     if type(anchor) not in (Ridge, Koopman):
         return f"anchor {type(anchor).__name__} is not in it"
-    if isinstance(anchor, Ridge) and anchor.mode != "constant":
-        return "a ridge that follows the largest key is not in it"
+    if isinstance(anchor, Ridge) and anchor.by_query:
+        return "a ridge that follows the keys, or a step divided by its norm, is not in it"
+    if call.log_decay is not None:
+        return "a past that fades is not in it"
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if not call.bias.empty:
@@ -56,19 +58,20 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
     else:
         q, k, v = raw[:3]
-    factor = anchor.output_scale(bound.anchor_params)
+    factor = anchor.output_scale(bound.anchor_params, bound.heads)
     scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64)
     if factor is not None:  # the read-out is linear in its query
         scale = scale * factor
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
+    powers = list(anchor.powers(bound.heads))
     documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
     rho, mask, start = anchor.ridge(bound.anchor_params, bound.kv_heads), seen.key_mask, seen.segment_start if seen.packed else None
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), anchor.shifts, clipped.limit or 0.0)
+        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), powers, clipped.limit or 0.0)
     else:
-        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, anchor.shifts, clipped.limit or 0.0, documents)
+        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 

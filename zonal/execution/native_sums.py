@@ -42,7 +42,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
-        return cuda_refusal(call, kind)
+        return cuda_refusal(call)
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -51,13 +51,11 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
-def cuda_refusal(call: Call, kind: str | None = None) -> str | None:
+def cuda_refusal(call: Call) -> str | None:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     code, features = native.code_of(call.bound.link), feature_map(call.bound.link)
     if code is None or not code.triton:
         return f"link {type(call.bound.link).__name__} has no Triton functions"
-    if not call.bias.empty or kind == "decayed":
-        return "on CUDA decays and key biases are not in it"
     if features is not None and features.degree > 2:
         return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
     if max(call.shape[4:]) > native.LARGEST:

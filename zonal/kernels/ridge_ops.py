@@ -13,17 +13,17 @@ from zonal.kernels.cpp.ridge_library import Before
 @torch.library.custom_op("zonal::ridge", mutates_args=(), device_types="cpu")
 def ridge(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, documents: int,
+    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, documents: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, which documents of which key heads ran in float64); arguments as in ``ridge_library.forward``, rho the ridge, gram to last the
     memory before the first key. Gradients flow from y to q, k, v, scale, rho and the memory. documents: how many ``segment_start`` has."""
-    return ridge_library.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), power, limit)
+    return ridge_library.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit)
 
 
 @ridge.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, documents: int,
+    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, documents: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
     return y, q.new_empty((*k.shape[:2], documents), dtype=torch.bool)
@@ -32,11 +32,11 @@ def _(
 @torch.library.custom_op("zonal::ridge_backward", mutates_args=(), device_types="cpu")
 def ridge_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, started: bool,
+    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, scale, rho, gram, cross, shift and last; the last four empty where they are not asked for."""
     found = ridge_library.backward(
-        dy, q, k, v, scale, rho, doubled, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), power, limit, started
+        dy, q, k, v, scale, rho, doubled, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit, started
     )  # fmt: skip
     of = found.before
     return (
@@ -53,7 +53,7 @@ def _as(like: Tensor | None, gradient: Tensor | None, other: Tensor) -> Tensor:
 @ridge_backward.register_fake
 def _(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, started: bool,
+    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def memory(x: Tensor | None) -> Tensor:
         return q.new_empty(0) if x is None or not started else x.new_empty(x.shape)
@@ -65,7 +65,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale, rho, key_mask, lo, hi, segment_start, gram, cross, shift, last, ctx.power, ctx.limit, _ = inputs
+    q, k, v, scale, rho, key_mask, lo, hi, segment_start, gram, cross, shift, last, ctx.powers, ctx.limit, _ = inputs
     doubled = output[1]
     ctx.mark_non_differentiable(doubled)
     ctx.save_for_backward(q, k, v, scale, rho, doubled, key_mask, lo, hi, segment_start, gram, cross, shift, last)
@@ -78,7 +78,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         )
     needs = ctx.needs_input_grad
     started = any(needs[9:13])
-    dq, dk, dv, dscale, drho, *memory = ridge_backward(dy, *ctx.saved_tensors, ctx.power, ctx.limit, started)
+    dq, dk, dv, dscale, drho, *memory = ridge_backward(dy, *ctx.saved_tensors, ctx.powers, ctx.limit, started)
     given = (dx if needed else None for dx, needed in zip(memory, needs[9:13], strict=True))
     return (dq, dk, dv, dscale if needs[3] else None, drho if needs[4] else None, None, None, None, None, *given, None, None, None)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
-from zonal.algebra.score import Cosine, Dot
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
@@ -21,6 +20,7 @@ from zonal.memory.form import FLOATS, Form
 from zonal.memory.rows import Batched
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
+from zonal.memory.weights import check_weights, weighed
 
 MAX_FEATURES = 8192
 """Past this many features a head, keys and values are kept instead."""
@@ -52,8 +52,7 @@ def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
 def statistics_refusal(parts: Operator | Bound) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
     score, link = parts.score, parts.link
-    plain = (isinstance(score, Dot) and score.scale == 1) or (isinstance(score, Cosine) and score.temperature == 1 and not score.learn_temperature)
-    if not plain or link.degree != 1 or type(link).__name__ != "Identity":
+    if not score.plain or link.degree != 1 or type(link).__name__ != "Identity":
         return f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
     if any(isinstance(p, Window) for p in _priors(parts)):
         return "a window forgets keys one by one, and the statistics cannot"
@@ -83,9 +82,10 @@ class Memory(Batched):
 
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
-        """The smallest kind of memory that is exact: "keys", "features", "decayed" or "ridge"."""
+        """The smallest kind of memory that is exact: "keys", "features", "decayed", "ridge" or "fading"."""
         if operator.anchor.solves:
-            return "keys" if statistics_refusal(operator) else "ridge"
+            natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
+            return "keys" if statistics_refusal(operator) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
         if not any(isinstance(p, Decay) for p in operator.prior):
@@ -139,10 +139,12 @@ class Memory(Batched):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
         *,
         span: str | None = None,
     ) -> "Memory":
-        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks and priors as in ``zonal.attention``.
+        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks, priors and weights as in ``zonal.attention``.
 
         span: a name that these tokens can be forgotten by.
 
@@ -151,7 +153,12 @@ class Memory(Batched):
         if span is not None:
             self._check_new([span], "absorb")
             self._at_border("open")
+        check_weights("Memory.absorb", self.operator, (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0), action_mask, key_gate, key_padding_mask, self.count)
         tokens = self._incoming(k, v, key_padding_mask, log_decay, key_bias)
+        if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
+            raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
+        keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
+        tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
         if span is None:
             return self.recorded(whole.extended(tokens), tokens)
@@ -166,11 +173,13 @@ class Memory(Batched):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
         *,
         span: str | None = None,
     ) -> Self:
         """``absorb`` in place."""
-        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, span=span))
+        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, action_mask, key_gate, span=span))
 
     def read(self, q: Tensor) -> Tensor:
         """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position."""
@@ -185,7 +194,7 @@ class Memory(Batched):
         compute = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             y = self.lookup(bound.score.prepare_query(q.to(compute), bound.score_params, None), bound)
-            factor = bound.anchor.output_scale(bound.anchor_params)
+            factor = bound.anchor.output_scale(bound.anchor_params, bound.heads)
             return (y if factor is None else y * factor.to(y).view(1, -1, 1, 1)).to(q.dtype)
 
     def merge(self, other: "Memory", *, span: str | None = None) -> "Memory":
@@ -376,8 +385,8 @@ class Memory(Batched):
         for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
             if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
                 raise ArgumentError(f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}.")
-            if x is not None and self.operator.anchor.solves:
-                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None.")
+            if x is not None and self.operator.anchor.solves and not (name == "log_decay" and self.operator.tags.decays):
+                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
         if log_decay is not None and bool((log_decay > 0).any()):
             raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
         for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
@@ -408,6 +417,11 @@ class Memory(Batched):
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""
         return operator is self.operator or same_declaration(operator, self.operator)
+
+
+def undeclared(name: str) -> str:
+    """What to do about an argument that a solving operator takes only where it declares it."""
+    return ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
 
 
 def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
@@ -450,4 +464,4 @@ def same_declaration(a: Operator, b: Operator) -> bool:
     return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
-__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal"]
+__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal", "undeclared"]

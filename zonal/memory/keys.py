@@ -118,7 +118,8 @@ class KeyValues(Memory):
         seen = replace(seen, key_mask=held.mask)
         k, v = held.k.to(q.dtype), held.v.to(q.dtype)
         row = col = None
-        if held.log_decay is not None:
+        solves = bound.anchor.solves  # its decays are no factors of the kernel
+        if held.log_decay is not None and not solves:
             running = held.log_decay.cumsum(-1).repeat_interleave(bound.groups, 1)
             row, col = running[..., seen.position], -running
         if held.key_bias is not None:
@@ -126,7 +127,7 @@ class KeyValues(Memory):
             col = extra if col is None else col + extra
         if bound.groups > 1:
             k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
-        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes)) @ v
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes), held.log_decay if solves else None) @ v
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)

@@ -15,6 +15,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.operator import Bound
+from zonal.algebra.primal import contraction, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse, with_ridge
@@ -57,6 +58,14 @@ def ridge_version(operator: Operator) -> tuple[int, int] | None:
     return value.data_ptr(), value._version
 
 
+def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
+    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho."""
+    found = [inverse for inverse in given if inverse is not None]
+    if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
+        return None
+    return Inverse(rows([inverse.matrix for inverse in found]), max(inverse.age for inverse in found), found[0].version)
+
+
 def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
     """The key of the real token before each token: z (B, Hkv, n, r), zero on padding; before (B, Hkv, r) comes first of all."""
     shifted = torch.cat([before.unsqueeze(2).to(z), z], 2)
@@ -83,6 +92,26 @@ def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     index = torch.where(mask, place, 0).amax(-1)[:, None, None, None].expand(-1, z.shape[1], 1, z.shape[3])
     return torch.cat([before.unsqueeze(2).to(z), z], 2).gather(2, index)[:, :, 0].to(before)
+
+
+def read_out(q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cross: Tensor, contracted: Tensor | None = None) -> Tensor:
+    """C P (M P)^power q: prepared q (B, H, T, r); P, M (B, Hkv, r, r), C (B, Hkv, P, r); contracted (B, Hkv): a factor on each step. In the type of q."""
+    anchor, (batch, heads, queries, dim) = bound.anchor, q.shape
+    assert isinstance(anchor, Ridge)
+    x = q.to(inverse).reshape(batch, bound.kv_heads, bound.groups * queries, dim) @ inverse
+    for step in range(anchor.shifts):
+        assert shift is not None
+        further = x @ shift.mT @ inverse
+        if contracted is not None:
+            further = further * contracted[..., None, None]
+        which = on_heads(anchor.powers(heads), step, q.device)
+        x = further if which is None else torch.where(rows_of(which, bound.groups, queries), further, x)
+    return (x @ cross.mT).view(batch, heads, queries, cross.shape[-2]).to(q.dtype)
+
+
+def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
+    """What holds of query heads (H,), for rows that stand by key head, group and query: (Hkv, G T, 1)."""
+    return which.view(-1, groups).repeat_interleave(queries, 1).unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +189,7 @@ class RidgeStatistics(Memory):
     def _updated(self, z: Tensor) -> Inverse | None:
         """The inverse after keys z, or None when it had better be made again."""
         inverse, n = self.inverse, z.shape[2]
-        if inverse is None or self.peak is not None or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
+        if inverse is None or anchor_of(self.operator).moving or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
             return None
         if inverse.version != ridge_version(self.operator):
             return None
@@ -175,8 +204,12 @@ class RidgeStatistics(Memory):
 
     def ridge(self, bound: Bound) -> Tensor:
         """rho, broadcastable to (B, Hkv, 1, 1)."""
-        rho = anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1, 1)
-        return rho if self.peak is None else rho * self.peak.clamp_min(1e-12)[..., None, None]
+        anchor = anchor_of(self.operator)
+        rho = anchor.ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1, 1)
+        if not anchor.moving:
+            return rho
+        trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.form.key_dim)
 
     def solved(self, bound: Bound) -> Tensor:
         """P = (G + rho I)^-1, kept for the next read unless gradients flow through it."""
@@ -223,14 +256,10 @@ class RidgeStatistics(Memory):
         return self.settled()._looked_up(q, bound)
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        x = q.double().view(batch, self.form.heads, queries * heads // self.form.heads, dim)
-        inverse = self.solved(bound)
-        x = x @ inverse
-        if self.shift is not None:
-            for _ in range(anchor_of(self.operator).shifts):
-                x = x @ self.shift.mT @ inverse
-        return (x @ self.cross.mT).view(batch, heads, queries, self.form.value_dim).to(q.dtype)
+        contracted = None
+        if self.shift is not None and anchor_of(self.operator).spectral:
+            contracted = contraction(with_ridge(self.gram, self.ridge(bound)), self.shift, "Memory.read")
+        return read_out(q, bound, self.solved(bound), self.shift, self.cross, contracted)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)
@@ -324,11 +353,7 @@ class RidgeStatistics(Memory):
         return replace(self, count=count, padding=padding)
 
     def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
-        inverses = [memory.inverse for memory in sources if memory.inverse is not None]
-        if len(inverses) < len(sources) or any(inverse.version != inverses[0].version for inverse in inverses):
-            return self
-        matrix = rows([inverse.matrix for inverse in inverses])
-        return replace(self, inverse=Inverse(matrix, max(inverse.age for inverse in inverses), inverses[0].version))
+        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
 
     def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
@@ -379,4 +404,4 @@ def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "last_key", "previous_keys", "ridge_version"]
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]

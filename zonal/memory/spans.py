@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
@@ -195,7 +196,10 @@ class Spanned(abc.ABC):
         whole: Tokens | None = None
         for piece in part.fresh:
             whole = joined(whole, piece)
-        return part if whole is None else part._replace(held=self.lengthened(part.held, whole), fresh=())
+        if whole is None:
+            return part
+        with torch.autocast(self.form.device.type, enabled=False):  # the steps may have come under one
+            return part._replace(held=self.lengthened(part.held, whole), fresh=())
 
     def settled_parts(self) -> tuple[Part, ...]:
         """The parts, all of their tokens in what they hold."""

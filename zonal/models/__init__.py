@@ -6,6 +6,7 @@ from zonal.models.convert import mamba2_from_transformers
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import layer_list
 from zonal.models.memory import ModelMemory
+from zonal.models.presets import preset
 from zonal.models.sampling import Sampler
 
-__all__ = ["CausalLM", "Continued", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "layer_list", "mamba2_from_transformers"]
+__all__ = ["CausalLM", "Continued", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "layer_list", "mamba2_from_transformers", "preset"]

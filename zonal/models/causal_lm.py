@@ -16,7 +16,7 @@ from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
+from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -58,12 +58,12 @@ class CausalLM(nn.Module):
         self.config = config
         self._known_origin: tuple[tuple[tuple[int, int], ...], str] | None = None
         # one table of angles for all layers: Rotary holds no parameter
-        rotary = Rotary(config.size_of_head, config.rotary_base) if config.rotary else False
+        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             Block(
                 mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
-                SwiGLU(config.dim, config.mlp_hidden) if config.mlp == "swiglu" else None,
+                _mlp(config),
                 config.norm_eps,
             )
             for spec, width in zip(config.layers, config.conv_widths, strict=True)
@@ -75,8 +75,9 @@ class CausalLM(nn.Module):
     def _attention(self, spec: str, width: int, rotary: Rotary | bool) -> Attention:
         config = self.config
         return Attention(
-            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width
-        )
+            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, qk_dim=config.qk_dim, rotary=rotary,
+            qk_norm=config.qk_norm, conv=width,
+        )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
@@ -136,10 +137,21 @@ class CausalLM(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        piece: int | None = None,
     ) -> Predictions:
-        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``."""
+        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``.
+
+        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The result is
+        the same but for rounding; no more than a piece and the memory are held.
+        """
         supervised = self._supervised("predict", tokens, targets)
-        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        if piece is None or piece >= tokens.shape[1]:
+            hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        elif piece < 1 or cu_seqlens is not None:
+            raise ArgumentError(f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}.")
+        else:
+            hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, path)
+        rows = hidden[supervised]
         wanted = targets[supervised]
         predicted, loss = predict_rows(rows, self._head_weight(), wanted)
         return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
@@ -177,12 +189,8 @@ class CausalLM(nn.Module):
             raise ArgumentError(
                 f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. Make it with empty_memory()."
             )
-        x = self._embed(tokens)
-        after = []
-        for block, before in zip(self.blocks, memory.layers, strict=True):
-            x, layer = block(x, before, key_padding_mask=key_padding_mask, path=path)
-            after.append(layer)
-        return self._logits(self.norm(x[:, -1:] if last_only else x)), ModelMemory(tuple(after), memory.origin)
+        hidden, after = self._read(tokens, memory, key_padding_mask, path)
+        return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
 
     def prefill(
         self,
@@ -392,6 +400,23 @@ class CausalLM(nn.Module):
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
+    def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
+        """What the last block says after reading on from ``memory``, before the norm, and the memory after it."""
+        x = self._embed(tokens)
+        after = []
+        for block, before in zip(self.blocks, memory.layers, strict=True):
+            x, layer = block(x, before, key_padding_mask=mask, path=path)
+            after.append(layer)
+        return x, ModelMemory(tuple(after), memory.origin)
+
+    def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
+        memory, found = self.empty_memory(tokens.shape[0]), []
+        for begin in range(0, tokens.shape[1], piece):
+            part = slice(begin, begin + piece)
+            hidden, memory = self._read(tokens[:, part], memory, None if mask is None else mask[:, part], path)
+            found.append(self.norm(hidden))
+        return torch.cat(found, dim=1)
+
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -439,6 +464,14 @@ class CausalLM(nn.Module):
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
             raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
         return supervised
+
+
+def _mlp(config: ModelConfig) -> SwiGLU | KoopmanMLP | None:
+    if config.mlp == "none":
+        return None
+    if config.mlp == "swiglu":
+        return SwiGLU(config.dim, config.mlp_hidden)
+    return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 
 def build(config: ModelConfig, seed: int) -> CausalLM:

@@ -53,6 +53,11 @@ _KNOWN = {
     "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
     "performer": (13, "Performer", "softmax by positive random features; constant memory."),
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
+    "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
+    "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
+    "gated_deltanet": (12, "Gated DeltaNet", "a matrix that fades and is corrected at each token towards the token's value; constant memory."),
+    "mesanet": (13, "MesaNet", "each read solves a least-squares fit that fades, by conjugate gradients; constant memory."),
+    "gated_kalmanet": (14, "Gated KalmaNet", "each read solves a least-squares fit that fades, its regulariser following the keys; constant memory."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}

@@ -40,10 +40,11 @@ extern "C" {
 struct Ridge {
   const float *q, *k, *v, *scale;  // scale (H) of the queries
   const double* ridge;             // (Hkv)
+  const int64_t* powers;           // (H), none above power
   const int32_t *index, *lo, *hi, *edges;
   const double *gram, *cross, *shift, *last;
   Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;
+  int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;  // power: the largest of all heads
   double limit;  // longer keys are shortened to it; 0: none
   float* y;      // (B, H, T, P)
   int32_t* outcome;  // (tasks)
@@ -265,6 +266,7 @@ struct Task {
   }
 
   int64_t head(int64_t g) const { return kv * groups + g; }
+  int64_t power(int64_t g) const { return c.powers[head(g)]; }
   const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
   const float* value(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token; }
   const float* query(int64_t g, int64_t t) const { return c.q + b * c.qs.batch + head(g) * c.qs.head + t * c.qs.token; }
@@ -548,7 +550,7 @@ struct Walk {
     const Seen seen(task, span, t0, count);
     put_queries(g, t0, count, rows);
     apply(rows, count, seen, more);
-    for (int64_t k = 0; k < c.power; ++k) {
+    for (int64_t k = 0; k < task.power(g); ++k) {
       move(more, count, seen, rows);
       apply(rows, count, seen, more);
     }
@@ -659,7 +661,7 @@ struct Back {
   // forwards: gradients of some queries, and what they do to the keys of their own block
   void rows(const Span& span, int64_t g, int64_t t0, int64_t count) {
     const Seen seen(task, span, t0, count);
-    const int64_t last = c.power, n = walk.n;
+    const int64_t last = task.power(g), n = walk.n;
     F *dz = dkeys + rw, *z = walk.block_keys();
     F* x = kept(xs, 0, g, t0);
     walk.put_queries(g, t0, count, walk.rows);
@@ -775,8 +777,8 @@ struct Back {
       for (int64_t t = span.t0; t < span.t1; t += BLOCK) {
         const int64_t count = std::min<int64_t>(BLOCK, span.t1 - t);
         put_gradients(g, t, count);
-        whole<ADD, true>(P, count, rw, dy, Pw, kept(xs, c.power, g, t), rw, cross, rw);
-        for (int64_t k = 0; k <= c.power; ++k) {
+        whole<ADD, true>(P, count, rw, dy, Pw, kept(xs, task.power(g), g, t), rw, cross, rw);
+        for (int64_t k = 0; k <= task.power(g); ++k) {
           whole<ADD, true>(r, count, rw, kept(us, k, g, t), rw, kept(xs, k, g, t), rw, turned, rw);
           if (k > 0) whole<ADD, true>(r, count, rw, kept(us, k, g, t), rw, kept(xs, k - 1, g, t), rw, shift, rw);
         }

@@ -1,6 +1,7 @@
 """Calls the compiled kernel for ridge and Koopman read-outs (ridge.cpp) on float32 tensors of the CPU; any strides but the last."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from zonal.kernels.cpp.sums_library import places
 SOURCE = "ridge"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
-_INPUTS = ("q", "k", "v", "scale", "ridge", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
+_INPUTS = ("q", "k", "v", "scale", "ridge", "powers", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
 _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "segments", "by_batch", "power")
 _RESULTS = ("y", "outcome", "dy", "dq", "dk", "dv", "dscale", "dridge", "dgram", "dcross", "dshift", "dlast")
 _GOOD, _DOUBLE, _INDEFINITE = range(3)
@@ -47,7 +48,7 @@ class _Arguments:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-        before: Before, power: int, limit: float,
+        before: Before, powers: Sequence[int], limit: float,
     ) -> None:  # fmt: skip
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
@@ -55,14 +56,15 @@ class _Arguments:
         seen = places(key_mask, lo, hi, segment_start, keys)
         memory = {name: None if x is None else x.double().contiguous() for name, x in before._asdict().items()}
         self.kept: dict[str, Tensor | None] = {
-            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "ridge": ridge.double().contiguous(), "index": seen.index, "lo": seen.lo,
+            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "ridge": ridge.double().contiguous(),
+            "powers": torch.tensor(powers, dtype=torch.int64), "index": seen.index, "lo": seen.lo,
             "hi": seen.hi, "edges": seen.edges, **memory,
         }  # fmt: skip
         self.tasks = batch * k.shape[1] * (seen.edges.shape[0] - 1)
         self.call = _Ridge(
             **{name: None if x is None else x.data_ptr() for name, x in self.kept.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
             vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, segments=seen.edges.shape[0] - 1,
-            by_batch=key_mask is not None, power=power, limit=limit,
+            by_batch=key_mask is not None, power=max(powers), limit=limit,
         )  # fmt: skip
 
     def point(self, tensors: dict[str, Tensor | None]) -> None:
@@ -73,11 +75,11 @@ class _Arguments:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    before: Before, power: int, limit: float,
+    before: Before, powers: Sequence[int], limit: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (B, H, T, P) float32, bool (B, Hkv, documents): which of them ran in float64, because float32 would have lost three digits).
 
-    y_t = C_t P_t (M_t P_t)^power scale_h q_t over the keys [lo_t, hi_t) that ``key_mask`` (B, S) leaves, P = (G + ridge I)^-1; keys longer than ``limit``
+    y_t = C_t P_t (M_t P_t)^powers_h scale_h q_t over the keys [lo_t, hi_t) that ``key_mask`` (B, S) leaves, P = (G + ridge I)^-1; keys longer than ``limit``
     are shortened to it (0: none are). scale (H,), ridge (Hkv,). lo, hi: int64 (T,), rising. segment_start (T,): where each query's document begins,
     None = there is only one.
 
@@ -85,7 +87,7 @@ def forward(
     """
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3])
-    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, power, limit)
+    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, powers, limit)
     outcome = torch.zeros(arguments.tasks, dtype=torch.int32)
     arguments.point({"y": y, "outcome": outcome})
     _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments)
@@ -107,11 +109,11 @@ class Gradients(NamedTuple):
 
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, before: Before, power: int, limit: float, started: bool,
+    segment_start: Tensor | None, before: Before, powers: Sequence[int], limit: float, started: bool,
 ) -> Gradients:  # fmt: skip
     """The gradients of ``forward``, where ``doubled`` is its second result. started: whether the memory gets some."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, power, limit)
+    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, powers, limit)
     memory = Before(*(torch.zeros(x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
     # an unfinished sum a task, so that the order of threads does not matter
     dscale, dridge = torch.zeros(arguments.tasks, heads // kv_heads, dtype=torch.float64), torch.zeros(arguments.tasks, dtype=torch.float64)

@@ -36,6 +36,15 @@ class _Sums(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Dots(ctypes.Structure):
+    """``Dots`` of sums.cpp."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("as_", _Strides), ("bs", _Strides), *((name, ctypes.c_int64) for name in ("B", "H", "T", "P")),
+        ("out", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
 class Tables(NamedTuple):
     """How the kernel makes the features of a map: each a product of two low ones, in an order in which the first of the two rises.
 
@@ -250,22 +259,40 @@ def backward(
         return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
 
     # log of what each key counts
-    counted = (v * dv).sum(-1).double() + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
+    counted = _dots(v, dv, spec) + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
     ddecay = None
     if asked.log_decay:
-        # a row's weights scale with e^c_t, which changes nothing where it is divided by their sum, and each key's with e^-c_s
         assert counted is not None
-        running, offset = -counted, keys - queries
-        if spec.anchor != "row":
-            rows = (dy.double() * y).sum(-1).unflatten(1, (kv_heads, groups)).sum(2)
-            running[..., max(offset, 0) :] += rows[..., max(-offset, 0) :]
-        if dfinal is not None and keys:
-            running[..., -1] += (dfinal.double() * final).sum((-1, -2))
-        ddecay = running.flip(-1).cumsum(-1).flip(-1)
+        rows = None if spec.anchor == "row" else _dots(library.dense_last(dy, torch.float32), y, spec)
+        ddecay = decay_gradient(counted, rows, queries, dfinal, final)
     return Gradients(
         dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial, ddecay,
         counted if asked.key_bias else None,
     )  # fmt: skip
+
+
+def decay_gradient(counted: Tensor, rows: Tensor | None, queries: int, dfinal: Tensor | None, final: Tensor) -> Tensor:
+    """(B, Hkv, S) float64: the gradient of log decays from ``counted`` (B, Hkv, S), that of the logarithm of what each key counts.
+
+    A row's weights scale with e^c_t, which changes nothing where it is divided by their sum (``rows`` is None there), and each key's with e^-c_s.
+    rows: (B, H, T) float64, dy . y of each row.
+    """
+    kv_heads, keys = counted.shape[1:]
+    running, offset = -counted, keys - queries
+    if rows is not None:
+        running[..., max(offset, 0) :] += rows.unflatten(1, (kv_heads, -1)).sum(2)[..., max(-offset, 0) :]
+    if dfinal is not None and keys:
+        running[..., -1] += (dfinal.double() * final).sum((-1, -2))
+    return running.flip(-1).cumsum(-1).flip(-1)
+
+
+def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
+    """Σ_p a_tp b_tp of two float32 tensors (B, H, T, P), float64 (B, H, T)."""
+    batch, heads, length, width = a.shape
+    out = torch.empty(batch, heads, length, dtype=torch.float64)
+    call = _Dots(a.data_ptr(), b.data_ptr(), _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr())
+    library.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
+    return out
 
 
 def _run(function: object, arguments: _Arguments) -> None:
@@ -273,4 +300,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]
+__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "state_shape", "tables"]

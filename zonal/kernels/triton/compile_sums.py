@@ -33,8 +33,9 @@ LINKS: dict[str, tuple[Link, int, int]] = {
     "squared_affine": (Link(FORMULAS["squared_affine"], 1, "row", True), 2, 0),
     "gegenbauer": (Link(replace(FORMULAS["polynomial"], domain=(-1.0, 1.0)), 3, "count", True), 2, 0),
     "identity": (Link(FORMULAS["identity"], 0, "row", False), 1, 1),
+    "ssd": (Link(FORMULAS["identity"], 0, "raw", False), 1, 1),
 }
-MASKS = ("causal", "padding", "packed", "gqa", "memory")
+MASKS = ("causal", "padding", "packed", "gqa", "memory", "decay")  # decay: of sums that a memory goes on from
 
 
 def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
@@ -47,7 +48,7 @@ def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[st
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     """The kernels of a forward and a backward with all gradients."""
     (link, degree, lowest), dtype = LINKS[variant.link], getattr(torch, variant.dtype)
-    memory, packed = variant.mask == "memory", variant.mask == "packed"
+    memory, packed = variant.mask in ("memory", "decay"), variant.mask == "packed"
     spec = SumsSpec(link.code, degree, lowest, link.anchor, link.normalise, keeps=memory)
     batch, heads, dim = 1 if packed else 2, 8, variant.dim
     kv_heads = heads // 4 if variant.mask == "gqa" else heads
@@ -64,10 +65,11 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     mask = meta(batch, tokens, kind=torch.bool) if variant.mask == "padding" else None
     initial = meta(batch, kv_heads, spec.dimension(dim), dim + (spec.anchor == "row"), kind=torch.float32) if memory else None
     before = meta(batch, kind=torch.float64) if memory else None
+    decay = meta(batch, kv_heads, tokens, kind=torch.float32) if variant.mask == "decay" else None
     seen = mask, lo if starts is None else starts, hi, starts
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, spec)
-        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, spec, link.learned)
+        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, decay, None, spec)
+        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, decay, None, spec, link.learned)
     # the same kernel for keys and for queries, for pairs and for the rest, forwards and backwards
     return list({(launch.kernel, *(launch.constants.get(name) for name in ("OF_KEYS", "SQUARES", "REVERSE"))): launch for launch in found}.values())
 
