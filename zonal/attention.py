@@ -83,9 +83,10 @@ def attention(
         raise unknown_name("attention", "path", path, _PATHS)
     if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None:
         # a decoder's step: to prepare and to plan it costs more than to run it
-        found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)
+        step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
+        found = step.again(q, k, v, operator, memory, scale)
         if found is not None:
-            return found
+            return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
@@ -129,6 +130,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
             "Make a memory for this one with Memory.empty(operator, …)."
         )
     check_memory(call, memory)
+    given, memory = memory, memory.unnamed()
     path = _chosen(call, memory, path)
     if path == "streaming":
         y, after = streaming(call, memory, return_memory=True)
@@ -142,4 +144,6 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         y = dense(call) if path == "dense" else tiled(call)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     assert after is not None
+    if given.parts:
+        after = given.recorded(after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     return y, after

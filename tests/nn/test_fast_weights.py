@@ -1,11 +1,14 @@
 """MesaNet, Gated KalmaNet and Gated DeltaNet: the recurrence token by token, every block size, gradients, memory, masks, and what they equal."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from zonal import Operator, anchor, attention, link, mechanisms, score
 from zonal.errors import ArgumentError, FileFormatError, PathError
+from zonal.memory import Memory
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, MesaNet
 from zonal.nn.fading import RESET, FadingSums, cut, uncut
 from zonal.nn.gated_deltanet import delta_rule
@@ -251,14 +254,14 @@ def test_the_delta_rule_is_one_step_of_online_regression():
     faded = (state * decay.exp()[..., None]).requires_grad_()
     loss = 0.5 * (faded.mT @ k.mT - v.mT).square().sum()
     (gradient,) = torch.autograd.grad(loss, faded)
-    _, after = delta_rule(q, k, v, write, decay, state, 1)
+    _, after, _ = delta_rule(q, k, v, write, decay, state, 1)
     torch.testing.assert_close(after, faded.detach() - write * gradient, **TOLERANCE)
 
 
 def test_the_delta_rule_on_orthogonal_keys_is_attention_that_fades():
     q, _, v, write, decay = parts(length=6)
     k = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0].expand(1, 2, 6, 6)
-    y, _ = delta_rule(q, k, v, write, decay, q.new_zeros(1, 2, 6, 4), 4)
+    y, _, _ = delta_rule(q, k, v, write, decay, q.new_zeros(1, 2, 6, 4), 4)
     torch.testing.assert_close(y, attention(q, k, v * write, ssd(), causal=True, log_decay=decay), **TOLERANCE)
 
 
@@ -266,7 +269,7 @@ def test_the_delta_rule_overwrites_what_ridge_averages():
     """The same key twice: with β = 1 the second value alone is left; regression keeps their mean."""
     k = F.normalize(torch.ones(1, 1, 2, 6, dtype=torch.float64), dim=-1)
     v, none = torch.tensor([[[[1.0], [3.0]]]], dtype=torch.float64), torch.zeros(1, 1, 2, dtype=torch.float64)
-    y, _ = delta_rule(k, k, v, torch.ones(1, 1, 2, 1, dtype=torch.float64), none, k.new_zeros(1, 1, 6, 1), 2)
+    y, _, _ = delta_rule(k, k, v, torch.ones(1, 1, 2, 1, dtype=torch.float64), none, k.new_zeros(1, 1, 6, 1), 2)
     assert y[0, 0, 1].item() == pytest.approx(3.0)
     sums = FadingSums.of(k, torch.cat([k, v], -1), none, k.new_zeros(1, 1, 6, 7), 2)
     assert mesa(sums, cut(k, 2), torch.full((1, 6), 1e-6, dtype=torch.float64), 10)[0, 0, 0, 1].item() == pytest.approx(2.0, rel=1e-5)
@@ -368,6 +371,11 @@ def test_bfloat16_stays_near_float32(kind, autocast):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
+def of_other_sizes(layer: MesaNet) -> None:
+    empty = layer.empty_memory(2)
+    layer(tokens(), dataclasses.replace(empty, memory=Memory.empty(layer.operator, 2, 1, 5, 4, torch.float64, kind="decayed")))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -378,8 +386,9 @@ def test_bfloat16_stays_near_float32(kind, autocast):
         (lambda: GatedDeltaNet(12, head_dim=5), ArgumentError, "head_dim must divide expand · dim = 12, received head_dim=5"),
         (lambda: make("gated_deltanet")(tokens(), path="tiled"), PathError, "nn.GatedDeltaNet: path must be one of auto, chunked, streaming, dense"),
         (lambda: make("mesanet")(tokens(), path="fast"), ArgumentError, "received 'fast'"),
-        (lambda: make("mesanet")(tokens(), make("gated_deltanet").empty_memory(2)), ArgumentError, "another kind of layer"),
-        (lambda: make("mesanet")(tokens(), Mamba2(12, state=5, head_dim=4).double().empty_memory(2)), ArgumentError, "another kind of layer"),
+        (lambda: make("mesanet")(tokens(), make("gated_deltanet").empty_memory(2)), ArgumentError, "made by another layer"),
+        (lambda: make("mesanet")(tokens(), Mamba2(12, state=5, head_dim=4).double().empty_memory(2)), ArgumentError, "made by another layer"),
+        (lambda: of_other_sizes(make("mesanet")), ArgumentError, "another kind of layer"),
         (lambda: make("mesanet")(tokens(1), make("mesanet").empty_memory(1), cu_seqlens=torch.tensor([0, 13])), ArgumentError, "take no memory"),
     ],
 )

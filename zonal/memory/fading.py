@@ -5,6 +5,7 @@ the keys its level, D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1: the ridge i
 what has faded. Nothing of it depends on the learned rho.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -16,7 +17,20 @@ from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse
-from zonal.memory.ridge import REMAKE, Inverse, Seam, anchor_of, first_key, last_key, previous_keys, read_out, ridge_version
+from zonal.memory.ridge import (
+    REMAKE,
+    Inverse,
+    Seam,
+    anchor_of,
+    first_key,
+    kept_inverse,
+    last_key,
+    previous_keys,
+    read_out,
+    ridge_version,
+)
+from zonal.memory.spans import Part
+from zonal.memory.sums import unpadded
 from zonal.memory.tokens import Tokens
 
 
@@ -51,6 +65,8 @@ class FadingStatistics(Memory):
     """
 
     kind: ClassVar[str] = "fading"
+    roundings: ClassVar[int] = 4
+    double: ClassVar[bool] = True
 
     gram: Tensor
     cross: Tensor
@@ -191,14 +207,31 @@ class FadingStatistics(Memory):
                 through = through & _absent(seam.right)
         return replace(rest, shift=shift, first=first, seams=tuple(kept))
 
-    def fork(self) -> Self:
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        # levels stay: directions are counted by real tokens
+        seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
+        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.seams:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
+
+    def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.clone()
 
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
             last=own(self.last), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
-            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
         )  # fmt: skip
 
     def bytes_at(self, length: int) -> int:

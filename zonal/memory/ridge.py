@@ -5,6 +5,7 @@ of C times 1 / rho. In float32, 1e4 tokens along few directions are enough to lo
 positive; in float64 the same error is 1e-16 |G| / rho.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -18,7 +19,8 @@ from zonal.algebra.primal import contraction, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.sums import restored_pending
+from zonal.memory.spans import Part
+from zonal.memory.sums import restored_pending, unpadded
 from zonal.memory.tokens import Tokens, joined
 
 REMAKE = 1024
@@ -54,6 +56,14 @@ def ridge_version(operator: Operator) -> tuple[int, int] | None:
         return None
     value = parts["anchor_raw_ridge"]
     return value.data_ptr(), value._version
+
+
+def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
+    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho."""
+    found = [inverse for inverse in given if inverse is not None]
+    if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
+        return None
+    return Inverse(rows([inverse.matrix for inverse in found]), max(inverse.age for inverse in found), found[0].version)
 
 
 def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
@@ -118,6 +128,8 @@ class RidgeStatistics(Memory):
     """
 
     kind: ClassVar[str] = "ridge"
+    roundings: ClassVar[int] = 1
+    double: ClassVar[bool] = True
 
     gram: Tensor
     cross: Tensor
@@ -325,7 +337,25 @@ class RidgeStatistics(Memory):
             "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be subtracted."
         )
 
-    def fork(self) -> Self:
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        if self.chunk is not None and n % self.chunk:
+            raise ArgumentError(f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come.")
+        seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
+        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.seams or self.chunk is not None:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
+
+    def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.clone()
 
@@ -333,7 +363,7 @@ class RidgeStatistics(Memory):
             self, gram=self.gram.clone(), cross=self.cross.clone(), shift=own(self.shift), first=own(self.first), last=own(self.last),
             peak=own(self.peak), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
             pending=None if self.pending is None else self.pending.map(torch.clone),
-            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
         )
 
     def bytes_at(self, length: int) -> int:
@@ -374,4 +404,4 @@ def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,15 @@ from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, ssd
 
 _BLOCK = 64
+
+
+class Mixed(NamedTuple):
+    """y (B, H, T, P), the matrix after the last token, and the key and the value whose product each token has added to it."""
+
+    y: Tensor
+    state: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class FastWeights(TokenMixer):
@@ -68,8 +77,8 @@ class FastWeights(TokenMixer):
     @abc.abstractmethod
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
-        """y (B, H, T, P) and the matrix after the last token, in blocks of ``size``. write: (B, H, T, 1)."""
+    ) -> Mixed:
+        """The recurrence in blocks of ``size``. write: (B, H, T, 1)."""
 
     # --- what they share ------------------------------------------------------------------------------------------------
 
@@ -113,8 +122,8 @@ class FastWeights(TokenMixer):
             passed, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
         )
         with torch.autocast(x.device.type, enabled=False):
-            mixed = torch.cat([passed, values], 2) if values.shape[2] else passed
-            q, k, v = self._by_head(mixed.to(dtype))
+            passed = torch.cat([passed, values], 2) if values.shape[2] else passed
+            q, k, v = self._by_head(passed.to(dtype))
             gates = raw.to(dtype).unflatten(2, (self.gates, -1)).permute(2, 0, 3, 1).unbind(0)
             log_decay, write = self._gates(gates)
             log_decay = log_decay.double()
@@ -122,14 +131,15 @@ class FastWeights(TokenMixer):
                 log_decay, write = log_decay * key_padding_mask[:, None], write * key_padding_mask[:, None]
             if cu_seqlens is not None:  # nothing is left at the first token of a document
                 log_decay = log_decay.index_fill(2, cu_seqlens[:-1].to(x.device, torch.int64), RESET)
-            y, state = self._mix(q, k, v, write.unsqueeze(-1), log_decay, gates, state, size)
-            y = self.norm(y).transpose(1, 2).flatten(2)
+            mixed = self._mix(q, k, v, write.unsqueeze(-1), log_decay, gates, state, size)
+            y = self.norm(mixed.y).transpose(1, 2).flatten(2)
             y = y * F.silu(gate.to(dtype)) if self.gated else y
         y = self.output(y.to(gate.dtype))
         if before is None:
             return y
         assert isinstance(before.memory, DecayedSums)
-        absorbed = carried(before.memory, state, Tokens(k, v, key_padding_mask, log_decay))
+        written = Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
+        absorbed = before.memory.recorded(carried(before.memory, mixed.state, written), written)
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
     def _block(self, path: str, length: int) -> int:
@@ -166,4 +176,4 @@ class FastWeights(TokenMixer):
         return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}"
 
 
-__all__ = ["FastWeights"]
+__all__ = ["FastWeights", "Mixed"]

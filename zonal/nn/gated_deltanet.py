@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.nn.fading import Decays, cut, uncut
-from zonal.nn.fast_weights import FastWeights
+from zonal.nn.fast_weights import FastWeights, Mixed
 from zonal.nn.initialise import Draws
 from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 
@@ -64,12 +64,12 @@ class GatedDeltaNet(FastWeights):
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
-        y, state = delta_rule(q, k, v, write, log_decay, state, size)
-        return y * q.shape[-1] ** -0.5, state
+    ) -> Mixed:
+        y, state, added = delta_rule(q, k, v, write, log_decay, state, size)
+        return Mixed(y * q.shape[-1] ** -0.5, state, k, added)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, state: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, state: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """S_t = e^{g_t} (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and y_t = S_tᵀ q_t.
 
     Args:
@@ -78,7 +78,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor
         state: (B, H, N, P), S before the first token.
         size: tokens in a block; any gives the same values.
 
-    Returns: y (B, H, T, P) and S after the last token.
+    Returns: y (B, H, T, P), S after the last token, and u (B, H, T, P).
     """
     length, decays = q.shape[2], Decays.of(log_decay, size, q.dtype)
     q, k, v, write = (cut(x, size) for x in (q, k, v, write))
@@ -91,8 +91,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor
         states.append(state)
         added.append(own[:, :, index] - taken[:, :, index] @ state)
         state = decays.reach[:, :, index, -1:] * state + end[:, :, index] @ added[-1]
-    y = decays.reach * (q @ torch.stack(states, 2)) + ((q @ k.mT) * decays.near) @ torch.stack(added, 2)
-    return uncut(y, length), state
+    u = torch.stack(added, 2)
+    y = decays.reach * (q @ torch.stack(states, 2)) + ((q @ k.mT) * decays.near) @ u
+    return uncut(y, length), state, uncut(u, length)
 
 
 __all__ = ["GatedDeltaNet", "delta_rule"]

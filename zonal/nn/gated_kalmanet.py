@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
-from zonal.nn.fast_weights import FastWeights
+from zonal.nn.fast_weights import FastWeights, Mixed
 from zonal.nn.initialise import Draws
 from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 from zonal.nn.solvers import chebyshev, solution
@@ -87,12 +87,13 @@ class GatedKalmaNet(FastWeights):
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Mixed:
         keys = write * k
-        sums = FadingSums.of(keys, torch.cat([keys, write * v], -1), log_decay, state, size)
+        values = torch.cat([keys, write * v], -1)
+        sums = FadingSums.of(keys, values, log_decay, state, size)
         share = (raw[2] + self.mix_bias.to(q.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
         y = kalman(sums, cut(q, size), cut(share, size), self.ridge, self.steps)
-        return uncut(y, q.shape[2]) * q.shape[-1] ** -0.5, sums.last
+        return Mixed(uncut(y, q.shape[2]) * q.shape[-1] ** -0.5, sums.last, keys, values)
 
 
 def kalman(sums: FadingSums, q: Tensor, share: Tensor, ridge: float, steps: int) -> Tensor:

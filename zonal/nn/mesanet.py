@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 from zonal.nn.fading import FadingSums, cut, uncut
-from zonal.nn.fast_weights import FastWeights
+from zonal.nn.fast_weights import FastWeights, Mixed
 from zonal.nn.initialise import Draws
 from zonal.nn.solvers import conjugate_gradients, solution
 
@@ -97,10 +97,11 @@ class MesaNet(FastWeights):
 
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
-    ) -> tuple[Tensor, Tensor]:
-        sums = FadingSums.of(k, write * torch.cat([k, v], -1), log_decay, state, size)
+    ) -> Mixed:
+        values = write * torch.cat([k, v], -1)
+        sums = FadingSums.of(k, values, log_decay, state, size)
         y = mesa(sums, cut(q, size), self.ridge().to(q.dtype), self.steps, self.tolerance)
-        return uncut(y, q.shape[2]), sums.last
+        return Mixed(uncut(y, q.shape[2]), sums.last, k, values)
 
 
 def mesa(sums: FadingSums, q: Tensor, ridge: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
