@@ -20,7 +20,6 @@ from zonal.memory.inverse import positive_inverse
 from zonal.memory.ridge import (
     REMAKE,
     Inverse,
-    Seam,
     anchor_of,
     first_key,
     kept_inverse,
@@ -29,6 +28,7 @@ from zonal.memory.ridge import (
     read_out,
     ridge_version,
 )
+from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
 from zonal.memory.sums import unpadded
 from zonal.memory.tokens import Tokens
@@ -164,10 +164,10 @@ class FadingStatistics(Memory):
         if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
             return merged
         mine, theirs = (self.real > 0)[:, None, None], (other.real > 0)[:, None, None]
-        border = Seam(self.count, self.last, other.first)
-        seams = (*(s._replace(right=s.right * keep) for s in self.seams), border, *(s._replace(at=s.at + self.count) for s in other.seams))
+        mine_faded = [seam._replace(right=seam.right * keep) for seam in self.seams]
+        seams = bordered(mine_faded, self.count, self.real, self.last, other.seams, other.first, other.real)
         return replace(
-            merged, seams=seams, shift=self.shift * keep[..., None] + other.shift + _outer(other.first, self.last),
+            merged, seams=seams, shift=self.shift * keep[..., None] + other.shift + outer(other.first, self.last),
             first=torch.where(mine, self.first * keep, other.first), last=torch.where(theirs, other.last, self.last),
         )  # fmt: skip
 
@@ -188,24 +188,18 @@ class FadingStatistics(Memory):
             gram=self.gram - other.gram * keep[..., None], cross=self.cross - other.cross * keep[..., None],
             level=keep + turned(self.level - other.level * keep, -other.real),
         )  # fmt: skip
-        if self.shift is None or self.last is None or other.shift is None or other.last is None:
+        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.last is None:
             return rest
-        border = next((seam for seam in self.seams if seam.at == other.count and torch.equal(seam.left, other.last)), None)
-        if border is None:
-            raise ArgumentError(
-                "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
-                "Keep spans that may have to go as memories of their own and merge them; with power 0 the oldest tokens can always be subtracted."
-            )
-        shift, first, kept = self.shift - other.shift * keep[..., None] - _outer(border.right, border.left), border.right, []
-        through = _absent(border.right)  # rows whose span after the border was all padding, so that the next one begins at the border's left key, too
-        for seam in self.seams:
-            if seam.at > other.count:
-                through = through & (seam.left == border.left).all(-1, keepdim=True)
-                shift = shift - torch.where(through[..., None], _outer(seam.right, seam.left), 0)
-                first = torch.where(through, seam.right, first)
-                kept.append(Seam(seam.at - other.count, torch.where(through, 0, seam.left), seam.right))
-                through = through & _absent(seam.right)
-        return replace(rest, shift=shift, first=first, seams=tuple(kept))
+        if (0, other.count) in places(self.seams, self.count, other.count) and holds(
+            self.seams, self.real, self.first, self.last, 0, other.count, (None, other.last, other.real)
+        ):
+            found = taken_out(self.seams, self.real, 0, other.count, self.shift - other.shift * keep[..., None], self.first, self.last, other.real)
+            if found is not None:
+                return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
+        raise ArgumentError(
+            "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 the oldest tokens can always be subtracted."
+        )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
@@ -230,7 +224,7 @@ class FadingStatistics(Memory):
 
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
-            last=own(self.last), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
+            last=own(self.last), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
             inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
         )  # fmt: skip
 
@@ -238,12 +232,11 @@ class FadingStatistics(Memory):
         form, r = self.form, self.form.key_dim
         numbers = 2 * r * r + form.value_dim * r + r + 1  # G, its inverse, C, levels, total
         numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams)
-        return form.batch * (form.heads * 8 * numbers + 8)
+        return form.batch * (form.heads * 8 * numbers + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:
         names = ("gram", "cross", "level", "total", "shift", "first", "last", "padding")
-        seams = {f"seam{i}.{side}": x for i, seam in enumerate(self.seams) for side, x in (("left", seam.left), ("right", seam.right))}
-        return {name: x for name in names if (x := getattr(self, name)) is not None} | seams
+        return {name: x for name in names if (x := getattr(self, name)) is not None} | named(self.seams)
 
     def plain(self) -> dict[str, int]:
         return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
@@ -254,17 +247,7 @@ class FadingStatistics(Memory):
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        seams = tuple(Seam(plain[f"seam{i}"], tensors[f"seam{i}.left"], tensors[f"seam{i}.right"]) for i in range(len(plain)))
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=seams)
-
-
-def _outer(a: Tensor, b: Tensor) -> Tensor:
-    return a[..., :, None] * b[..., None, :]
-
-
-def _absent(key: Tensor) -> Tensor:
-    """Which rows have no first key, (B, Hkv, 1)."""
-    return (key == 0).all(-1, keepdim=True)
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain))
 
 
 __all__ = ["FadingStatistics", "directions", "given_back", "turned"]

@@ -19,20 +19,13 @@ from zonal.algebra.primal import contraction, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
 from zonal.memory.sums import restored_pending, unpadded
 from zonal.memory.tokens import Tokens, joined
 
 REMAKE = 1024
 """After so many tokens of updates the inverse is made again from G, which bounds its drift."""
-
-
-class Seam(NamedTuple):
-    """Where two memories were merged: ``at`` tokens from the start, between keys ``left`` and ``right`` (B, Hkv, r)."""
-
-    at: int
-    left: Tensor
-    right: Tensor
 
 
 class Inverse(NamedTuple):
@@ -162,11 +155,17 @@ class RidgeStatistics(Memory):
         """Tokens that were not padding, (B,)."""
         return self.count - self.padding
 
+    @property
+    def summed(self) -> Tensor:
+        """Real tokens that are in the sums and do not wait for their chunk to end, (B,)."""
+        if self.pending is None:
+            return self.real
+        absent = self.pending.padded()
+        return self.real - self.pending.length + (0 if absent is None else absent)
+
     def _begun(self) -> Tensor:
         """(B, 1, 1) bool: rows whose sums hold at least one token."""
-        committed = self.count - (0 if self.pending is None else self.pending.length)
-        absent = self.padding if self.pending is None or self.pending.mask is None else self.padding - (~self.pending.mask).sum(-1)
-        return (committed - absent > 0)[:, None, None]
+        return (self.summed > 0)[:, None, None]
 
     def _summed(self, tokens: Tokens) -> "RidgeStatistics":
         """The tokens added to the sums; count, padding and pending stay."""
@@ -278,12 +277,11 @@ class RidgeStatistics(Memory):
         if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
             return merged
         mine, theirs = self._begun(), other._begun()
-        seams = self.seams + tuple(seam._replace(at=seam.at + self.count) for seam in other.seams)
+        seams = self.seams or other.seams
         if self.count and other.count:
-            border = Seam(self.count, self.last, other.first)
-            seams = tuple(sorted((*seams, border), key=lambda seam: seam.at))
+            seams = bordered(self.seams, self.count, self.real, self.last, other.seams, other.first, other.summed)
         return replace(
-            merged, seams=seams, shift=self.shift + other.shift + other.first[..., :, None] * self.last[..., None, :],
+            merged, seams=seams, shift=self.shift + other.shift + outer(other.first, self.last),
             first=torch.where(mine, self.first, other.first), last=torch.where(theirs, other.last, self.last),
         )
 
@@ -303,35 +301,12 @@ class RidgeStatistics(Memory):
             return rest
         if self.count == other.count:
             return replace(rest, shift=self.shift - other.shift, first=torch.zeros_like(self.first), last=torch.zeros_like(self.last), seams=())
-        left, right = self._borders(other)
-        shift = self.shift - other.shift
-        seams = [seam for seam in self.seams if seam not in (left, right)]
-        start = 0 if left is None else left.at
-        if left is not None:
-            shift = shift - left.right[..., :, None] * left.left[..., None, :]
-        if right is not None:
-            shift = shift - right.right[..., :, None] * right.left[..., None, :]
-        if left is not None and right is not None:
-            shift = shift + right.right[..., :, None] * left.left[..., None, :]
-            seams.append(Seam(start, left.left, right.right))
-        seams = [seam._replace(at=seam.at - other.count) if seam.at > start else seam for seam in seams if not start < seam.at < start + other.count]
-        return replace(
-            rest, shift=shift, seams=tuple(sorted(seams, key=lambda seam: seam.at)),
-            first=self.first if left is not None else _sure(right).right, last=self.last if right is not None else _sure(left).left,
-        )
-
-    def _borders(self, other: "RidgeStatistics") -> tuple[Seam | None, Seam | None]:
-        """The seams before and after the other's tokens in this memory; None where it begins or ends with them."""
-        assert self.first is not None
-        assert self.last is not None
-        assert other.first is not None
-        assert other.last is not None
-        starts = [(0, self.first, None), *((seam.at, seam.right, seam) for seam in self.seams)]
-        ends = {seam.at: (seam.left, seam) for seam in self.seams} | {self.count - (self.pending.length if self.pending else 0): (self.last, None)}
-        for at, key, before in starts:
-            stop = ends.get(at + other.count)
-            if stop is not None and torch.equal(key, other.first) and torch.equal(stop[0], other.last):
-                return before, stop[1]
+        tokens = self.count - (0 if self.pending is None else self.pending.length)
+        for start, stop in places(self.seams, tokens, other.count):
+            if holds(self.seams, self.summed, self.first, self.last, start, stop, (other.first, other.last, other.real)):
+                found = taken_out(self.seams, self.summed, start, stop, self.shift - other.shift, self.first, self.last, other.real)
+                if found is not None:
+                    return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
             "Memory.subtract: the border of these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
             "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be subtracted."
@@ -361,7 +336,7 @@ class RidgeStatistics(Memory):
 
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), shift=own(self.shift), first=own(self.first), last=own(self.last),
-            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
+            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
             pending=None if self.pending is None else self.pending.map(torch.clone),
             inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
         )
@@ -374,13 +349,12 @@ class RidgeStatistics(Memory):
         numbers += 2 * r * len(self.seams)
         waiting = 0 if self.chunk is None else length % self.chunk
         tokens = waiting * (r + form.value_dim) * form.statistics.itemsize
-        return form.batch * (form.heads * (8 * numbers + tokens) + 8)
+        return form.batch * (form.heads * (8 * numbers + tokens) + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
-        seams = {f"seam{i}.{side}": x for i, seam in enumerate(self.seams) for side, x in (("left", seam.left), ("right", seam.right))}
+        sums = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
         pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
-        return {name: x for name, x in named.items() if x is not None} | seams | pending
+        return {name: x for name, x in sums.items() if x is not None} | named(self.seams) | pending
 
     def plain(self) -> dict[str, int]:
         return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
@@ -391,17 +365,11 @@ class RidgeStatistics(Memory):
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        seams = tuple(Seam(plain[f"seam{i}"], tensors[f"seam{i}.left"], tensors[f"seam{i}.right"]) for i in range(len(plain)))
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=seams, pending=restored_pending(tensors))
-
-
-def _sure(seam: Seam | None) -> Seam:
-    assert seam is not None
-    return seam
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain), pending=restored_pending(tensors))
 
 
 def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]
