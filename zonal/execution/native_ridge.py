@@ -55,6 +55,9 @@ def cuda_refusal(call: Call) -> str | None:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     if max(call.shape[4:]) > RIDGE_LARGEST:
         return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    powers = call.bound.anchor.powers(call.bound.heads) if isinstance(call.bound.anchor, Ridge) else ()
+    if len(set(powers)) > 1:
+        return f"on CUDA all heads have one power, this call has {powers}"
     return None if native.has_triton() else "triton is not installed (pip install triton)"
 
 

@@ -23,12 +23,12 @@ def ridge(
 @ridge.register_kernel("cuda")
 def on_cuda(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, documents: int,
+    gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, documents: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same by Triton kernels, which read through float64's regressions and run no head in float64."""
+    """The same by Triton kernels, of calls whose heads have one power; no head runs in float64."""
     from zonal.kernels.triton import ridge_forward
 
-    y = ridge_forward.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), power, limit, documents)
+    y = ridge_forward.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers[0], limit, documents)
     return y, torch.zeros(*k.shape[:2], documents, dtype=torch.bool, device=q.device)
 
 
@@ -72,13 +72,13 @@ def _as(like: Tensor | None, gradient: Tensor | None, other: Tensor) -> Tensor:
 @ridge_backward.register_kernel("cuda")
 def backward_on_cuda(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, power: int, limit: float, started: bool,
+    segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The same by Triton kernels."""
     from zonal.kernels.triton import ridge_backward as kernels
 
     memory = Before(gram, cross, shift, last)
-    found = kernels.backward(dy, q, k, v, scale, rho, key_mask, lo, hi, segment_start, memory, power, limit, doubled.shape[2], started)
+    found = kernels.backward(dy, q, k, v, scale, rho, key_mask, lo, hi, segment_start, memory, powers[0], limit, doubled.shape[2], started)
     return _typed(found, q, k, v, scale, rho, memory)
 
 
