@@ -432,7 +432,7 @@ def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | Non
         decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
     else:
         return None
-    return decay if mask is None else decay * mask[:, None]
+    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
 
 
 def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, form: Form) -> Part:
