@@ -160,11 +160,12 @@ class Memory(Batched):
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
         tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
-        if span is None:
-            return self.recorded(whole.extended(tokens), tokens)
-        # added as one sum, as ``forget`` adds the parts that are left
-        after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
-        return self.open(span).recorded(after, tokens).close()
+        with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
+            if span is None:
+                return self.recorded(whole.extended(tokens), tokens)
+            # added as one sum, as ``forget`` adds the parts that are left
+            after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
+            return self.open(span).recorded(after, tokens).close()
 
     def absorb_(
         self,
