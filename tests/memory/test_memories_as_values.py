@@ -216,6 +216,17 @@ def test_statistics_are_single_or_better(name: str, dtype: torch.dtype) -> None:
     assert (y.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps * (1 + expected.abs().max())
 
 
+@pytest.mark.parametrize("make", [m.linear, m.softmax, lambda: m.ska(power=0, fading=True)])
+def test_what_padding_holds_is_no_decay(make) -> None:
+    op, tokens, q = make().double(), span(True), queries()
+    assert tokens.mask is not None
+    decay = -draw(BATCH, KV, TOKENS, seed=5).abs()
+    poisoned = decay.masked_fill(~tokens.mask[:, None], float("nan"))
+    close(empty(op).absorb(tokens.k, tokens.v, tokens.mask, poisoned).read(q), empty(op).absorb(tokens.k, tokens.v, tokens.mask, decay).read(q), 0)
+    y, expected = (zonal.attention(q, tokens.k, tokens.v, op, causal=True, key_padding_mask=tokens.mask, log_decay=x) for x in (poisoned, decay))
+    close(y, expected, 0)
+
+
 def test_per_token_decay_and_key_bias() -> None:
     op, tokens, q = m.linear().double(), span(True), queries()
     decay, bias = -draw(BATCH, KV, TOKENS, seed=5).abs(), draw(BATCH, KV, TOKENS, seed=6)

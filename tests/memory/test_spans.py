@@ -280,6 +280,23 @@ def test_decoding_in_single_precision_keeps_spans() -> None:
         assert torch.allclose(memory.forget("a").read(q), plain.read(q), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["squared_affine", "retention", "ska-1"])
+def test_autocast_does_not_shorten_sums(name: str) -> None:
+    op = OPERATORS[name]()
+    k, v = (torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    start = Memory.empty(op, 1, 2, 4, 4)
+
+    def run() -> Memory:
+        memory = start.absorb(k, v, span="a").open("b")
+        for t in range(6):
+            memory = memory.absorb(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        return memory.close().absorb(v, k, span="c").forget("a")
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    same(got, run())
+
+
 def test_windows() -> None:
     """A span that is out of sight goes without trace; one whose leaving would bring others back is refused."""
     op, tokens, q = operator("softmax-window"), span(), queries()

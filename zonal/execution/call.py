@@ -237,8 +237,8 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
         decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:
         return None
-    # a padded token is no step in time
-    return decay if padding is None else decay * padding[:, None]
+    # a padded token is no step in time, whatever it holds
+    return decay if padding is None else torch.where(padding[:, None], decay, 0.0)
 
 
 def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:

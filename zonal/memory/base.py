@@ -160,11 +160,12 @@ class Memory(Batched):
         keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
         tokens = tokens._replace(k=keys, v=values)
         whole = self.unnamed()
-        if span is None:
-            return self.recorded(whole.extended(tokens), tokens)
-        # added as one sum, as ``forget`` adds the parts that are left
-        after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
-        return self.open(span).recorded(after, tokens).close()
+        with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
+            if span is None:
+                return self.recorded(whole.extended(tokens), tokens)
+            # added as one sum, as ``forget`` adds the parts that are left
+            after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
+            return self.open(span).recorded(after, tokens).close()
 
     def absorb_(
         self,
@@ -432,7 +433,7 @@ def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | Non
         decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
     else:
         return None
-    return decay if mask is None else decay * mask[:, None]
+    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
 
 
 def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, form: Form) -> Part:

@@ -217,7 +217,8 @@ class Spanned(abc.ABC):
         if isinstance(held, Spanned):
             return held
         empty = self.start(self.operator, self.form)
-        return empty if held is None else empty.extended(held)
+        with torch.autocast(self.form.device.type, enabled=False):
+            return empty if held is None else empty.extended(held)
 
     def folded(self, kept: Sequence[Part]) -> Any:
         """The memory of all parts in order."""
