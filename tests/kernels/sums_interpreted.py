@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from kernels.interpreted import mend, poisoned
-from kernels.sums_calls import CASES, DTYPES, LONG, attended, failure, inputs
+from kernels.sums_calls import CASES, DTYPES, LONG, REST, attended, failure, inputs
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
@@ -39,9 +39,10 @@ def round_products() -> None:
     """The interpreter multiplies all digits where a device multiplies tf32."""
     dot = interpreter.InterpreterBuilder.create_dot
 
-    def rounded(self: Any, a: Any, b: Any, c: Any, precision: Any, *rest: Any) -> Any:
+    def rounded(*call: Any) -> Any:
+        builder, a, b, total, precision, most = call
         sides = (to_tf32(a), to_tf32(b)) if precision == ir.INPUT_PRECISION.TF32 else (a, b)
-        return dot(self, *sides, c, precision, *rest)
+        return dot(builder, *sides, total, precision, most)
 
     interpreter.InterpreterBuilder.create_dot = rounded
 
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     right = sums_layout.layout
     for name in names:
-        case = (CASES | LONG)[name.removesuffix(f"/{BROKEN}")]
+        case = (CASES | REST | LONG)[name.removesuffix(f"/{BROKEN}")]
         data = inputs(case)
         sums_layout.layout = broken if name.endswith(BROKEN) else right
         with interpreted("--own" in arguments):

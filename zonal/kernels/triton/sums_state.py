@@ -281,19 +281,19 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 128): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "wide", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "wide", 64): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 128): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 256): Strips(16, 2, 0, 8, 1),
-    ("read", "wide", 64): Strips(64, 4, 32, 8, 1),
+    ("read", "wide", 64): Strips(32, 4, 32, 8, 1),
     ("read", "wide", 128): Strips(32, 2, 16, 8, 1),
     ("read", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("read_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("read_back", "wide", 64): Strips(16, 4, 32, 8, 1),
     ("read_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("read_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
     ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "single", 64): Strips(32, 4, 0, 8, 2),
+    ("absorb", "single", 64): Strips(16, 4, 0, 8, 2),
     ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
     ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
     ("read", "single", 64): Strips(16, 4, 16, 8, 1),
@@ -308,18 +308,28 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
 }
 
 
-# marks of decays and key biases, and what their gradients sum, take registers of their own
-_FADED: dict[tuple[str, str, int], Strips] = {
-    ("keys_back", "half", 128): Strips(32, 2, 32, 8, 1),
-    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
+# Hopper's matrix instruction takes both sides from shared memory, and blocks of 64 rows
+_HOPPER: dict[tuple[str, str, int], Strips] = {
+    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
 }
+# marks of decays and key biases, and what their gradients sum, take registers of their own
+_FADED: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 128): Strips(16, 2, 32, 8, 1)}
+_FADED_HOPPER: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 64): Strips(16, 4, 32, 8, 1)}
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
     kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
     key = kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))
-    return _FADED[key] if faded and key in _FADED else _STRIPS[key]
+    tables = [_STRIPS]
+    hopper = tiles.capability_of(q) >= (9, 0)
+    if hopper:
+        tables.append(_HOPPER)
+    if faded:
+        tables += [_FADED, _FADED_HOPPER] if hopper else [_FADED]
+    return next(table[key] for table in reversed(tables) if key in table)
 
 
 class Fade(NamedTuple):
