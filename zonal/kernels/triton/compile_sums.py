@@ -3,6 +3,7 @@
     python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link identity]
 
 Without choices every link with the causal mask, and with every mask the link with most features, in every type and head size for every device.
+--sample: what results/benchmarks/triton_sums_aot.json holds, some twenty minutes of two cores.
 """
 
 import argparse
@@ -36,6 +37,16 @@ LINKS: dict[str, tuple[Link, int, int]] = {
     "ssd": (Link(FORMULAS["identity"], 0, "raw", False), 1, 1),
 }
 MASKS = ("causal", "padding", "packed", "gqa", "memory", "decay")  # decay: of sums that a memory goes on from
+# (link, masks, head sizes) of --sample: sums that stay and that fade, and the state of Mamba
+SAMPLE = (("squared_affine", ("packed", "decay"), (16, 32, 64)), ("ssd", ("decay",), (64, 128)))
+
+
+def sample() -> list[Variant]:
+    """``SAMPLE`` in every type on every device."""
+    return [
+        Variant(link, mask, dtype, dim, device)
+        for link, masks, dims in SAMPLE for mask, dtype, dim, device in itertools.product(masks, DTYPES, dims, DEVICES)
+    ]  # fmt: skip
 
 
 def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
@@ -99,11 +110,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--dim", type=int, action="append")
     parser.add_argument("--kernel", action="append", help="absorb, carry, read, read_back, keys_back or row_products")
+    parser.add_argument("--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
+    wanted = sample() if chosen.sample else cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
     with contextlib.ExitStack() as stack:
         spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
         rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))

@@ -18,8 +18,8 @@ from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.backward import row_terms, through_norm
 from zonal.kernels.triton.sums_near import add_keys, add_queries, marks
-from zonal.kernels.triton.sums_state import against, columns, mass_places, narrowed, products, strip_blocks, sums_of
-from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys, weighted
+from zonal.kernels.triton.sums_state import against_sums, columns, mass_places, narrowed, plus_sums, products, strip_blocks
+from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys
 
 
 @triton.jit
@@ -35,8 +35,7 @@ def strip_gradient(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(gradient of a (ROWS, LEFT), of b (ROWS, BLOCK)) from those of their products: M rows + m number."""
-    state = sums_of(place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
-    slope = against(rows, state, traits)
+    slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
     if traits.anchor == "row":
         slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
     slope = tl.reshape(slope, [ROWS, LEFT, BLOCK])
@@ -49,7 +48,7 @@ def vector_gradient(
 ):
     """(ROWS, KEY_WIDTH): what the features that are the vector itself get."""
     row = place.pairs * (BLOCK * BLOCK)
-    slope = against(rows, sums_of(place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH), traits)
+    slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH)
     if traits.anchor == "row":
         slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
     return slope
@@ -215,7 +214,7 @@ def keys_back_kernel(
         b = columns(k, batch, kv_head, begin, there, right, sizes.key_dim, KEYS, BLOCK) * gain[:, None]
         at = strip * (LEFT * BLOCK)
         made = narrowed(products(a, b, KEYS, LEFT, BLOCK), v, traits)
-        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH), dv_tile, traits)
+        dv_tile = plus_sums(dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH)
         if FADED and traits.anchor == "row":
             brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
         da, db = strip_gradient(a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH)
@@ -224,7 +223,7 @@ def keys_back_kernel(
         dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         made = narrowed(columns(k, batch, kv_head, begin, there, 0, sizes.key_dim, KEYS, KEY_WIDTH) * gain[:, None], v, traits)
         at = place.pairs * (BLOCK * BLOCK)
-        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, KEY_WIDTH, VALUE_WIDTH), dv_tile, traits)
+        dv_tile = plus_sums(dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, KEY_WIDTH, VALUE_WIDTH)
         if FADED and traits.anchor == "row":
             brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :], 1)
             brought += constant_mass(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH)

@@ -14,8 +14,8 @@ from torch import Tensor
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.sums_near import add_values, marks
-from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, products, strip_blocks, sums_of
-from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys, weighted
+from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
+from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def read(
         made = products(a, columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
         row = strip * (LEFT * BLOCK)
         made = narrowed(made, like, traits)
-        total = weighted(made, sums_of(place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH), total, traits)
+        total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH)
         if traits.anchor == "row":
             mass += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
     return total, mass
@@ -49,7 +49,7 @@ def read_rest(
     row = place.pairs * (BLOCK * BLOCK)
     made = columns(q, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * (gain * tl.load(c + 1))[:, None]
     made = narrowed(made, like, traits)
-    total = weighted(made, sums_of(place, kv_line, border, row, width, like, traits, KEY_WIDTH, VALUE_WIDTH), total, traits)
+    total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, KEY_WIDTH, VALUE_WIDTH)
     column = tl.arange(0, VALUE_WIDTH)
     start = place.sums + (tl.cast(kv_line, tl.int64) * (place.count + 1) + border) * place.size
     constant = tl.load(c)

@@ -74,21 +74,17 @@ def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def sums_of(place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Rows of the sums as a side of a product."""
-    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
-    found = tl.load(at, mask=inside, other=0.0)
-    if traits.wide:
-        return found
-    else:
-        return found.to(like.start.dtype.element_ty)
+def to_tf32(x):
+    """float32 rounded to the digits that products of tf32 read, halves away from zero."""
+    rounded = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit
 def narrowed(x, like, traits: tl.constexpr):
-    """A side of a product in the type in which products are made."""
+    """A side of a product as products read it: rows are divided by the sums of what is in their products."""
     if traits.wide:
-        return x.to(tl.float32)
+        return to_tf32(x.to(tl.float32))
     else:
         return x.to(like.start.dtype.element_ty)
 
@@ -100,6 +96,36 @@ def against(a, b, traits: tl.constexpr):
         return tl.dot(a, tl.trans(b), input_precision="tf32")
     else:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.constexpr_function
+def in_two(traits: Traits, kind: tl.dtype) -> bool:
+    """Whether sums are two short numbers each: those of the row anchor, as rows are divided by sums that are not rounded."""
+    return traits.anchor == "row" and (traits.wide or kind != tl.float32)
+
+
+@triton.jit
+def plus_sums(total, made, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """total + made M over rows of the sums."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    side = narrowed(found, like, traits)
+    total = weighted(made, side, total, traits)
+    if in_two(traits, like.start.dtype.element_ty):
+        total = weighted(made, narrowed(found - side.to(tl.float32), like, traits), total, traits)
+    return total
+
+
+@triton.jit
+def against_sums(rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """rows M^T over rows of the sums."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    side = narrowed(found, like, traits)
+    slope = against(rows, side, traits)
+    if in_two(traits, like.start.dtype.element_ty):
+        slope += against(rows, narrowed(found - side.to(tl.float32), like, traits), traits)
+    return slope
 
 
 @triton.jit
@@ -246,28 +272,28 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 256): Strips(32, 2, 0, 8, 1),
-    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read", "half", 64): Strips(128, 2, 64, 8, 2),
     ("read", "half", 128): Strips(64, 4, 32, 8, 1),
     ("read", "half", 256): Strips(32, 2, 16, 8, 1),
-    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("read_back", "half", 64): Strips(32, 4, 64, 8, 1),
     ("read_back", "half", 128): Strips(32, 4, 32, 8, 1),
     ("read_back", "half", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 128): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "wide", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "wide", 64): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 128): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 256): Strips(16, 2, 0, 8, 1),
-    ("read", "wide", 64): Strips(64, 4, 32, 8, 1),
+    ("read", "wide", 64): Strips(32, 4, 32, 8, 1),
     ("read", "wide", 128): Strips(32, 2, 16, 8, 1),
     ("read", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("read_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("read_back", "wide", 64): Strips(16, 4, 32, 8, 1),
     ("read_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("read_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
     ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "single", 64): Strips(32, 4, 0, 8, 2),
+    ("absorb", "single", 64): Strips(16, 4, 0, 8, 2),
     ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
     ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
     ("read", "single", 64): Strips(16, 4, 16, 8, 1),
@@ -282,19 +308,28 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
 }
 
 
-# marks of decays and key biases, and what their gradients sum, take registers of their own
-_FADED: dict[tuple[str, str, int], Strips] = {
-    ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
-    ("keys_back", "half", 128): Strips(32, 2, 32, 8, 1),
-    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
+# Hopper's matrix instruction takes both sides from shared memory, and blocks of 64 rows
+_HOPPER: dict[tuple[str, str, int], Strips] = {
+    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
 }
+# marks of decays and key biases, and what their gradients sum, take registers of their own
+_FADED: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 128): Strips(16, 2, 32, 8, 1)}
+_FADED_HOPPER: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 64): Strips(16, 4, 32, 8, 1)}
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
     kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
     key = kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))
-    return _FADED[key] if faded and key in _FADED else _STRIPS[key]
+    tables = [_STRIPS]
+    hopper = tiles.capability_of(q) >= (9, 0)
+    if hopper:
+        tables.append(_HOPPER)
+    if faded:
+        tables += [_FADED, _FADED_HOPPER] if hopper else [_FADED]
+    return next(table[key] for table in reversed(tables) if key in table)
 
 
 class Fade(NamedTuple):

@@ -515,11 +515,16 @@ _WIDE_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): 
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
 
+def capability_of(q: Tensor) -> tuple[int, int]:
+    """The compute capability of the device that launches are for."""
+    record = _record.get()
+    return record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+
+
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and what its inner loop has to do."""
     key = kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3]))
-    record = _record.get()
-    capability = record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    capability = capability_of(q)
     tables = [_TILINGS]
     if any(padded(x.shape[3]) != x.shape[3] for x in (q, v)):
         tables.append(_NARROWER)
