@@ -73,6 +73,7 @@ SHAPES: dict[str, Shape] = {
     "decay-late": Shape(queries=22, keys=50, decay=True),
     "decay-memory": Shape(queries=37, keys=37, cuts=(0, 20, 37), decay=True),
     "bias": Shape(causal=False, queries=20, keys=37, bias=True),
+    "broad": Shape(queries=20, keys=20, key_dim=70, decay=True),
     "level": Shape(queries=31, keys=31, level=4.0),
 }
 # for a device, in the tiles that calls have
@@ -108,7 +109,7 @@ class Case:
 # the operator with most to it in most shapes; others where they differ: the anchors with each kind of mask, the degrees, the maps
 _TURNS = {
     "whole": "square", "padding": "sq-raw", "bidirectional": "sq-count", "bidirectional-padding": "sq-count", "early": "sko",
-    "packed-bidirectional": "sq-count", "short": "sq-count", "one": "sq-count", "memory-bidirectional": "sq-count", "decay-packed": "sq-raw",
+    "packed-bidirectional": "sq-count", "short": "sq-count", "one": "sq-count", "memory-bidirectional": "sq-count", "decay-packed": "sq-raw", "broad": "linear",
 }  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def _cases() -> dict[str, Case]:
 
 def _rest() -> dict[str, Case]:
     """More of both, for a device: the interpreter takes half a second for each."""
-    found = [Case("sq", shape) for shape in SHAPES if shape not in ("short", "one")]
+    found = [Case("sq", shape) for shape in SHAPES if shape not in ("short", "one", "broad")]
     found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
     found += [Case(operator, "decay") for operator in ("sq-raw", "linear")]
     found += [Case(operator, "packed") for operator in ("sq-count", "linear", "sq-chunk", "square")]

@@ -6,7 +6,7 @@ neighbours it goes as in the tile kernels. Each number is written by one program
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -42,13 +42,27 @@ def strip_gradient(
     return tl.sum(slope * b[:, None, :], 2), tl.sum(slope * a[:, :, None], 1)
 
 
+@triton.constexpr_function
+def part_of(width: int, kind: tl.dtype) -> int:
+    """How many of the features that are the vector itself are taken at a time: each thread holds whole rows of what the matrix units do not take."""
+    return 16 if width >= 128 and kind == tl.float32 else width
+
+
 @triton.jit
 def vector_gradient(
-    rows, number, place, line, border, like, sizes, traits: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
-):
+    rows, number, place, line, border, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
     """(ROWS, KEY_WIDTH): what the features that are the vector itself get."""
     row = place.pairs * (BLOCK * BLOCK)
-    slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH)
+    PART: tl.constexpr = part_of(KEY_WIDTH, like.start.dtype.element_ty)
+    if PART == KEY_WIDTH:
+        slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH)
+    else:
+        slope = tl.zeros([ROWS, KEY_WIDTH], tl.float32)
+        for first in tl.range(0, KEY_WIDTH, PART):
+            part = against_sums(rows, place, line, border, row + first, sizes.value_dim, like, traits, PART, VALUE_WIDTH)
+            slope += placed(part, first, ROWS, PART, KEY_WIDTH)
     if traits.anchor == "row":
         slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
     return slope
@@ -121,7 +135,7 @@ def read_back_kernel(
         grad += times * (placed(da, left, QUERIES, LEFT, KEY_WIDTH) + placed(db, right, QUERIES, BLOCK, KEY_WIDTH))
     grad = grad * tl.load(w + 2)
     if reads:
-        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, QUERIES, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         grad += slope * tl.load(w + 1)
         firsts = tl.sum(slope * columns(q, batch, head, begin, there, 0, sizes.key_dim, QUERIES, KEY_WIDTH), 1) * gain
         ones = tl.sum(dy_tile.to(tl.float32) * constant_sums(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :], 1)
@@ -220,12 +234,15 @@ def keys_back_kernel(
         da, db = strip_gradient(a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         dk_tile += placed(da, left, KEYS, LEFT, KEY_WIDTH) + placed(db, right, KEYS, BLOCK, KEY_WIDTH)
     if behind:
-        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
-        made = narrowed(columns(k, batch, kv_head, begin, there, 0, sizes.key_dim, KEYS, KEY_WIDTH) * gain[:, None], v, traits)
+        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, KEYS, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         at = place.pairs * (BLOCK * BLOCK)
-        dv_tile = plus_sums(dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, KEY_WIDTH, VALUE_WIDTH)
+        PART: tl.constexpr = part_of(KEY_WIDTH, v.start.dtype.element_ty)
+        for first in tl.range(0, KEY_WIDTH, PART):
+            made = narrowed(columns(k, batch, kv_head, begin, there, first, sizes.key_dim, KEYS, PART) * gain[:, None], v, traits)
+            dv_tile = plus_sums(dv_tile, made, place, line, border, at + first, sizes.value_dim, v, traits, PART, VALUE_WIDTH)
+            if FADED and traits.anchor == "row":
+                brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at + first, sizes.value_dim, PART, BLOCK, KEY_WIDTH))[None, :], 1)
         if FADED and traits.anchor == "row":
-            brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :], 1)
             brought += constant_mass(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
         dv_tile += constant_sums(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :]
     whole_mark, rest_mark = brought, brought
