@@ -158,9 +158,10 @@ def test_the_planner_crosses_over() -> None:
 
 # a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and which kernels of it
 AHEAD = {
-    ("squared_affine", "packed", "bfloat16", 16, 90): {"absorb keys pairs", "read", "keys_back"},
+    ("squared_affine", "packed", "bfloat16", 16, 90): {"absorb keys pairs", "keys_back"},
     ("squared_affine", "decay", "float16", 16, 80): {"read_back"},
-    ("gegenbauer", "padding", "bfloat16", 16, 80): {"absorb queries pairs", "read"},
+    ("gegenbauer", "padding", "bfloat16", 16, 80): {"absorb queries pairs"},
+    ("ssd", "decay", "bfloat16", 16, 90): {"read", "read_back"},
 }
 TITLES = {
     "absorb keys pairs", "absorb keys rest", "absorb queries pairs", "absorb queries rest", "carry forwards", "carry backwards", "keys_back", "read",

@@ -255,16 +255,17 @@ _CARRIED = 1024
 
 class Strips(NamedTuple):
     """Tile sizes of a kernel over strips: tokens, coordinates on the left of a strip (of at most a block), tokens on the other side of scores
-    (0 = it makes none), warps, stages of loads in flight."""
+    (0 = it makes none), warps, stages of loads in flight, and how many registers a thread may take (None = the compiler's choice)."""
 
     rows: int
     left: int
     others: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def tiling(self) -> Tiling:
-        return Tiling(self.rows, self.others, self.warps, self.stages)
+        return Tiling(self.rows, self.others, self.warps, self.stages, self.registers)
 
 
 # by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
@@ -293,7 +294,7 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
     ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "single", 64): Strips(16, 4, 0, 8, 2),
+    ("absorb", "single", 64): Strips(16, 4, 0, 8, 2, 255),
     ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
     ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
     ("read", "single", 64): Strips(16, 4, 16, 8, 1),
