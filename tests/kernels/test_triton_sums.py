@@ -3,14 +3,12 @@
 import importlib.util
 import itertools
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from kernels.processes import CUDA, ROOT, judged, no_device, python, shared
 from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
-from kernels.test_triton import CUDA, ROOT, no_device, python
 
 import zonal
 from zonal import mechanisms as m
@@ -30,24 +28,9 @@ pytestmark = [
 ]
 
 
-def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None]:
-    """What is wrong with each case, None if nothing is. On a device most of the time is the compiler's: half of the cores compile."""
-    processes = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1
-
-    def some(part: int) -> list[dict]:
-        done = python(str(ROOT / "tests" / "kernels" / "sums_interpreted.py"), *options, *names[part::processes], interpret=not CUDA, cache=cache)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    with ThreadPoolExecutor(processes) as pool:
-        rows = [row for found in pool.map(some, range(processes)) for row in found]
-    assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
-    return {row["name"]: row["wrong"] for row in rows}
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return judged([*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory.mktemp("sums"))
+    return judged("sums_interpreted.py", [*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory)
 
 
 @pytest.mark.gpu
@@ -66,7 +49,7 @@ def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
 @pytest.mark.gpu
 @no_device
 def test_long_calls_in_their_own_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = judged(list(LONG), tmp_path_factory.mktemp("own"), "--own")
+    found = judged("sums_interpreted.py", list(LONG), tmp_path_factory, "--own")
     assert set(found) == set(LONG)
     assert not [wrong for wrong in found.values() if wrong is not None]
 
@@ -171,6 +154,10 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return shared("test_triton_sums-ahead", [lambda: compile_sample(tmp_path_factory)], tmp_path_factory)[0]
+
+
+def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ahead")
     code = (
         "from pathlib import Path; from zonal.kernels.triton import compile, compile_sums\n"
