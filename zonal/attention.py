@@ -8,9 +8,10 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import native_decode, native_ridge_decode, plan
+from zonal.execution import native_decode, native_ridge_decode, plan, repeated
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
+from zonal.execution.constants import Constants
 from zonal.execution.dense import dense
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
@@ -81,28 +82,40 @@ def attention(
     """
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
-    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None:
+    bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None
+    if memory is not None and causal and path in ("auto", "streaming") and bare:
         # a decoder's step: to prepare and to plan it costs more than to run it
         step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
         found = step.again(q, k, v, operator, memory, scale)
         if found is not None:
             return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
+    alone = memory is None and not return_memory
+    if alone and bare and path in ("auto", "chunked"):
+        y = repeated.again(q, k, v, operator, causal, scale, path == "auto")
+        if y is not None:
+            return y
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
             key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
-        if memory is None and not return_memory:
-            return _run(call, _chosen(call, None, path))
+        if alone:
+            chosen, constants = _chosen(call, None, path)
+            y = _run(call, chosen)
+            if bare and chosen == "chunked" and (path != "auto" or constants is not None):
+                repeated.keep(call, scale, constants)
+            return y
         return _with_memory(call, memory, path)
 
 
-def _chosen(call: Call, memory: Memory | None, path: str) -> str:
+def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constants | None]:
+    """The path, and the constants where the planner chose by them alone."""
     if path == "auto":
-        return plan.choose(call, memory=memory).path
+        chosen = plan.choose(call, memory=memory)
+        return chosen.path, chosen.settled
     plan.validate(path, call, memory)
-    return path
+    return path, None
 
 
 def _run(call: Call, path: str) -> Tensor:
@@ -131,7 +144,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         )
     check_memory(call, memory)
     given, memory = memory, memory.unnamed()
-    path = _chosen(call, memory, path)
+    path, _ = _chosen(call, memory, path)
     if path == "streaming":
         y, after = streaming(call, memory, return_memory=True)
     elif path == "chunked":

@@ -12,9 +12,11 @@ from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, vis
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.features import feature_map
+from zonal.features import SymmetricPowers, feature_map
+from zonal.formula import Formula
 from zonal.kernels import sums_ops, transforms
 from zonal.kernels.cpp import build, library, sums_library
+from zonal.kernels.cpp.sums_library import Places
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
@@ -113,40 +115,53 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     key_bias = call.key_bias
     if placed is not None:
         fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
-    rows = call.coefficients.flatten(1).T.expand(heads, -1)
-    if code.constants:
-        rows = torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1)
-    monomials = bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
-    spec = SumsSpec(
-        code, features.degree, features.lowest, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw",  # type: ignore[attr-defined]
-        fused.normalise, fused.eps, memory is not None, call.tags.positive,
-    )  # fmt: skip
+    spec = spec_of(call, code, features, fused, memory is not None)
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-    given = (q, k, v, scale, rows, monomials, initial, call.log_decay, key_bias)
+    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if not tracked and not transforms.active() and native.plain(q, k, v):
-        y, _, final, _ = sums_library.forward(q, k, v, scale, rows, monomials, _places(seen, mask, k.shape[2]), initial, before, call.log_decay, key_bias, spec)
+        y, _, final, _ = sums_library.forward(
+            q, k, v, scale, *numbers(call, code), _places(seen, mask, k.shape[2]), initial, before, call.log_decay, key_bias, spec
+        )
     else:
         y, _, final, _ = sums_ops.feature_sums(
-            *given, mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0]
-        )
+            q, k, v, scale, *numbers(call, code), initial, call.log_decay, key_bias, mask, seen.lo, seen.hi,
+            seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0],
+        )  # fmt: skip
     return call.scaled(y), final
 
 
-def _places(seen: Visibility, mask: Tensor | None, keys: int) -> sums_library.Places:
+def numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
+    """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
+    heads, link = call.shape[1], call.bound.link
+    rows = call.coefficients.flatten(1).T.expand(heads, -1)
+    if code.constants:
+        rows = torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1)
+    return rows, link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
+
+
+def spec_of(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
+    """The kernel's rules for a call. keeps: whether it leaves a state."""
+    anchor = call.bound.anchor
+    kind = "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw"  # type: ignore[attr-defined]
+    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, call.tags.positive)
+
+
+def _places(seen: Visibility, mask: Tensor | None, keys: int) -> Places:
     """Who sees whom of the first ``keys``; kept from call to call where it follows from the call's shape."""
     if mask is None and seen.rule is not None:
-        return _kept_places(seen.rule, keys)
+        return kept_places(seen.rule, keys)
     return sums_library.places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_places(rule: Rule, keys: int) -> sums_library.Places:
+def kept_places(rule: Rule, keys: int) -> Places:
+    """Who sees whom by a rule among so many keys."""
     found = intervals_of(*rule)
     return sums_library.places(None, found.lo, found.hi, None, keys)
 
 
-__all__ = ["chunked", "cuda_refusal", "refusal"]
+__all__ = ["chunked", "cuda_refusal", "kept_places", "numbers", "refusal", "spec_of"]
