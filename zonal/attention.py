@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution import native_decode, native_ridge_decode, plan, repeated
 from zonal.execution.call import Call, following, prepare
@@ -139,7 +140,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         raise ArgumentError(f"attention: memory must be a zonal.Memory, received {type(memory).__name__}. Make one with Memory.empty(operator, …).")
     elif not same_declaration(memory.operator, call.operator):
         raise ArgumentError(
-            f"attention: the memory was made for operator {memory.operator.name!r} and the call is for {call.operator.name!r}. "
+            f"attention: the memory must be of the call's operator, received {apart(memory.operator, call.operator)}. "
             "Make a memory for this one with Memory.empty(operator, …)."
         )
     check_memory(call, memory)

@@ -1,7 +1,7 @@
 """Operator: score x prior x link x anchor, with the learned parts as parameters. Softmax attention is one value of this type."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -341,4 +341,15 @@ class Operator(nn.Module):
         raise ArgumentError("Operator: an operator is a declaration; call zonal.attention(q, k, v, operator) to run it.")
 
 
-__all__ = ["Bound", "Operator", "Readout", "Tags"]
+def apart(a: Operator, b: Operator) -> str:
+    """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two declarations."""
+    slot = next((slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor")
+    mine, theirs = getattr(a, slot), getattr(b, slot)
+    shown = [repr(mine), repr(theirs)]
+    if type(mine) is type(theirs) and is_dataclass(mine):
+        unlike = [field.name for field in fields(mine) if getattr(mine, field.name) != getattr(theirs, field.name)]
+        shown = [f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)!r}' for name in unlike)})" for part in (mine, theirs)]
+    return f"{a.name!r} with {slot} {shown[0]} and {b.name!r} with {shown[1]}"
+
+
+__all__ = ["Bound", "Operator", "Readout", "Tags", "apart"]

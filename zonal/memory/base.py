@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.operator import Bound
+from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
@@ -413,7 +413,7 @@ class Memory(Batched):
         if other.form != self.form:
             raise ArgumentError(f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again.")
         if not self.of_operator(other.operator):
-            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {self.operator.name!r} and {other.operator.name!r}. Absorb the tokens again into Memory.empty of this one.")
+            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one.")
 
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""

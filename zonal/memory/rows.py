@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError
 from zonal.memory.form import Form
 from zonal.memory.spans import Part, Spanned
@@ -129,7 +130,7 @@ def _check_alike(verb: str, memories: Sequence[Any]) -> None:
         if other.form._replace(batch=1) != first.form._replace(batch=1):
             raise ArgumentError(f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} and {other.form.shown()}.")
         if not first.of_operator(other.operator):
-            raise ArgumentError(f"Memory.{verb}: all memories must belong to one operator, received {first.operator.name!r} and {other.operator.name!r}.")
+            raise ArgumentError(f"Memory.{verb}: all memories must belong to one operator, received {apart(first.operator, other.operator)}.")
 
 
 def _joined_rows(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
