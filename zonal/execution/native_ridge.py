@@ -9,6 +9,7 @@ from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.execution.native_sums import Runner, places_of
 from zonal.kernels import ridge_ops, transforms
 from zonal.kernels.cpp import build, library, ridge_library
 from zonal.kernels.cpp.ridge_library import Before
@@ -66,30 +67,54 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
 
     NonFiniteError where G + rho I is not positive definite; on CUDA, where that would wait for the device, such rows are NaN.
     """
-    bound, seen, anchor = call.bound, call.visibility, call.bound.anchor
+    seen, anchor = call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
-    raw = call.raw
-    clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
-    if clipped is None or raw is None:
+    clipped, (q, k, v) = _clipped(call), call.tokens if call.raw is None else call.raw[:3]
+    if clipped is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
-    else:
-        q, k, v = raw[:3]
-    factor = anchor.output_scale(bound.anchor_params, bound.heads)
-    scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64, device=q.device)
-    if factor is not None:  # the read-out is linear in its query
-        scale = scale * factor
+    scale, rho, powers = _numbers(call, anchor, clipped)
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
-    powers = list(anchor.powers(bound.heads))
-    documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
-    rho, mask, start = anchor.ridge(bound.anchor_params, bound.kv_heads), seen.key_mask, seen.segment_start if seen.packed else None
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), powers, clipped.limit or 0.0)
+        y, _ = ridge_library.forward(q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)
     else:
-        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
+        documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
+        start = seen.segment_start if seen.packed else None
+        y, _ = ridge_ops.ridge(q, k, v, scale, rho, seen.key_mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 
 
-__all__ = ["chunked", "cuda_refusal", "refusal"]
+def _clipped(call: Call) -> Clipped | None:
+    """The score as the kernel computes it from raw queries and keys, or None: it gets prepared ones."""
+    return None if call.raw is None else call.bound.score.clipped(call.head_dim, call.raw.scale)
+
+
+def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, list[int]]:
+    """Of each query head what its queries are multiplied by (H,), of each key head the ridge (Hkv,), and the powers (H,)."""
+    bound = call.bound
+    factor = anchor.output_scale(bound.anchor_params, bound.heads)
+    scale = torch.full((bound.heads,), clipped.scale, dtype=torch.float64, device=call.device)
+    if factor is not None:  # the read-out is linear in its query
+        scale = scale * factor
+    return scale, anchor.ridge(bound.anchor_params, bound.kv_heads), list(anchor.powers(bound.heads))
+
+
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    clipped, anchor = _clipped(call), call.bound.anchor
+    if clipped is None or call.raw is None:
+        return None
+    assert isinstance(anchor, Ridge)
+    limit, seen = clipped.limit or 0.0, places_of(call.visibility, call.raw.k.shape[2])
+    scale, rho, powers = _numbers(call, anchor, clipped)
+    scale, rho = scale.float().contiguous(), rho.double().contiguous()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ridge_library.forward(q, k, v, scale, rho, seen, Before(), powers, limit)[0]
+
+    return run
+
+
+__all__ = ["chunked", "cuda_refusal", "refusal", "runner"]

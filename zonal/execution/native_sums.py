@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,8 @@ from zonal.kernels.sums_spec import SumsSpec
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
+
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(call: Call, kind: str | None = None) -> str | None:
@@ -115,7 +118,7 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     key_bias = call.key_bias
     if placed is not None:
         fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
-    spec = spec_of(call, code, features, fused, memory is not None)
+    spec = _spec(call, code, features, fused, memory is not None)
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
@@ -124,17 +127,17 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if not tracked and not transforms.active() and native.plain(q, k, v):
         y, _, final, _ = sums_library.forward(
-            q, k, v, scale, *numbers(call, code), _places(seen, mask, k.shape[2]), initial, before, call.log_decay, key_bias, spec
+            q, k, v, scale, *_numbers(call, code), places_of(seen, k.shape[2]), initial, before, call.log_decay, key_bias, spec
         )
     else:
         y, _, final, _ = sums_ops.feature_sums(
-            q, k, v, scale, *numbers(call, code), initial, call.log_decay, key_bias, mask, seen.lo, seen.hi,
+            q, k, v, scale, *_numbers(call, code), initial, call.log_decay, key_bias, mask, seen.lo, seen.hi,
             seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0],
         )  # fmt: skip
     return call.scaled(y), final
 
 
-def numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
+def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
     heads, link = call.shape[1], call.bound.link
     rows = call.coefficients.flatten(1).T.expand(heads, -1)
@@ -143,25 +146,43 @@ def numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     return rows, link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
 
 
-def spec_of(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
-    """The kernel's rules for a call. keeps: whether it leaves a state."""
+def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
     anchor = call.bound.anchor
     kind = "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw"  # type: ignore[attr-defined]
     return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, call.tags.positive)
 
 
-def _places(seen: Visibility, mask: Tensor | None, keys: int) -> Places:
+def places_of(seen: Visibility, keys: int) -> Places:
     """Who sees whom of the first ``keys``; kept from call to call where it follows from the call's shape."""
-    if mask is None and seen.rule is not None:
-        return kept_places(seen.rule, keys)
+    if seen.key_mask is None and seen.rule is not None:
+        return _kept_places(seen.rule, keys)
+    mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
     return sums_library.places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
 
 
 @functools.lru_cache(maxsize=8)
-def kept_places(rule: Rule, keys: int) -> Places:
-    """Who sees whom by a rule among so many keys."""
+def _kept_places(rule: Rule, keys: int) -> Places:
     found = intervals_of(*rule)
     return sums_library.places(None, found.lo, found.hi, None, keys)
 
 
-__all__ = ["chunked", "cuda_refusal", "kept_places", "numbers", "refusal", "spec_of"]
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    bound, raw = call.bound, call.raw
+    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
+    if raw is None or fused is None or call.log_decay is not None or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None:
+        return None
+    code, features = native.code_of(bound.link), feature_map(bound.link)
+    assert code is not None
+    assert features is not None
+    scale = fused.scale.float().contiguous() if isinstance(fused.scale, Tensor) else torch.full((bound.heads,), fused.scale)
+    rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
+    seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
+
+    return run
+
+
+__all__ = ["chunked", "cuda_refusal", "places_of", "refusal", "runner"]

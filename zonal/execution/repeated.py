@@ -1,5 +1,5 @@
 """Calls without gradients, masks and memory that run as they ran before: to prepare and to plan a thousand tokens takes a good part of the
-time that the kernel for sums over features runs."""
+time that the compiled kernels of the chunked path run."""
 
 import os
 from typing import NamedTuple
@@ -8,28 +8,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from zonal.algebra.operator import Bound, Operator
-from zonal.execution import calibration, native, native_sums
+from zonal.algebra.operator import Operator
+from zonal.execution import calibration, native, native_ridge, native_sums
 from zonal.execution.call import Call
 from zonal.execution.constants import Constants
-from zonal.features import feature_map
-from zonal.kernels.cpp import sums_library
-from zonal.kernels.cpp.sums_library import Places
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.execution.learned import Learned
+from zonal.execution.native_sums import Runner
 
 _KEPT = 64  # calls of an operator
 
 
 class _Kept(NamedTuple):
-    """What a call without gradients, masks and memory ran with, and the operator's coefficients that it follows from.
+    """A call that may run again. planned: the constants by which the planner chose the path; None: it was asked for."""
 
-    fixed: the operator has learned nothing. planned: the constants by which the planner chose the path; None: it was asked for.
-    """
-
-    bound: Bound
-    numbers: tuple[Tensor, Tensor, Tensor, Places]
-    spec: SumsSpec
-    fixed: bool
+    run: Runner
+    learned: Learned
     planned: Constants | None
 
 
@@ -45,26 +38,20 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def keep(call: Call, scale: float | None, planned: Constants | None) -> None:
     """From now on calls like this one, which has run chunked without masks and memory, may run ``again``."""
-    bound, raw, seen = call.bound, call.raw, call.visibility
-    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, scale)
-    if raw is None or fused is None or isinstance(fused.scale, Tensor) or not _plain(*raw[:3]) or native_sums.refusal(call) is not None:
+    if call.raw is None or not _plain(*call.raw[:3]) or call.visibility.rule is None:
         return
-    if call.log_decay is not None or seen.rule is None or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None:
+    learned, kernel = Learned(call.operator), native_ridge if call.tags.solves else native_sums
+    if (torch.is_grad_enabled() and not learned.nothing) or kernel.refusal(call) is not None:
         return
-    code, features, operator = native.code_of(bound.link), feature_map(bound.link), call.operator
-    fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
-    if not fixed and torch.is_grad_enabled():
+    with torch.inference_mode(False), torch.no_grad():
+        run = kernel.runner(call)
+    if run is None:
         return
-    assert code is not None
-    assert features is not None
-    known = _kept.setdefault(operator, {})
+    known = _kept.setdefault(call.operator, {})
     if len(known) >= _KEPT:
         known.clear()
-    with torch.inference_mode(False), torch.no_grad():
-        rows, monomials = (x.float().contiguous() for x in native_sums.numbers(call, code))
-        numbers = torch.full((bound.heads,), fused.scale), rows, monomials, native_sums.kept_places(seen.rule, raw.k.shape[2])
-    key = (raw.q.shape, raw.k.shape, raw.v.shape, call.causal, scale, planned is not None)
-    known[key] = _Kept(bound, numbers, native_sums.spec_of(call, code, features, fused, False), fixed, planned)
+    q, k, v = call.raw[:3]
+    known[(q.shape, k.shape, v.shape, call.causal, scale, planned is not None)] = _Kept(run, learned, planned)
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, scale: float | None, chosen: bool) -> Tensor | None:
@@ -76,9 +63,9 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, sca
     kept = None if known is None or not _plain(q, k, v) else known.get((q.shape, k.shape, v.shape, causal, scale, chosen))
     if kept is None or os.environ.get(native.VARIABLE) == "off" or (chosen and calibration.constants_for(q.device) is not kept.planned):
         return None
-    if not kept.fixed and (torch.is_grad_enabled() or operator.bind(kept.bound.heads, kept.bound.kv_heads).coefficients is not kept.bound.coefficients):
+    if not kept.learned.nothing and (torch.is_grad_enabled() or not kept.learned.stands(operator)):
         return None
-    return sums_library.forward(q, k, v, *kept.numbers, None, None, None, None, kept.spec)[0]
+    return kept.run(q, k, v)
 
 
 __all__ = ["again", "keep"]

@@ -8,6 +8,7 @@ from torch import Tensor
 from zonal.errors import PathError
 from zonal.kernels.cpp import ridge_library
 from zonal.kernels.cpp.ridge_library import Before, Gradients
+from zonal.kernels.cpp.sums_library import places
 
 
 @torch.library.custom_op("zonal::ridge", mutates_args=(), device_types="cpu")
@@ -15,9 +16,10 @@ def ridge(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
     gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, documents: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, which documents of which key heads ran in float64); arguments as in ``ridge_library.forward``, rho the ridge, gram to last the
+    """(y, which documents of which key heads ran in float64); arguments as in ``ridge_library.forward``, who sees whom as ``places`` takes it, rho the ridge, gram to last the
     memory before the first key. Gradients flow from y to q, k, v, scale, rho and the memory. documents: how many ``segment_start`` has."""
-    return ridge_library.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit)
+    seen = places(key_mask, lo, hi, segment_start, k.shape[2])
+    return ridge_library.forward(q, k, v, scale, rho, seen, Before(gram, cross, shift, last), powers, limit)
 
 
 @ridge.register_kernel("cuda")
@@ -47,9 +49,8 @@ def ridge_backward(
     segment_start: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None, last: Tensor | None, powers: list[int], limit: float, started: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, scale, rho, gram, cross, shift and last; the last four empty where they are not asked for."""
-    found = ridge_library.backward(
-        dy, q, k, v, scale, rho, doubled, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers, limit, started
-    )  # fmt: skip
+    seen = places(key_mask, lo, hi, segment_start, k.shape[2])
+    found = ridge_library.backward(dy, q, k, v, scale, rho, doubled, seen, Before(gram, cross, shift, last), powers, limit, started)
     return _typed(found, q, k, v, scale, rho, Before(gram, cross, shift, last))
 
 

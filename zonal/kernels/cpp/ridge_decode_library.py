@@ -59,8 +59,9 @@ def step(
         q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
         at = (q.stride(), k.stride(), v.stride())
     before = Sums(*(None if x is None else x.contiguous() for x in before))  # type: ignore[arg-type]
-    y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+    # first of all, in the place that the sums before the last ones have left: a small y there would push all of them to new pages
     after = Sums(*(None if x is None else torch.empty_like(x) for x in before))  # type: ignore[arg-type]
+    y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
     packed = _STEP.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], batch, heads, kv_heads, tokens, dim, value_dim, before.shift is not None,
         q.dtype == torch.bfloat16, include_self, limit, scale.data_ptr(), powers.data_ptr(), *map(_address, before), *map(_address, after), count, padding.data_ptr(), y.data_ptr(),

@@ -150,11 +150,11 @@ class _Arguments:
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
         table = tables(spec.degree, spec.lowest, dim)
         running = None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
-        favour = None if key_bias is None else _plain(key_bias.double().exp(), torch.float32)
+        favour = None if key_bias is None else plain(key_bias.double().exp(), torch.float32)
         small = (scale, coefficients, monomials)
         tensors = (
-            q, k, v, *(_plain(x, torch.float32) for x in small), table.squares, table.roots, running, favour, *(getattr(table, name) for name in _OF_MAP), *seen,
-            None if initial is None else _plain(initial, torch.float32), None if before is None else _plain(before, torch.float64),
+            q, k, v, *(plain(x, torch.float32) for x in small), table.squares, table.roots, running, favour, *(getattr(table, name) for name in _OF_MAP), *seen,
+            None if initial is None else plain(initial, torch.float32), None if before is None else plain(before, torch.float64),
         )  # fmt: skip
         sizes = (
             batch, heads, k.shape[1], queries, keys, dim, value_dim, table.left.shape[0], table.low_left.shape[0], monomials.shape[1],
@@ -171,7 +171,8 @@ class _Arguments:
             self.kept.append(x)
 
 
-def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as the kernels read small tensors: contiguous, of one type."""
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
@@ -311,4 +312,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "state_shape", "tables"]
+__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "plain", "state_shape", "tables"]
