@@ -19,7 +19,8 @@ def ridge(
     """(y, which documents of which key heads ran in float64); arguments as in ``ridge_library.forward``, who sees whom as ``places`` takes it, rho the ridge, gram to last the
     memory before the first key. Gradients flow from y to q, k, v, scale, rho and the memory. documents: how many ``segment_start`` has."""
     seen = places(key_mask, lo, hi, segment_start, k.shape[2])
-    return ridge_library.forward(q, k, v, scale, rho, seen, Before(gram, cross, shift, last), powers, limit)
+    y, outcome = ridge_library.forward(q, k, v, scale, rho, seen, Before(gram, cross, shift, last), powers, limit)
+    return y, (outcome == ridge_library.DOUBLE).view(*k.shape[:2], -1)
 
 
 @ridge.register_kernel("cuda")

@@ -442,7 +442,6 @@ struct Walk {
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
-      finite = finite && std::isfinite(dot(v, v, P));
       if (s + BLOCK < task.spans.back().to) {
         fetch(task.key(s + BLOCK), r);
         fetch(task.value(s + BLOCK), P);
@@ -450,6 +449,9 @@ struct Walk {
     }
     std::memset(keys + (n + 1) * rw, 0, sizeof(F) * (BLOCK - n) * rw);
     std::memset(values + n * Pw, 0, sizeof(F) * (BLOCK - n) * Pw);
+    typename Lane<F>::Vector nothing = {};  // NaN times nothing is NaN, and so is infinity
+    for (int64_t i = 0; i < n * Pw; i += l) nothing += at(values + i) * F(0);
+    for (int i = 0; i < l; ++i) finite = finite && nothing[i] == 0;
     if (!across) return;
     turn(keys + rw, rw, BLOCK, r, keys_t, BLOCK);
     if (c.power > 0) turn(keys, rw, BLOCK, r, earlier_t, BLOCK);

@@ -20,7 +20,7 @@ CODE = FORMULAS["identity"]
 _INPUTS = ("q", "k", "v", "scale", "ridge", "powers", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
 _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "segments", "by_batch", "power")
 _RESULTS = ("y", "outcome", "dy", "dq", "dk", "dv", "dscale", "dridge", "dgram", "dcross", "dshift", "dlast")
-_GOOD, _DOUBLE, _INDEFINITE = range(3)
+_GOOD, DOUBLE, _INDEFINITE = range(3)
 
 
 class _Strides(ctypes.Structure):
@@ -82,7 +82,7 @@ class _Arguments:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
 ) -> tuple[Tensor, Tensor]:
-    """(y (B, H, T, P) float32, bool (B, Hkv, documents): which of them ran in float64, because float32 would have lost three digits).
+    """(y (B, H, T, P) float32, int32 (B * Hkv * documents,): ``DOUBLE`` for those that ran in float64, because float32 would have lost three digits).
 
     y_t = C_t P_t (M_t P_t)^powers_h scale_h q_t over the keys that each query sees, P = (G + ridge I)^-1; keys longer than ``limit``
     are shortened to it (0: none are). scale (H,), ridge (Hkv,).
@@ -95,9 +95,9 @@ def forward(
     outcome = torch.zeros(arguments.tasks, dtype=torch.int32)
     arguments.point({"y": y, "outcome": outcome})
     _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments)
-    if bool((outcome == _INDEFINITE).any()):
+    if outcome.numel() and int(outcome.max()) == _INDEFINITE:
         raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
-    return y, (outcome == _DOUBLE).view(batch, k.shape[1], -1)
+    return y, outcome
 
 
 class Gradients(NamedTuple):
@@ -115,7 +115,7 @@ def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, doubled: Tensor, seen: Places, before: Before, powers: Sequence[int],
     limit: float, started: bool,
 ) -> Gradients:  # fmt: skip
-    """The gradients of ``forward``, where ``doubled`` is its second result. started: whether the memory gets some."""
+    """The gradients of ``forward``, where ``doubled``, bool (B, Hkv, documents), tells which ran in float64. started: whether the memory gets some."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
     memory = Before(*(torch.zeros(x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
@@ -124,7 +124,7 @@ def backward(
     dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     arguments.point(
         {
-            "outcome": torch.where(doubled, _DOUBLE, _GOOD).to(torch.int32).contiguous(), "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv,
+            "outcome": torch.where(doubled, DOUBLE, _GOOD).to(torch.int32).contiguous(), "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv,
             "dscale": dscale, "dridge": dridge, **{f"d{name}": x for name, x in memory._asdict().items()},
         }
     )  # fmt: skip
@@ -139,4 +139,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["CODE", "SOURCE", "Before", "Gradients", "backward", "forward"]
+__all__ = ["CODE", "DOUBLE", "SOURCE", "Before", "Gradients", "backward", "forward"]
