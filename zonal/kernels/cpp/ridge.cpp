@@ -866,9 +866,11 @@ extern "C" {
 
 int64_t zonal_version() { return 5; }
 
-// Returns 0, or 1 when memory ran out.
+// Returns 0, 1 when memory ran out, or 2 where a matrix that is inverted is not positive definite or not a number.
 int zonal_ridge_forward(const Ridge* call) {
-  return each_task(*call, [&](int64_t i, Scratch& room) { forward_task(*call, i, room); });
+  if (each_task(*call, [&](int64_t i, Scratch& room) { forward_task(*call, i, room); })) return 1;
+  const int64_t tasks = call->B * call->Hkv * call->segments;
+  return std::find(call->outcome, call->outcome + tasks, INDEFINITE) == call->outcome + tasks ? 0 : 2;
 }
 
 // Returns 0, or 1 when memory ran out. outcome: as forward left it.

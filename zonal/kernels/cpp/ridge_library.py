@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,10 +92,9 @@ def forward(
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3])
     arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
-    outcome = torch.zeros(arguments.tasks, dtype=torch.int32)
+    outcome = torch.empty(arguments.tasks, dtype=torch.int32)
     arguments.point({"y": y, "outcome": outcome})
-    _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments)
-    if outcome.numel() and int(outcome.max()) == _INDEFINITE:
+    if _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments) == _INDEFINITE:
         raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
     return y, outcome
 
@@ -134,9 +133,11 @@ def backward(
     )
 
 
-def _run(function: object, arguments: _Arguments) -> None:
-    if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
+def _run(function: Callable[..., int], arguments: _Arguments) -> int:
+    code = function(ctypes.byref(arguments.call))
+    if code == 1:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+    return code
 
 
 __all__ = ["CODE", "DOUBLE", "SOURCE", "Before", "Gradients", "backward", "forward"]
