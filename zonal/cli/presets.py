@@ -169,7 +169,7 @@ PRESETS: dict[str, Preset] = {
     "echo-table2": Preset(
         "length generalisation of the Echo paper: one needle in 64 to 4096 tokens after training at 64",
         {label: _MODELS[label] for label in _LENGTH_MODELS},
-        "3", "5e-3", TaskOptions(task="mixed-needle"), _TRANSFER_MODEL, _TRANSFER,
+        "3", "2e-3,5e-3", TaskOptions(task="mixed-needle"), _TRANSFER_MODEL, _TRANSFER,
         Published(_SOURCE, (_TABLE_2,), _TRANSFER_RECIPE, (_FORMATS, _UNTRAINED)),
     ),
     "echo-table3": Preset(
