@@ -5,7 +5,7 @@ is a prepared key. For ``bilinear`` scores the pairing is a plain dot product of
 maps and the ridge statistics need.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -57,6 +57,11 @@ class Score(Declaration):
     @property
     def keeps_keys(self) -> bool:
         """Whether a prepared key is the key as it came: it then loses nothing when it is kept in the type it came in."""
+        return False
+
+    @property
+    def one_map(self) -> bool:
+        """Whether a layer makes queries and keys with one map."""
         return False
 
     def width(self, dim: int) -> int:
@@ -222,40 +227,72 @@ class Cosine(Score):
 
 @dataclass(frozen=True)
 class NegativeDistance(Score):
-    """S_ts = -d(q_t, k_s) / temperature for a metric d."""
+    """S_ts = -d(q_t, k_s) / temperature [+ dot q_t . k_s] for a metric d, which may learn.
+
+    dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior exp(dot |k|^2 / 2) and a
+    constant a row, and runs as what it is. shared_witness: a layer makes queries with the keys' map (a call takes q and k as they come).
+    """
 
     metric: Metric = Euclidean()
     temperature: float = 1.0
+    dot: float | None = None
+    shared_witness: bool = False
 
     @property
     def keeps_keys(self) -> bool:
         return True
 
+    @property
+    def one_map(self) -> bool:
+        return self.shared_witness
+
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
 
+    def initial(self) -> dict[str, Tensor]:
+        return self.metric.initial()
+
+    def sized(self, dim: int, heads: int) -> "NegativeDistance":
+        return replace(self, metric=self.metric.sized(dim))
+
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
-        return q
+        return self.metric.query(q, params)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return k
 
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        return self.metric.query(k, params)
+
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.metric.pair(q, k) / -self.temperature
+        score = self.metric.pair(q, k) / -self.temperature
+        return score if self.dot is None else score + self._product(q, k)
+
+    def _product(self, q: Tensor, k: Tensor) -> Tensor:
+        assert self.dot is not None
+        return self.dot * q[..., q.shape[-1] - k.shape[-1] :] @ k.mT
 
     @property
     def lift(self) -> Lift | None:
-        return self.metric.lift(self.temperature)
+        return self.metric.lift(self.temperature) if self.dot is None else None
 
     def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.metric.lifted(q, k)
 
     def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return self.metric.pair_vjp(q, k, score * -self.temperature, grad / -self.temperature)
+        if self.dot is not None:
+            score = score - self._product(q, k)
+        dq, dk = self.metric.pair_vjp(q, k, score * -self.temperature, grad / -self.temperature)
+        if self.dot is not None:
+            learned = q.shape[-1] - k.shape[-1]  # what the metric put before the query
+            dq = dq + F.pad(self.dot * grad @ k, (learned, 0))
+            dk = dk + self.dot * grad.mT @ q[..., learned:]
+        return dq, dk
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "score", f"evidence falls with the {type(self.metric).__name__} distance of query and key"),)
+        beside = "" if self.dot is None else ", beside a dot product"
+        return (Move("assumed", "score", f"evidence falls with the {type(self.metric).__name__} distance of query and key{beside}"), *self.metric.moves())
 
 
 SCORES: dict[str, type[Declaration]] = {"Dot": Dot, "Cosine": Cosine, "NegativeDistance": NegativeDistance}

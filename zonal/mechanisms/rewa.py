@@ -1,0 +1,47 @@
+"""REWA, geometric: attention by distance on a product of a plane, a sphere and a hyperbolic space.
+
+log K_ts = -(alpha E(q_1, k_1) + beta S(q_2, k_2) + gamma H(q_3, k_3)) / tau,   q = (q_1, q_2, q_3), k likewise,
+
+with E, S, H the three distances and weights alpha, beta, gamma > 0 learned a head; rows divided by their sum.
+Cost: T S (D + P) multiply-adds and about thirty operations a pair; memory of a decoder: all keys and values. Paper: REWA (004).
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Exp
+from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere
+from zonal.algebra.prior import Prior
+from zonal.algebra.score import NegativeDistance
+
+
+def rewa(
+    parts: tuple[int, ...] | None = None,
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+    gates: tuple[float, ...] | None = None,
+    temperature: float = 1.0,
+    dot: float | None = None,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Distance score on R^m x S^(n-1) x H^p, exp link, row anchor.
+
+    parts: (m, n, p) with m + n + p = D, a part of 0 leaving its space out; None = thirds, the plane taking what is left over.
+    weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for numbers from N(0, 1).
+    temperature: tau. dot: the factor of a dot product of whole q and k beside the distances (``score.NegativeDistance``).
+    shared_witness: one map makes queries and keys, as in the paper; each token is then nearest to itself, always.
+    eps: where distances become smooth.
+
+    Raises: ArgumentError for parts, weights or gates that are not three, or no parts at all.
+    """
+    spaces: tuple[Metric, ...] = (Euclidean(eps), Sphere(eps), Hyperbolic(eps, scale=None))
+    for name, values in (("parts", parts), ("weights", weights), ("gates", gates)):
+        require(values is None or len(values) == 3, f"rewa: {name} must be three numbers, for plane, sphere and hyperbolic space, received {values}.")
+    kept = [i for i in range(3) if parts is None or parts[i] != 0]
+    require(len(kept) > 0, f"rewa: a part of at least one number is required, received {parts}.")
+    metric = Product(
+        tuple(spaces[i] for i in kept), None if parts is None else tuple(parts[i] for i in kept), tuple(weights[i] for i in kept),
+        None if gates is None else tuple(gates[i] for i in kept),
+    )  # fmt: skip
+    return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa")
