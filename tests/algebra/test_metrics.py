@@ -238,7 +238,8 @@ def test_a_product_learns_its_weights() -> None:
     """One weight a head and factor; a closed gate is exactly zero, opens by its gradient, and never falls below."""
     metric = Product(gates=(0.0, 1.0, 0.5), weights=(2.0, 1.0, 0.25))
     operator = zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row()).for_heads(4, dim=9).double()
-    assert operator.score.metric.sizes == (3, 3, 3)  # type: ignore[attr-defined]
+    assert metric.parts(9) == (3, 3, 3)
+    assert metric.parts(11) == (5, 3, 3)
     params = operator.bind(4, 4).score_params
     assert torch.allclose(metric.head_weights(params, torch.zeros((), dtype=torch.float64)), torch.tensor([[0.0, 1.0, 0.125]], dtype=torch.float64).expand(4, 3), atol=1e-7)
     q, k = (torch.randn(1, 4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))

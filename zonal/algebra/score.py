@@ -5,7 +5,7 @@ is a prepared key. For ``bilinear`` scores the pairing is a plain dot product of
 maps and the ridge statistics need.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -253,7 +253,8 @@ class NegativeDistance(Score):
         return self.metric.initial()
 
     def sized(self, dim: int, heads: int) -> "NegativeDistance":
-        return replace(self, metric=self.metric.sized(dim))
+        self.metric.check(dim)
+        return self
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")

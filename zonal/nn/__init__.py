@@ -1,5 +1,6 @@
 """Layers: attention with any operator, Mamba-2 and Mamba-3, norms, rotary positions, the short convolution, feed-forward layers and the block."""
 
+from zonal.nn import rewa
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block
 from zonal.nn.convolution import ShortConvolution
@@ -15,5 +16,5 @@ from zonal.nn.rotary import Rotary
 
 __all__ = [
     "Attention", "Block", "CGLift", "Draws", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "RMSNorm", "Rotary", "ShortConvolution",
-    "SwiGLU", "TokenMixer",
+    "SwiGLU", "TokenMixer", "rewa",
 ]  # fmt: skip

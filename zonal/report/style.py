@@ -35,6 +35,7 @@ LOOKS = (
     Look("#3b3fbf", "#9aa0ff", "triangle-left", "dashdot"),
     Look("#a8382c", "#f19a90", "triangle-right", "dashdot"),
     Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot"),
+    Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot"),
 )
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
@@ -53,6 +54,7 @@ _KNOWN = {
     "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
     "performer": (13, "Performer", "softmax by positive random features; constant memory."),
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
+    "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}

@@ -33,9 +33,8 @@ class Metric(Declaration):
         """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""
         return 1.0
 
-    def sized(self, dim: int) -> "Metric":
-        """The metric for points of ``dim`` numbers, where that had been left open."""
-        return self
+    def check(self, dim: int) -> None:
+        """Raise ArgumentError when points cannot have ``dim`` numbers."""
 
     def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
         """Query points (B, H, T, D) as ``pair`` takes them, with what was learned."""

@@ -1,7 +1,7 @@
 """A weighted sum of metrics, each on its own part of a vector, with weights that are learned a head."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,8 +78,9 @@ class Product(Metric):
         )
         return self.sizes
 
-    def sized(self, dim: int) -> "Product":
-        return replace(self, sizes=self.parts(dim))
+    def check(self, dim: int) -> None:
+        for factor, size in zip(self.factors, self.parts(dim), strict=True):
+            factor.check(size)
 
     def _start(self) -> tuple[float, ...]:
         return self.weights or tuple(1.0 for _ in self.factors)
