@@ -9,7 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zonal
-from zonal.algebra.metric import METRICS, Euclidean, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean, from_ball, to_ball
+from zonal.algebra.metric import (
+    METRICS,
+    Euclidean,
+    HilbertSchmidt,
+    Hyperbolic,
+    Metric,
+    Product,
+    Sphere,
+    SquaredEuclidean,
+    from_ball,
+    to_ball,
+)
 from zonal.algebra.score import NegativeDistance
 from zonal.errors import ArgumentError
 
@@ -55,7 +66,8 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
 
 
 def test_every_metric_is_tested() -> None:
-    assert {type(metric) for metric in KINDS} == set(METRICS.values())
+    # matrices are points of m^2 numbers, and otherwise Euclidean
+    assert {type(metric) for metric in KINDS} | {HilbertSchmidt} == set(METRICS.values())
 
 
 @pytest.mark.parametrize("metric", KINDS, ids=str)
@@ -273,3 +285,20 @@ def test_a_product_learns_its_weights() -> None:
 def test_errors_name_what_is_required(make: object, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         make()  # type: ignore[operator]
+
+
+def test_matrices_are_points() -> None:
+    """The Hilbert-Schmidt distance: by its definition, in tiles, and by the dot product of kernels."""
+    metric = HilbertSchmidt(eps=0.01)
+    q, k = (torch.randn(1, 2, n, 9, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (5, 7))
+    a, b = q.unflatten(-1, (3, 3)), k.unflatten(-1, (3, 3))
+    expected = (torch.linalg.matrix_norm(a[:, :, :, None] - b[:, :, None]).square() + 1e-4).sqrt() - 0.01
+    d = metric.pair(q, k)
+    assert torch.allclose(d, expected, atol=1e-12)
+    grad = torch.randn(d.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(metric.pair_vjp(q.detach(), k.detach(), d.detach(), grad), torch.autograd.grad((expected * grad).sum(), (q, k)), strict=True):
+        assert torch.allclose(one, other, atol=1e-10)
+    operator = zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row())
+    v = torch.randn(1, 2, 7, 4)
+    low = [x.detach().float() for x in (q, k)]
+    assert torch.allclose(zonal.attention(*low, v, operator, path="tiled"), zonal.attention(*low, v, operator, path="dense"), atol=1e-5)

@@ -1,4 +1,4 @@
-"""REWA, geometric: attention by distance on a product of a plane, a sphere and a hyperbolic space.
+"""REWA: attention by distance on a product of a plane, a sphere and a hyperbolic space.
 
 log K_ts = -(alpha E(q_1, k_1) + beta S(q_2, k_2) + gamma H(q_3, k_3)) / tau,   q = (q_1, q_2, q_3), k likewise,
 
@@ -6,13 +6,17 @@ with E, S, H the three distances and weights alpha, beta, gamma > 0 learned a he
 Cost: T S (D + P) multiply-adds and about thirty operations a pair; memory of a decoder: all keys and values. Paper: REWA (004).
 """
 
+from typing import Literal
+
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
 from zonal.algebra.declaration import require
-from zonal.algebra.link import Exp
+from zonal.algebra.link import Exp, Identity
 from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere
 from zonal.algebra.prior import Prior
-from zonal.algebra.score import NegativeDistance
+from zonal.algebra.score import NegativeDistance, OperatorPath
+from zonal.features import Features, Stationary
+from zonal.features.stationary import Stationarity
 
 
 def rewa(
@@ -45,3 +49,49 @@ def rewa(
         None if gates is None else tuple(gates[i] for i in kept),
     )  # fmt: skip
     return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa")
+
+
+def rewa_operator(
+    relations: int = 0,
+    rank: int | None = None,
+    size: int | None = None,
+    temperature: float | None = None,
+    shared_witness: bool = False,
+    seed: int = 0,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Tokens as m x m operators: exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)) along n learned relations, row anchor.
+
+    size: m; a layer then makes queries and keys of the size that it takes. The rest as in ``score.OperatorPath``. Both run as dot products.
+    """
+    dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
+    score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness)
+    return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
+
+
+def rewa_functional(
+    size: int = 64,
+    kappa: Stationarity = "gaussian",
+    form: Literal["softmax", "linear"] = "softmax",
+    temperature: float = 0.25,
+    width: float | None = None,
+    smoothness: float = 1.5,
+    orthogonal: bool = True,
+    learn: bool = False,
+    dim: int | None = None,
+    seed: int = 0,
+) -> Operator:
+    """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) . phi(k) of positive ones in linear time; row anchor.
+
+    size: number of features. kappa: the kernel that phi . phi stands for, ``gaussian``, ``laplacian`` or ``matern``. form: ``softmax`` of signed
+    features, or ``linear`` in positive ones. temperature: tau, of softmax. learn: train the frequencies. The rest as in ``features.Stationary`` and ``Features``.
+
+    Raises: ArgumentError for names and sizes that do not fit.
+    """
+    require(form in ("softmax", "linear"), f"rewa_functional: form must be softmax or linear, received {form!r}.")
+    require(temperature > 0, f"rewa_functional: temperature must be > 0, received {temperature}.")
+    signed = form == "softmax"
+    score = Features(
+        Stationary(size, kappa, width, smoothness, orthogonal, learn, signed), dim=dim, seed=seed, temperature=temperature if signed else 1.0
+    )
+    return Operator(score, Exp() if signed else Identity(), Row(), name="rewa_functional")

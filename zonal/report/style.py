@@ -36,6 +36,8 @@ LOOKS = (
     Look("#a8382c", "#f19a90", "triangle-right", "dashdot"),
     Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot"),
     Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot"),
+    Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot"),
+    Look("#a3195b", "#f58ab8", "triangle-se", "dot"),
 )
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
@@ -55,6 +57,8 @@ _KNOWN = {
     "performer": (13, "Performer", "softmax by positive random features; constant memory."),
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
     "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
+    "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
+    "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}

@@ -1,5 +1,6 @@
 """The straight metrics: a distance and its square."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,4 +93,37 @@ class SquaredEuclidean(Metric):
         return _squares_lifted(q, k)
 
 
-__all__ = ["Euclidean", "SquaredEuclidean"]
+@dataclass(frozen=True)
+class HilbertSchmidt(Metric):
+    """d(A, B) = |A - B|, the root of the sum of squared entries, smooth as ``Euclidean``: points are m x m matrices row by row, D = m^2.
+
+    Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no square matrices.
+    """
+
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require(self.eps > 0, f"HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+
+    def check(self, dim: int) -> None:
+        require(math.isqrt(dim) ** 2 == dim and dim > 0, f"metric.HilbertSchmidt: points of m^2 numbers are required, received {dim}.")
+
+    def typical(self, dim: int) -> float:
+        return (2 * dim) ** 0.5
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        self.check(k.shape[-1])
+        return Euclidean(self.eps).pair(q, k)
+
+    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return Euclidean(self.eps).pair_vjp(q, k, distance, grad)
+
+    def lift(self, temperature: float) -> Lift:
+        return Euclidean(self.eps).lift(temperature)
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(k.shape[-1])
+        return _squares_lifted(q, k)
+
+
+__all__ = ["Euclidean", "HilbertSchmidt", "SquaredEuclidean"]
