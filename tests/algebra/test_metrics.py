@@ -12,8 +12,11 @@ import zonal
 from zonal.algebra.metric import (
     METRICS,
     Euclidean,
+    Fidelity,
+    FisherRao,
     HilbertSchmidt,
     Hyperbolic,
+    LeCam,
     Metric,
     Product,
     Sphere,
@@ -30,8 +33,9 @@ PRODUCTS: list[Metric] = [
     Product((Sphere(), Sphere(eps=0.1)), sizes=(2, 3), weights=(0.5, 2.0), normalise=False),
     Product((Euclidean(), Hyperbolic()), sizes=(4, 1), learn=False),
 ]
+INFORMATION: list[Metric] = [FisherRao(), LeCam(), LeCam(eps=0.1), Fidelity(), Fidelity(eps=0.01)]
 LIFTED: list[Metric] = [Euclidean(), Euclidean(eps=0.3), SquaredEuclidean()]
-KINDS: list[Metric] = [*LIFTED, *CURVED, *PRODUCTS]
+KINDS: list[Metric] = [*LIFTED, *CURVED, *INFORMATION, *PRODUCTS]
 
 
 def points(queries: int = 7, keys: int = 9, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,15 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
         return square
     if isinstance(metric, Euclidean):
         return (square + metric.eps**2).sqrt() - metric.eps
+    if isinstance(metric, FisherRao):
+        return 2 * plain(Sphere(metric.eps), q.softmax(-1).sqrt(), k.softmax(-1).sqrt())
+    if isinstance(metric, LeCam):
+        p, r = a.softmax(-1), b.softmax(-1)
+        return (((p - r).square() / (p + r)).sum(-1) + metric.eps**2).sqrt() - metric.eps
     u, v = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+    if isinstance(metric, Fidelity):  # of pure states
+        overlap = ((u * v).sum(-1).square() + metric.eps**2).sqrt() - metric.eps
+        return -((overlap.square() + metric.eps) / (1 + metric.eps)).log()
     near, far = (u - v).square().sum(-1), (u + v).square().sum(-1)
     if isinstance(metric, Sphere):
         smooth = metric.eps**2
@@ -144,7 +156,7 @@ def far_and_near(dim: int = 6) -> tuple[Tensor, Tensor]:
     return q, torch.cat([q, -q, q * 1.001, q / 3, near, torch.cat([radius * directions.flip(0) for radius in RADII]).float()])
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), Product()], ids=str)
+@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Product()], ids=str)
 def test_float32_has_five_digits(metric: Metric) -> None:
     """1e-5 of the distance, or of 1 where it is smaller, at radii from 0.01 to 30."""
     q, k = far_and_near()
@@ -202,7 +214,7 @@ def test_gradients_are_finite_everywhere(metric: Metric, dtype: torch.dtype) -> 
         assert found.abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), Product()], ids=str)
+@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Product()], ids=str)
 def test_what_a_metric_is(metric: Metric) -> None:
     """Zero on the diagonal, symmetric, and the triangle inequality up to eps."""
     x = torch.randn(1, 40, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * torch.logspace(-2, 1.4, 40, dtype=torch.float64)[:, None]
@@ -300,5 +312,48 @@ def test_matrices_are_points() -> None:
         assert torch.allclose(one, other, atol=1e-10)
     operator = zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row())
     v = torch.randn(1, 2, 7, 4)
-    low = [x.detach().float() for x in (q, k)]
-    assert torch.allclose(zonal.attention(*low, v, operator, path="tiled"), zonal.attention(*low, v, operator, path="dense"), atol=1e-5)
+    a, b = q.detach().float(), k.detach().float()
+    assert torch.allclose(zonal.attention(a, b, v, operator, path="tiled"), zonal.attention(a, b, v, operator, path="dense"), atol=1e-5)
+
+
+def test_distances_of_distributions() -> None:
+    """Fisher-Rao by its integral along the geodesic, 2 acos of Bhattacharyya's coefficient; between sqrt(2) and 2.23 times Le Cam's."""
+    x = 2 * torch.randn(60, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    p = x.softmax(-1)
+    coefficient = (p[:, None].sqrt() * p[None].sqrt()).sum(-1)
+    apart = ~torch.eye(60, dtype=torch.bool)
+    fisher, cam = FisherRao(eps=1e-7).pair(x, x), LeCam(eps=1e-7).pair(x, x)
+    assert torch.allclose(fisher[apart], 2 * coefficient[apart].acos(), atol=1e-6)
+    ratio = fisher[apart] / cam[apart]
+    assert ratio.min() > 2**0.5 - 1e-6
+    assert ratio.max() < 2.23
+    # logits so far apart that probabilities underflow
+    a, b = torch.tensor([[200.0, 0.0, -200.0]]), torch.tensor([[-200.0, 0.0, 200.0]])
+    assert LeCam().pair(a, b).item() == pytest.approx(2**0.5, abs=2e-4)
+    assert FisherRao().pair(a, b).item() == pytest.approx(math.pi, abs=1e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_fidelity_is_the_trace_of_roots(rank: int) -> None:
+    """(tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 by matrix square roots; and a gradient in tiles that autograd agrees with."""
+    q, k = (torch.randn(n, 3 * rank, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (5, 6))
+
+    def density(x: Tensor) -> Tensor:
+        a = x.unflatten(-1, (3, rank))
+        return a @ a.mT / x.square().sum()
+
+    def root(matrix: Tensor) -> Tensor:
+        value, vector = torch.linalg.eigh(matrix)
+        return vector @ (value.clamp_min(0).sqrt()[..., None] * vector.mT)
+
+    expected = torch.tensor([[root(root(density(a)) @ density(b) @ root(density(a))).trace().square() for b in k] for a in q], dtype=torch.float64)
+    assert torch.allclose((-Fidelity(rank, eps=1e-9).pair(q, k)).exp(), expected, atol=1e-6)
+    assert ((Fidelity(rank).pair(q.float(), k.float()) - Fidelity(rank).pair(q.double(), k.double())).abs() < 1e-5).all()
+    operator = zonal.Operator(NegativeDistance(Fidelity(rank)), zonal.link.Exp(), zonal.anchor.Row())
+    q, k = q[None, None].requires_grad_(), k[None, None].requires_grad_()
+    v = torch.randn(1, 1, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dense, tiled = (torch.autograd.grad(zonal.attention(q, k, v, operator, path=path).sin().sum(), (q, k)) for path in ("dense", "tiled"))
+    assert torch.allclose(dense[0], tiled[0], atol=1e-9)
+    assert torch.allclose(dense[1], tiled[1], atol=1e-9)
+    with pytest.raises(ArgumentError, match="points of m x 2 numbers are required, received 5"):
+        Fidelity(2).pair(torch.zeros(1, 5), torch.zeros(1, 5))
