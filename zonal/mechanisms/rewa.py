@@ -11,7 +11,7 @@ from typing import Literal
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
 from zonal.algebra.declaration import require
-from zonal.algebra.link import Exp, Identity
+from zonal.algebra.link import Exp, Identity, Oscillatory
 from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere
 from zonal.algebra.prior import Prior
 from zonal.algebra.score import NegativeDistance, OperatorPath
@@ -49,6 +49,27 @@ def rewa(
         None if gates is None else tuple(gates[i] for i in kept),
     )  # fmt: skip
     return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa")
+
+
+def rewa_oscillatory(
+    amplitudes: tuple[float, ...] = (1.0,),
+    decays: tuple[float, ...] = (0.5,),
+    frequencies: tuple[float, ...] = (3.0,),
+    parts: tuple[int, ...] | None = None,
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Evidence that swings with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor. Keys at a period of one another agree.
+
+    amplitudes, decays, frequencies: where a (of any sign), b > 0 and w start; learned a head (``link.Oscillatory``). The rest as for ``rewa``.
+
+    Raises: ArgumentError as ``rewa``, and for lists of unequal length.
+    """
+    operator = rewa(parts, weights, None, temperature, None, shared_witness, eps, prior)
+    return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory")
 
 
 def rewa_operator(

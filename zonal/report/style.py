@@ -38,6 +38,7 @@ LOOKS = (
     Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot"),
     Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot"),
     Look("#a3195b", "#f58ab8", "triangle-se", "dot"),
+    Look("#1f6f8b", "#86c5da", "triangle-nw", "dash"),
 )
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
@@ -59,6 +60,7 @@ _KNOWN = {
     "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
     "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
     "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
+    "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}
