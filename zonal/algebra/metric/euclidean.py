@@ -48,7 +48,8 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there).
+    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The tile kernels take |a - b|^2 from a product
+    in float32: distances below 3e-4 of the points' spread are its rounding there. Torch's tiles sum it in float64.
     """
 
     eps: float = 1e-4
