@@ -41,6 +41,9 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "distance-count": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Count()),
     "rewa": m.rewa,
     "rewa-dot": lambda: m.rewa(parts=None, gates=(0.0, 0.5, 1.0), temperature=0.5, dot=0.4),
+    "rewa-adaptive": lambda: Operator(
+        score.NegativeDistance(metric.Product((metric.Euclidean(), metric.Hyperbolic(scale=None)), adaptive=True), 0.5), link.Exp(), anchor.Row()
+    ),
     "rewa-curved": lambda: m.rewa(weights=(1.0, 2.0, 0.5), temperature=0.2, prior=prior.ALiBi()),
     "rewa_functional": lambda: m.rewa_functional(size=12),
     "rewa_functional-matern": lambda: m.rewa_functional(size=8, kappa="matern", orthogonal=False, temperature=0.5, width=2.0),

@@ -130,3 +130,26 @@ def test_parts_of_nothing_are_left_out() -> None:
     assert operator.learned_parts["score_weight"].shape == (2, 2)
     again = zonal.Operator.from_config(operator.config())
     assert again.score == operator.score
+
+
+def test_adaptive_weights() -> None:
+    """Each query weighs the spaces by a softmax over its first three numbers; those of keys are not read, nor kept by a memory."""
+    torch.manual_seed(0)
+    layer = Attention(60, 4, m.rewa(adaptive=True, parts=(4, 4, 4)))
+    x = tokens(dim=60)
+    whole = layer(x)
+    q, k = (layer._split(linear(x), 4) for linear in (layer.query, layer.key))
+    operator = layer.operator
+    params = operator.bind(4, 4).score_params
+    prepared = operator.score.prepare_query(q, params, None)
+    assert torch.allclose(prepared[..., :3], 3 * q[..., :3].softmax(-1))
+    assert torch.equal(operator.score.prepare_key(k, params), k[..., 3:])
+    plain = zonal.Operator(m.rewa(parts=(4, 4, 4)).score, zonal.link.Exp(), zonal.anchor.Row())
+    parts = [f.pair(a, b) / f.typical(4) for f, a, b in zip(plain.score.metric.factors, q[..., 3:].split(4, -1), k[..., 3:].split(4, -1), strict=True)]  # type: ignore[attr-defined]
+    expected = -(torch.stack(parts, -1) * prepared[..., None, :3]).sum(-1)
+    assert torch.allclose(operator.score.pair(prepared, k[..., 3:]), expected, atol=1e-5)
+    first, memory = layer(x[:, :7], return_memory=True)
+    rest, _ = layer(x[:, 7:], memory)
+    assert torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="need vectors of 12 numbers, received 9"):
+        Attention(48, 4, m.rewa(adaptive=True, parts=(4, 4, 4)))

@@ -247,6 +247,9 @@ class NegativeDistance(Score):
     def one_map(self) -> bool:
         return self.shared_witness
 
+    def width(self, dim: int) -> int:
+        return self.metric.width(dim)
+
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
 
@@ -262,10 +265,10 @@ class NegativeDistance(Score):
         return self.metric.query(q, params)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return k
+        return self.metric.key(k)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
-        return self.metric.query(k, params)
+        return self.metric.as_query(k, params)
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         score = self.metric.pair(q, k) / -self.temperature

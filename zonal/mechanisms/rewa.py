@@ -26,6 +26,7 @@ def rewa(
     temperature: float = 1.0,
     dot: float | None = None,
     shared_witness: bool = False,
+    adaptive: bool = False,
     eps: float = 1e-4,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
@@ -35,6 +36,7 @@ def rewa(
     weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for numbers from N(0, 1).
     temperature: tau. dot: the factor of a dot product of whole q and k beside the distances (``score.NegativeDistance``).
     shared_witness: one map makes queries and keys, as in the paper; each token is then nearest to itself, always.
+    adaptive: each query weighs the spaces for itself, by a softmax over its first numbers, one a space; parts are of what follows.
     eps: where distances become smooth.
 
     Raises: ArgumentError for parts, weights or gates that are not three, or no parts at all.
@@ -46,7 +48,7 @@ def rewa(
     require(len(kept) > 0, f"rewa: a part of at least one number is required, received {parts}.")
     metric = Product(
         tuple(spaces[i] for i in kept), None if parts is None else tuple(parts[i] for i in kept), tuple(weights[i] for i in kept),
-        None if gates is None else tuple(gates[i] for i in kept),
+        None if gates is None else tuple(gates[i] for i in kept), adaptive=adaptive,
     )  # fmt: skip
     return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa")
 
@@ -68,7 +70,7 @@ def rewa_oscillatory(
 
     Raises: ArgumentError as ``rewa``, and for lists of unequal length.
     """
-    operator = rewa(parts, weights, None, temperature, None, shared_witness, eps, prior)
+    operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
     return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory")
 
 

@@ -40,6 +40,18 @@ class Metric(Declaration):
         """Query points (B, H, T, D) as ``pair`` takes them, with what was learned."""
         return q
 
+    def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """What ``key`` returned, in the place of a query."""
+        return self.query(k, params)
+
+    def key(self, k: Tensor) -> Tensor:
+        """Key points (…, S, D) as ``pair`` takes them."""
+        return k
+
+    def width(self, dim: int) -> int:
+        """How many numbers ``key`` leaves of ``dim``."""
+        return dim
+
     def lift(self, temperature: float) -> Lift | None:
         """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""
         return None

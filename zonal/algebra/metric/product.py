@@ -1,7 +1,7 @@
 """A weighted sum of metrics, each on its own part of a vector, with weights that are learned a head."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class Product(Metric):
     shuts its factor out exactly and still gets the gradient that would open it. normalise: divide each distance by what is typical for
     numbers from N(0, 1), so that weights of 1 make the factors equal; False = plain sums.
 
+    adaptive: the first numbers of a query, one a factor, are logits of its own weights: w_hi is multiplied by softmax(logits)_i times their
+    number. Those of a key are not read; ``sizes`` are of what follows.
+
     ``pair`` takes queries with their weights in front, (…, T, factors + D), as ``query`` makes them; weights may so differ from query to query.
     Plain points (…, T, D) get the declared weights.
 
@@ -52,6 +55,7 @@ class Product(Metric):
     gates: tuple[float, ...] | None = None
     learn: bool = True
     normalise: bool = True
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         require(len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors), f"Product: factors must be metrics, received {self.factors!r}.")
@@ -79,7 +83,7 @@ class Product(Metric):
         return self.sizes
 
     def check(self, dim: int) -> None:
-        for factor, size in zip(self.factors, self.parts(dim), strict=True):
+        for factor, size in zip(self.factors, self.parts(self.width(dim)), strict=True):
             factor.check(size)
 
     def _start(self) -> tuple[float, ...]:
@@ -103,8 +107,21 @@ class Product(Metric):
         return weight if self.gates is None else weight * _Open.apply(params["gate"].to(like))
 
     def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
-        weights = self.head_weights(params, q)
-        return torch.cat([weights[None, :, None].expand(q.shape[0], q.shape[1], q.shape[2], -1), q], -1)
+        weights = self.head_weights(params, q)[None, :, None]
+        if not self.adaptive:
+            return torch.cat([weights.expand(q.shape[0], q.shape[1], q.shape[2], -1), q], -1)
+        self.parts(self.width(q.shape[-1]))
+        logits, point = q.split([len(self.factors), q.shape[-1] - len(self.factors)], -1)
+        return torch.cat([weights * len(self.factors) * logits.softmax(-1), point], -1)
+
+    def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
+        return replace(self, adaptive=False).query(k, params)  # a key has no weights of its own
+
+    def key(self, k: Tensor) -> Tensor:
+        return k[..., k.shape[-1] - self.width(k.shape[-1]) :]
+
+    def width(self, dim: int) -> int:
+        return dim - len(self.factors) if self.adaptive else dim
 
     def _parted(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
         """The weights (…, T or 1, factors), with the typical distance divided out, and each factor with its parts of q and k."""
