@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-gpu results clean install
+.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-gpu results clean install
 
 install: $(STAMP)
 
@@ -43,6 +43,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
 	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
 	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
+	@$(BIN)/python -m benchmarks.relatives --threads 1 --out results/benchmarks/relatives.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 
 bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, installed first (about 8 minutes, run alone)
@@ -52,6 +53,9 @@ bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, insta
 
 bench-fidelity: $(STAMP)  ## how near feature maps come to their kernel, and the picture of docs/slay.md (about 15 minutes of one core; goes on where it stopped)
 	@$(BIN)/python -m benchmarks.fidelity --resume --out results/benchmarks/fidelity.json --picture docs/fidelity.svg
+
+bench-recall: $(STAMP)  ## what SKA remembers by K and r, for how long and at what cost (about 8 minutes)
+	@$(BIN)/python -m benchmarks.recall --threads 1 --out results/benchmarks/recall.json
 
 bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
 	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json

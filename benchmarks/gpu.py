@@ -1,4 +1,4 @@
-"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding, sums over features; bfloat16, causal.
+"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding, sums over features, ridge read-outs; bfloat16, causal.
 
     python -m benchmarks.gpu [--quick] [--list] [--minutes 9]
 
@@ -7,12 +7,13 @@ head. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attent
 in the same process (packed documents: ``torch.nn.attention.varlen``). Both are called from Python, queued one run after the other and timed
 in turns by CUDA events; backward includes the gradient of what the link learns. Rates count the useful operations, 4 d a visible pair forward and 10 d
 backward, for both sides, and are given as shares of a bfloat16 matrix product measured in the same process; decoding as shares of a copy.
-Sums over features run in time linear in the tokens, on the chunked path; their rates, too, count what a path over all pairs would do.
+Sums over features and ridge read-outs run in time linear in the tokens, on the chunked path; their rates, too, count what a path over all pairs would do.
 Output and gradients are checked against the dense path in float64 before anything is timed.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -31,15 +32,17 @@ from benchmarks import common
 from benchmarks.tiled import OPERATORS as TILED
 from zonal import mechanisms
 from zonal.errors import ArgumentError
-from zonal.execution import native, native_sums
+from zonal.execution import native, native_ridge, native_sums
 from zonal.execution.call import prepare
 
 SUMS: dict[str, Callable[[], zonal.Operator]] = {"squared_affine": mechanisms.squared_affine, "linear": mechanisms.linear}
-OPERATORS = TILED | SUMS
+RIDGE: dict[str, Callable[[], zonal.Operator]] = {f"ska-{power}": functools.partial(mechanisms.ska, power=power) for power in (0, 1, 2)}
+OPERATORS = TILED | SUMS | RIDGE
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIMS = (64, 128)
 SUMS_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 SUMS_DIMS = (32, 64)
+RIDGE_LENGTHS = (2048, 16384, 65536)
 MEMORIES = (1024, 4096, 16384, 65536, 131072)
 WIDTH, TOKENS, GROUPS = 2048, 16384, 4
 # what is checked: ragged tiles, and more than one split of the keys
@@ -73,7 +76,7 @@ class Case:
 
     @property
     def path(self) -> str:
-        return "chunked" if self.operator in SUMS else "tiled"
+        return "tiled" if self.operator in TILED else "chunked"
 
     @property
     def heads(self) -> int:
@@ -104,13 +107,13 @@ class Case:
     def short(self) -> "Case":
         """The same kind of call, small enough for the dense path in float64."""
         return replace(
-            self, tokens=1 if self.keys else _GATE_SUMS if self.path == "chunked" else _GATE_TOKENS, keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
+            self, tokens=1 if self.keys else _GATE_SUMS if self.operator in SUMS else _GATE_TOKENS, keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
             documents=min(self.documents, 5), width=_GATE_HEADS * self.dim,
         )  # fmt: skip
 
 
 def table() -> list[Case]:
-    """All rows: lengths, packed documents, decoding, sums over features."""
+    """All rows: lengths, packed documents, decoding, sums over features, ridge read-outs."""
     cases = [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
         for dim in DIMS for gradients in (False, True) for tokens in LENGTHS for operator in TILED
@@ -119,7 +122,8 @@ def table() -> list[Case]:
     cases += [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in TILED]
     return cases + [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
-        for dim in SUMS_DIMS for gradients in (False, True) for tokens in SUMS_LENGTHS for operator in SUMS
+        for lengths, operators in ((SUMS_LENGTHS, SUMS), (RIDGE_LENGTHS, RIDGE))
+        for dim in SUMS_DIMS for gradients in (False, True) for tokens in lengths for operator in operators
     ]  # fmt: skip
 
 
@@ -154,7 +158,8 @@ class Work:
         operator = OPERATORS[case.operator]().to(device).requires_grad_(case.gradients)
         edges = torch.tensor(case.edges, device=device, dtype=torch.int32) if case.documents > 1 else None
         call = prepare(operator, q, k, v, causal=True, cu_seqlens=edges)
-        reason = native_sums.refusal(call) if case.path == "chunked" else native.refusal(call)
+        kernel = native if case.path == "tiled" else native_sums if case.operator in SUMS else native_ridge
+        reason = kernel.refusal(call)
         if reason is not None:
             raise ArgumentError(f"bench gpu: the compiled kernel was required for {case}, and would not run: {reason}.")
         return Work(case, q, k, v, dy, operator, edges)

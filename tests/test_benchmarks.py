@@ -334,11 +334,13 @@ def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch,
 def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
     cases = gpu.table()
-    assert len({str(case) for case in cases}) == len(cases) == 114 + 56
+    assert len({str(case) for case in cases}) == len(cases) == 114 + 56 + 36
     plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys and c.path == "tiled"}
     assert plain == {(o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)}
-    sums = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.path == "chunked"}
+    sums = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.operator in gpu.SUMS}
     assert sums == {(o, t, d, g) for o in ("squared_affine", "linear") for t in gpu.SUMS_LENGTHS for d in (32, 64) for g in (False, True)}
+    ridge = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.operator in gpu.RIDGE}
+    assert ridge == {(f"ska-{p}", t, d, g) for p in (0, 1, 2) for t in gpu.RIDGE_LENGTHS for d in (32, 64) for g in (False, True)}
     assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
     assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
     packed = next(case for case in cases if case.documents > 1)

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import native_decode, native_ridge_decode, plan
+from zonal.execution import native_decode, native_ridge_decode, plan, repeated
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
+from zonal.execution.constants import Constants
 from zonal.execution.dense import dense
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
@@ -18,12 +20,15 @@ from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
 
+_PATHS = ("auto", *plan.PATHS)
+
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: None = None, return_memory: Literal[False] = False,
-    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -31,7 +36,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: Memory | None = None, return_memory: bool = False,
-    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None,
+    path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 
 
@@ -50,6 +56,8 @@ def attention(
     path: str = "auto",
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
+    action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Memory]:
     """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest exact path.
 
@@ -65,34 +73,50 @@ def attention(
         return_memory: also return the memory after k and v (always, when ``memory`` is given).
         path: "auto" (the planner's choice), "dense", "tiled", "chunked" or "streaming".
         log_decay: (B, Hkv, S), <= 0: each token fades what came before by exp(log_decay). key_bias: (B, Hkv, S), added to log K.
+            Operators that solve take log_decay where they declare a Decay prior, and no key_bias.
+        action_mask: bool (B, S), False = the token is read for but not stored; key_gate: (B, Hkv, S), what its key is multiplied by, 0 to 1.
+            Both are for ridge and Koopman read-outs of the plain product. Other than padding, such a token is one: time passes, and it reads.
 
     Returns: y (B, H, T, P) in the type of q, or (y, memory). A query that may see no key gets zeros.
 
     Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
     """
-    if path not in ("auto", *plan.PATHS):  # before any work
-        raise unknown_name("attention", "path", path, ("auto", *plan.PATHS))
-    if memory is not None and causal and path in ("auto", "streaming") and key_padding_mask is cu_seqlens is log_decay is key_bias is None:
+    if path not in _PATHS:  # before any work
+        raise unknown_name("attention", "path", path, _PATHS)
+    bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None
+    if memory is not None and causal and path in ("auto", "streaming") and bare:
         # a decoder's step: to prepare and to plan it costs more than to run it
-        found = (native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode).again(q, k, v, operator, memory, scale)
+        step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
+        found = step.again(q, k, v, operator, memory, scale)
         if found is not None:
-            return found
+            return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
+    alone = memory is None and not return_memory
+    if alone and bare and path in ("auto", "chunked"):
+        y = repeated.again(q, k, v, operator, causal, scale, path == "auto")
+        if y is not None:
+            return y
     kind = q.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
-            key_bias=key_bias,
+            key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
-        if memory is None and not return_memory:
-            return _run(call, _chosen(call, None, path))
+        if alone:
+            chosen, constants = _chosen(call, None, path)
+            y = _run(call, chosen)
+            if bare and chosen == "chunked" and (path != "auto" or constants is not None):
+                repeated.keep(call, scale, constants)
+            return y
         return _with_memory(call, memory, path)
 
 
-def _chosen(call: Call, memory: Memory | None, path: str) -> str:
+def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constants | None]:
+    """The path, and the constants where the planner chose by them alone."""
     if path == "auto":
-        return plan.choose(call, memory=memory).path
+        chosen = plan.choose(call, memory=memory)
+        return chosen.path, chosen.settled
     plan.validate(path, call, memory)
-    return path
+    return path, None
 
 
 def _run(call: Call, path: str) -> Tensor:
@@ -116,11 +140,12 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         raise ArgumentError(f"attention: memory must be a zonal.Memory, received {type(memory).__name__}. Make one with Memory.empty(operator, …).")
     elif not same_declaration(memory.operator, call.operator):
         raise ArgumentError(
-            f"attention: the memory was made for operator {memory.operator.name!r} and the call is for {call.operator.name!r}. "
+            f"attention: the memory must be of the call's operator, received {apart(memory.operator, call.operator)}. "
             "Make a memory for this one with Memory.empty(operator, …)."
         )
     check_memory(call, memory)
-    path = _chosen(call, memory, path)
+    given, memory = memory, memory.unnamed()
+    path, _ = _chosen(call, memory, path)
     if path == "streaming":
         y, after = streaming(call, memory, return_memory=True)
     elif path == "chunked":
@@ -133,4 +158,6 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         y = dense(call) if path == "dense" else tiled(call)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     assert after is not None
+    if given.parts:
+        after = given.recorded(after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     return y, after

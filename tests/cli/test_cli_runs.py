@@ -15,6 +15,8 @@ from zonal.cli.app import main
 from zonal.cli.compare import Compare
 from zonal.cli.generate import pieces
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
+from zonal.models import preset
+from zonal.training.checkpoint import load_model
 
 SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +130,9 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare --task mqar-demo --budget soon", "'soon' is not a time"),
         ("comprae", "unknown command 'comprae'. Did you mean 'compare'?"),
         ("train --task mqar-demo --operator softmax,soko", "unknown operator 'soko'. Did you mean 'sko'?"),
+        ("train --task mqar-demo --model-preset echo-2M", "unknown preset 'echo-2M'. Did you mean 'echo-1M'?"),
+        ("train --task mqar-demo --model-preset echo-1M --dim 96", "--model-preset names the whole model"),
+        ("train --task mqar-demo --model-preset echo-1M --operator sko", "--model-preset names the whole model"),
         ("generate --prompt x", "--model is required"),
         ("generate --model nowhere --prompt x", "nowhere"),
         ("generate --model foreign.safetensors --prompt x", "foreign.safetensors"),
@@ -185,6 +190,16 @@ def test_train_says_where_the_model_is(here, trained, capsys):
     assert f"Model: {folder.relative_to(here)}/checkpoint.safetensors" in out
     assert "Held-out loss" in out
     assert json.loads((folder / "run.json").read_text())["operator"] == "[softmax, ska(power=1)]"
+
+
+def test_a_preset_is_the_whole_model(here, capsys):
+    words = "train --task mqar-demo --vocab-size 64 --length 32 --train-examples 32 --test-examples 4 --model-preset echo-1M-mamba-koopman --steps 1 --batch-size 2 --no-tensorboard"
+    code, out, err = run(words, capsys)
+    assert (code, err) == (0, "")
+    assert "echo-1M-mamba-koopman" in out
+    (folder,) = (here / "runs").iterdir()
+    config = load_model(folder / "checkpoint.safetensors")[0].config
+    assert config == preset("echo-1M-mamba-koopman", vocab_size=64, max_len=config.max_len)
 
 
 def test_generate_continues_the_prompt(trained, capsys):

@@ -11,6 +11,7 @@ from torch import Tensor
 import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
+from zonal.nn.recurrence import ssd
 
 OPERATORS: dict[str, Callable[[], Operator]] = {
     "sq": lambda: m.squared_affine(learn_bias=True),
@@ -23,12 +24,16 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "square": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.7), floor=0.01, learn=True), anchor.Row()),
     "linear": m.linear,
     "identity": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
+    "ssd": ssd,
 }
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory."""
+    """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory. decay, bias: what tokens fade by and count.
+
+    level: of values that differ little, so that gradients through a row's sum are small beside what they are differences of.
+    """
 
     queries: int = 43
     keys: int = 43
@@ -42,13 +47,16 @@ class Shape:
     packed: tuple[int, ...] = ()
     strided: bool = False
     cuts: tuple[int, ...] = ()
+    decay: bool = False
+    bias: bool = False
+    level: float = 0.0
 
 
 SHAPES: dict[str, Shape] = {
     "causal": Shape(),
     "whole": Shape(queries=48, keys=48, key_dim=8, value_dim=16),
-    "wide": Shape(queries=40, keys=40, key_dim=17, value_dim=3),
-    "gqa": Shape(heads=4, kv_heads=2, queries=26, keys=26, value_dim=17),
+    "wide": Shape(queries=20, keys=20, key_dim=17, value_dim=3),
+    "gqa": Shape(heads=4, kv_heads=2, queries=20, keys=20, value_dim=17),
     "padding": Shape(batch=2, padding=True, queries=38, keys=38),
     "bidirectional": Shape(causal=False, queries=20, keys=45),
     "bidirectional-padding": Shape(causal=False, queries=18, keys=37, batch=2, padding=True),
@@ -60,6 +68,13 @@ SHAPES: dict[str, Shape] = {
     "one": Shape(queries=1, keys=1),
     "memory": Shape(queries=37, keys=37, cuts=(0, 16, 17, 37), heads=2, kv_heads=1, padding=True),
     "memory-bidirectional": Shape(causal=False, queries=33, keys=33, cuts=(0, 33)),
+    "decay": Shape(heads=2, kv_heads=1, queries=39, keys=39, decay=True, bias=True, padding=True),
+    "decay-packed": Shape(packed=(0, 5, 37, 40), queries=40, keys=40, decay=True),
+    "decay-late": Shape(queries=22, keys=50, decay=True),
+    "decay-memory": Shape(queries=37, keys=37, cuts=(0, 20, 37), decay=True),
+    "bias": Shape(causal=False, queries=20, keys=37, bias=True),
+    "broad": Shape(queries=20, keys=20, key_dim=70, decay=True),
+    "level": Shape(queries=31, keys=31, level=4.0),
 }
 # for a device, in the tiles that calls have
 LARGE: dict[str, Shape] = {
@@ -71,6 +86,7 @@ LARGE: dict[str, Shape] = {
     "long-packed": Shape(packed=(0, 1, 130, 1400, 1401, 3000), queries=3000, keys=3000, key_dim=32, value_dim=32),
     "long-bidirectional": Shape(causal=False, queries=900, keys=3000, key_dim=64, value_dim=64),
     "long-memory": Shape(queries=3000, keys=3000, key_dim=32, value_dim=32, cuts=(0, 1000, 3000), heads=2),
+    "long-decay": Shape(queries=3000, keys=3000, key_dim=64, value_dim=64, cuts=(0, 1000, 3000), heads=4, kv_heads=2, decay=True),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,19 +106,37 @@ class Case:
         return SHAPES[self.shape] if self.shape in SHAPES else LARGE[self.shape]
 
 
+# the operator with most to it in most shapes; others where they differ: the anchors with each kind of mask, the degrees, the maps
+_TURNS = {
+    "whole": "square", "padding": "sq-raw", "bidirectional": "sq-count", "bidirectional-padding": "sq-count", "late": "sq-strict", "early": "sko",
+    "packed": "sq-chunk", "packed-bidirectional": "sq-count", "short": "sq-count", "one": "sq-count", "memory-bidirectional": "sko-1",
+    "decay-packed": "sq-raw", "decay-memory": "linear", "broad": "linear",
+}  # fmt: skip
+
+
 def _cases() -> dict[str, Case]:
-    """The operator with most to it in every shape; each operator where chunks, masks and memories meet; each type."""
+    """Each shape and each operator, each anchor with each kind of mask, and each type."""
     # the gradient of few keys against their own sum is what rounding leaves of it
-    found = [Case("sq-count" if shape in ("short", "one") else "sq", shape) for shape in SHAPES]
-    found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
-    found += [Case("sq-count", shape) for shape in ("packed", "bidirectional-padding")]
-    found += [Case(operator, "packed") for operator in ("linear", "sq-chunk", "square")]
+    found = [Case(_TURNS.get(shape, "sq"), shape) for shape in SHAPES]
+    found += [Case(operator, "decay-memory") for operator in ("identity", "ssd")]
     # in 16 bits a row of few and small weights is rounded, and its gradient against its own sum is what that leaves: other anchors, other maps
-    found += [Case(operator, shape, dtype) for dtype in ("bfloat16", "float16") for operator, shape in (("sq-count", "gqa"), ("linear", "memory"))]
+    found += [Case("sq", "level", dtype) for dtype in ("bfloat16", "float16")]
+    found += [Case("sq-count", "causal", "bfloat16"), Case("ssd", "decay-memory", "bfloat16"), Case("sq-count", "packed", "float16"), Case("linear", "memory", "float16")]
     return {case.name: case for case in found}
 
 
+def _rest() -> dict[str, Case]:
+    """More of both, for a device: the interpreter takes half a second for each."""
+    found = [Case("sq", shape) for shape in SHAPES if shape not in ("short", "one", "broad")]
+    found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
+    found += [Case(operator, "decay") for operator in ("sq-raw", "linear")]
+    found += [Case(operator, "packed") for operator in ("sq-count", "linear", "sq-chunk", "square")]
+    found += [Case(operator, shape, dtype) for dtype in ("bfloat16", "float16") for operator, shape in (("sq-count", "gqa"), ("linear", "memory"), ("ssd", "decay-memory"))]
+    return {case.name: case for case in found if case.name not in CASES}
+
+
 CASES = _cases()
+REST = _rest()
 LONG = {
     case.name: case
     for case in [
@@ -124,6 +158,8 @@ class Inputs:
     mask: Tensor | None
     edges: Tensor | None
     operator: Operator
+    log_decay: Tensor | None = None
+    key_bias: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: str) -> "Inputs":
         def moved(x: Tensor) -> Tensor:
@@ -134,6 +170,7 @@ class Inputs:
         return Inputs(
             moved(self.q), moved(self.k), moved(self.v), None if self.mask is None else self.mask.to(device),
             None if self.edges is None else self.edges.to(device), own.double() if dtype == torch.float64 else own,
+            *(None if x is None else x.detach().to(device, torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (self.log_decay, self.key_bias)),
         )  # fmt: skip
 
 
@@ -149,6 +186,8 @@ def inputs(case: Case) -> Inputs:
 
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
+    if rules.level:
+        v = 0.1 * v + rules.level
     mask = None
     if rules.padding:
         mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
@@ -157,36 +196,47 @@ def inputs(case: Case) -> Inputs:
     with torch.no_grad():
         for parameter in operator.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return Inputs(q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator)
+    log_decay, key_bias = (torch.randn(rules.batch, rules.kv_heads, rules.keys, generator=generator) for _ in range(2))
+    # some tokens end what came before them
+    log_decay = -torch.nn.functional.softplus(3 * log_decay - 2)
+    return Inputs(
+        q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator, log_decay if rules.decay else None,
+        key_bias if rules.bias else None,
+    )  # fmt: skip
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
     """y, the state that is left where there are pieces, and the gradients of both: with respect to q, k, v and what the operator learns."""
     rules = case.rules
     options = {"causal": rules.causal, "path": path}
+    kind = "decayed" if rules.decay else None
+
+    def of(x: Tensor | None, part: slice) -> Tensor | None:
+        return None if x is None else x[..., part]
+
     state = None
     if rules.cuts and path == "chunked":
-        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
+        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device, kind=kind)
         parts = []
         for start, stop in itertools.pairwise(rules.cuts):
             part = slice(start, stop)
             y, memory = zonal.attention(
                 data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory,
-                key_padding_mask=None if data.mask is None else data.mask[:, part], **options,
+                key_padding_mask=of(data.mask, part), log_decay=of(data.log_decay, part), key_bias=of(data.key_bias, part), **options,
             )  # fmt: skip
             parts.append(y)
         y, state = torch.cat(parts, 2), memory.state  # type: ignore[attr-defined]
     else:
-        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, **options)
+        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, log_decay=data.log_decay, key_bias=data.key_bias, **options)
         if rules.cuts:
-            empty = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
-            state = empty.absorb(data.k, data.v, data.mask).state  # type: ignore[attr-defined]
+            empty = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device, kind=kind)
+            state = empty.absorb(data.k, data.v, data.mask, data.log_decay, data.key_bias).state  # type: ignore[attr-defined]
     assert isinstance(y, Tensor)
     generator = torch.Generator().manual_seed(1)
     loss = (y.double() * torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
     if state is not None:
         loss = loss + (state.double() * torch.randn(state.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
-    leaves = [data.q, data.k, data.v, *data.operator.parameters()]
+    leaves = [data.q, data.k, data.v, *(x for x in (data.log_decay, data.key_bias) if x is not None), *data.operator.parameters()]
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
     return [x.detach().cpu() for x in (y, *(() if state is None else (state,)), *gradients)]
@@ -195,7 +245,8 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     """Where ``got`` is further from float64 than twice the dense path in the same type and a floor of rounding; None if nowhere."""
     truth, reference = attended(case, data.to(torch.float64, "cpu"), "dense"), attended(case, data.to(DTYPES[case.dtype], "cpu"), "dense")
-    names = ["y", *(["state"] if case.rules.cuts else []), "dq", "dk", "dv"]
+    rules = case.rules
+    names = ["y", *(["state"] if rules.cuts else []), "dq", "dk", "dv", *(["decays"] if rules.decay else []), *(["biases"] if rules.bias else [])]
     for index, (a, b, t) in enumerate(zip(got, reference, truth, strict=True)):
         name = names[index] if index < len(names) else f"parameter {index - len(names)}"
         if not t.numel():
@@ -208,7 +259,7 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
         terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
         floor = 32 * terms * torch.finfo(torch.float32).eps * size
         if case.dtype != "float32":  # weights, features and what is read are rounded to it
-            floor += (2 if name == "y" else 6) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
+            floor += (2 if name == "y" else 1 if rules.level else 6) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
         if error > 2 * allowed + floor:
             return f"{case.name}: {name} is off by {error:.3g}, the dense path in the same type by {allowed:.3g}, of {size:.3g}"
     return None

@@ -13,9 +13,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import triton.language as tl
 from kernels.interpreted import mend, poisoned
-from kernels.sums_calls import CASES, DTYPES, LONG, attended, failure, inputs
+from kernels.sums_calls import CASES, DTYPES, LONG, REST, attended, failure, inputs
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 from zonal.execution import native, native_sums
@@ -23,6 +25,26 @@ from zonal.kernels import sums_ops
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 
 BROKEN = "broken"
+
+
+def to_tf32(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """Rounded to the digits that products of tf32 read."""
+    if x.dtype != tl.float32:
+        return x
+    bits = (x.data.astype(np.float32).view(np.uint32).astype(np.uint64) + 0x1000) & 0xFFFFE000
+    return interpreter.TensorHandle(bits.astype(np.uint32).view(np.float32), tl.float32)
+
+
+def round_products() -> None:
+    """The interpreter multiplies all digits where a device multiplies tf32."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def rounded(*call: Any) -> Any:
+        builder, a, b, total, precision, most = call
+        sides = (to_tf32(a), to_tf32(b)) if precision == ir.INPUT_PRECISION.TF32 else (a, b)
+        return dot(builder, *sides, total, precision, most)
+
+    interpreter.InterpreterBuilder.create_dot = rounded
 
 
 class OnCuda(torch.autograd.Function):
@@ -49,7 +71,7 @@ def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls on the CPU go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
     with ExitStack() as stack:
         if isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction):
-            stack.enter_context(patch.object(native_sums, "refusal", native_sums.cuda_refusal))
+            stack.enter_context(patch.object(native_sums, "refusal", lambda call, kind=None: native_sums.cuda_refusal(call)))
             stack.enter_context(patch.object(native, "plain", lambda *tensors: False))
             stack.enter_context(patch.object(sums_ops, "feature_sums", OnCuda.apply))
             stack.enter_context(patch.object(sums_ops, "feature_sums_backward", sums_ops.backward_on_cuda))
@@ -73,11 +95,12 @@ def main(arguments: list[str]) -> None:
     device = "cpu" if isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction) else "cuda"
     if device == "cpu":
         mend()
+        round_products()
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     right = sums_layout.layout
     for name in names:
-        case = (CASES | LONG)[name.removesuffix(f"/{BROKEN}")]
+        case = (CASES | REST | LONG)[name.removesuffix(f"/{BROKEN}")]
         data = inputs(case)
         sums_layout.layout = broken if name.endswith(BROKEN) else right
         with interpreted("--own" in arguments):

@@ -77,10 +77,16 @@ def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every call of the kernel."""
+    """The tokens of every call that the kernel took."""
     called: list[int] = []
     original = native_decode._step
-    monkeypatch.setattr(native_decode, "_step", lambda decoder, memory, q, k, v: called.append(q.shape[2]) or original(decoder, memory, q, k, v))
+
+    def counted(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
+        stepped = original(decoder, memory, q, k, v)
+        called.extend([] if stepped is None else [q.shape[2]])
+        return stepped
+
+    monkeypatch.setattr(native_decode, "_step", counted)
     return called
 
 

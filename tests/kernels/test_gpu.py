@@ -9,7 +9,7 @@ from torch import Tensor
 import zonal
 from zonal import Memory, mechanisms, prior
 from zonal.errors import PathError
-from zonal.execution import native, native_sums
+from zonal.execution import native, native_ridge, native_sums
 from zonal.execution.call import prepare
 
 pytestmark = [
@@ -134,3 +134,52 @@ def test_sums_over_features_compile_without_a_break() -> None:
     close(y, attend(q, k, v), 1e-6, "the compiled call")
     with pytest.raises(PathError, match="no second derivative"):
         torch.autograd.grad(y.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_ridge_read_outs_equal_the_dense_path(power: int, dtype: torch.dtype) -> None:
+    """Through a memory handed on between two calls: y and all gradients; another run gives the same bits."""
+    operator, (q, k, v) = mechanisms.ska(power=power).cuda(), inputs(dtype, tokens=700)
+    assert native_ridge.refusal(prepare(operator, q, k, v, causal=True), True) is None, "the Triton kernel runs"
+
+    def attend() -> Tensor:
+        memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []
+        for part in (slice(0, 500), slice(500, 700)):
+            y, memory = zonal.attention(q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked")
+            parts.append(y)
+        return torch.cat(parts, 2)
+
+    y = attend()
+    dy = torch.randn_like(y)
+    leaves = [q, k, v, *operator.parameters()]
+    found = torch.autograd.grad(y, leaves, dy)
+    shadow, wide = copy.deepcopy(operator).double(), [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = zonal.attention(wide[0], wide[1], wide[2], shadow, causal=True, path="dense")
+    close(y, exact, TOLERANCE[dtype], "y")
+    for index, (a, b) in enumerate(zip(found, torch.autograd.grad(exact, [*wide, *shadow.parameters()], dy.double()), strict=True)):
+        close(a, b, 3 * TOLERANCE[dtype], f"gradient {index}")
+    assert torch.equal(y, attend())
+
+
+def test_ridge_read_outs_compile_without_a_break() -> None:
+    operator, (q, k, v) = mechanisms.ska(power=1).cuda(), inputs(torch.float32, tokens=500)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True, path="chunked")
+
+    y = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    close(y, attend(q, k, v), 1e-6, "the compiled call")
+    with pytest.raises(PathError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), q, create_graph=True)
+
+
+def test_keys_that_are_not_finite_reach_no_earlier_row() -> None:
+    """Of ridge read-outs: rows that see such a key are NaN, and rows before it are what they were."""
+    operator, (q, k, v) = mechanisms.ska(power=1).cuda(), inputs(torch.float32, tokens=200)
+    with torch.no_grad():
+        good = zonal.attention(q, k, v, operator, causal=True, path="chunked")
+        k[:, :, 100] = float("nan")
+        y = zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    assert torch.equal(y[:, :, :101], good[:, :, :101])
+    assert bool(y[:, :, 101:].isnan().all())

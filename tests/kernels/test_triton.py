@@ -2,22 +2,16 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from kernels import documented
+from kernels.processes import CUDA, ROOT, judged, no_device, python, shared
 from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, REST
 
-ROOT = Path(__file__).resolve().parents[2]
 BROKEN = "polynomial_square-count-strict-float32-broken"
 KERNELS = ("forward", "decode", "keys", "queries")
-CUDA = torch.cuda.is_available()
-no_device = pytest.mark.skipif(not CUDA, reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
 
 # the first test waits for all verdicts, over a minute of one core
 pytestmark = [
@@ -26,37 +20,15 @@ pytestmark = [
 ]
 
 
-def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own: whether triton interprets is settled when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
-
-
-def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None]:
-    """What is wrong with each case, None if nothing is. On a device most of the time is the compiler's: half of the cores compile."""
-    processes = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1
-
-    def some(part: int) -> subprocess.CompletedProcess[str]:
-        return python(str(ROOT / "tests" / "kernels" / "interpreted.py"), *options, *names[part::processes], interpret=not CUDA, cache=cache)
-
-    with ThreadPoolExecutor(processes) as pool:
-        done = list(pool.map(some, range(processes)))
-    rows = [json.loads(line) for each in done for line in each.stdout.splitlines()]
-    assert all(each.returncode == 0 for each in done), "\n".join(each.stderr[-3000:] for each in done if each.returncode)
-    assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
-    return {row["name"]: row["wrong"] for row in rows}
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return judged([*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory.mktemp("triton"))
+    return judged("interpreted.py", [*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """In the tile sizes that calls have."""
-    return judged([*CASES, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory.mktemp("own"), "--own")
+    return judged("interpreted.py", [*CASES, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory, "--own")
 
 
 # of the large cases, what the interpreter has time for
@@ -141,6 +113,10 @@ AHEAD = (("horner", "all", "bfloat16", 128, 80), ("yat", "causal", "float16", 12
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return shared("test_triton-ahead", [lambda: compile_sample(tmp_path_factory)], tmp_path_factory)[0]
+
+
+def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What became of the sample, and last of a kernel in tiles twice as large as registers hold."""
     folder = tmp_path_factory.mktemp("ahead")
     code = (

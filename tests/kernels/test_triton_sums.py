@@ -1,18 +1,18 @@
 """Triton kernels for sums over features against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
 
 import importlib.util
+import itertools
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from kernels.sums_calls import CASES, LONG, OPERATORS, SHAPES
-from kernels.test_triton import CUDA, ROOT, no_device, python
+from kernels.processes import CUDA, ROOT, judged, no_device, python, shared
+from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 
 import zonal
 from zonal import mechanisms as m
+from zonal.algebra.anchor import Count, Raw, Row
 from zonal.execution import cost, native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_GPU
@@ -21,31 +21,16 @@ from zonal.execution.problem import Problem, problem_of
 
 BROKEN = "sq/causal/float32/broken"
 
-# the first test waits for all verdicts, some forty seconds of one core
+# the first test waits for all verdicts, some twenty seconds of one core
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     pytest.mark.timeout(600),
 ]
 
 
-def judged(names: list[str], cache: Path, *options: str) -> dict[str, str | None]:
-    """What is wrong with each case, None if nothing is. On a device most of the time is the compiler's: half of the cores compile."""
-    processes = max(1, (os.cpu_count() or 1) // 2) if CUDA else 1
-
-    def some(part: int) -> list[dict]:
-        done = python(str(ROOT / "tests" / "kernels" / "sums_interpreted.py"), *options, *names[part::processes], interpret=not CUDA, cache=cache)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    with ThreadPoolExecutor(processes) as pool:
-        rows = [row for found in pool.map(some, range(processes)) for row in found]
-    assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
-    return {row["name"]: row["wrong"] for row in rows}
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return judged([*CASES, BROKEN], tmp_path_factory.mktemp("sums"))
+    return judged("sums_interpreted.py", [*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory)
 
 
 @pytest.mark.gpu
@@ -64,14 +49,25 @@ def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
 @pytest.mark.gpu
 @no_device
 def test_long_calls_in_their_own_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = judged(list(LONG), tmp_path_factory.mktemp("own"), "--own")
+    found = judged("sums_interpreted.py", list(LONG), tmp_path_factory, "--own")
     assert set(found) == set(LONG)
     assert not [wrong for wrong in found.values() if wrong is not None]
 
 
-def test_every_operator_and_shape_is_there() -> None:
+@pytest.mark.gpu
+@no_device
+def test_the_rest(verdicts: dict[str, str | None]) -> None:
+    assert not [verdicts[name] for name in REST if verdicts[name] is not None]
+
+
+def test_everything_is_there() -> None:
+    """Each operator, shape and type in the interpreter, and each anchor with each kind of mask."""
     assert {case.operator for case in CASES.values()} == set(OPERATORS)
     assert {case.shape for case in CASES.values()} == set(SHAPES)
+    assert {case.dtype for case in CASES.values()} == set(DTYPES)
+    kinds = {"packed": "packed", "padding": "padding", "memory": "cuts", "decay": "decay"}
+    found = {(type(OPERATORS[case.operator]().anchor), kind) for case in CASES.values() for kind, name in kinds.items() if getattr(case.rules, name)}
+    assert found == {(anchor, kind) for anchor in (Row, Count, Raw) for kind in kinds}
 
 
 # ---- which calls come here ----
@@ -96,6 +92,12 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 16, dtype: 
 def test_who_is_refused_on_cuda(operator: zonal.Operator, dim: int, reason: str | None) -> None:
     found = native_sums.cuda_refusal(call_of(operator, dim=dim))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_decays_and_biases_are_not_refused() -> None:
+    x, numbers = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8)
+    for given in ({"log_decay": numbers}, {"key_bias": numbers}):
+        assert native_sums.cuda_refusal(prepare(m.linear(), x, x, x, causal=True, **given)) is None
 
 
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +141,10 @@ def test_the_planner_crosses_over() -> None:
 
 # a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and which kernels of it
 AHEAD = {
-    ("squared_affine", "packed", "bfloat16", 64, 90): {"absorb keys pairs", "absorb queries pairs", "read", "read_back", "keys_back"},
-    ("gegenbauer", "padding", "bfloat16", 32, 80): {"absorb queries pairs", "keys_back"},
+    ("squared_affine", "packed", "bfloat16", 16, 90): {"absorb keys pairs", "keys_back"},
+    ("squared_affine", "decay", "float16", 16, 80): {"read_back"},
+    ("gegenbauer", "padding", "bfloat16", 16, 80): {"absorb queries pairs"},
+    ("ssd", "decay", "bfloat16", 16, 90): {"read", "read_back"},
 }
 TITLES = {
     "absorb keys pairs", "absorb keys rest", "absorb queries pairs", "absorb queries rest", "carry forwards", "carry backwards", "keys_back", "read",
@@ -150,6 +154,10 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return shared("test_triton_sums-ahead", [lambda: compile_sample(tmp_path_factory)], tmp_path_factory)[0]
+
+
+def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ahead")
     code = (
         "from pathlib import Path; from zonal.kernels.triton import compile, compile_sums\n"
@@ -171,16 +179,18 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
         assert 0 < row["registers"] <= 255, row
         assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
     if variant[4] == 90:
-        assert all(rows[name]["wgmma"] for name in ("absorb keys pairs", "read", "read_back", "keys_back"))
+        assert all(row["wgmma"] for row in rows.values())
 
 
 def test_the_committed_report() -> None:
-    """Every kernel in bfloat16 and float32 on both devices, and none that spills."""
+    """Every kernel in each type on both devices, of sums that stay and that fade, and none that spills."""
     report = json.loads((ROOT / "results" / "benchmarks" / "triton_sums_aot.json").read_text(encoding="utf-8"))
     assert report["triton"]
     assert report["fit"]
     rows = report["kernels"]
-    assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, dtype, dim, device) for kernel in TITLES for dtype in ("bfloat16", "float32") for dim in (16, 32, 64) for device in (80, 90)
-    }
+    names = ("kernel", "link", "mask", "dtype", "dim", "device")
+    types, devices = ("bfloat16", "float16", "float32"), (80, 90)
+    squares = itertools.product(TITLES, ["squared_affine"], ["packed", "decay"], types, (16, 32, 64), devices)
+    linear = itertools.product([title for title in TITLES if "pairs" not in title], ["ssd"], ["decay"], types, (64, 128), devices)
+    assert {tuple(row[name] for name in names) for row in rows} >= {*squares, *linear}
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

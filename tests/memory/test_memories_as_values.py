@@ -1,71 +1,17 @@
 """Every memory of every operator: absorb, read, merge, subtract, fork, bytes, gradients, against the definition on all keys."""
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import OPERATORS, randomised
+from matrix import OPERATORS
+from memories import BATCH, DIM, EXPECTED, KINDS, KV, NAMES, TOKENS, VALUE, close, draw, empty, operator, queries, span
 from torch import Tensor
 
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
-
-BATCH, KV, GROUPS, DIM, VALUE, TOKENS = 2, 2, 2, 5, 3, 23
-KINDS: dict[str, type[Memory]] = {"keys": KeyValues, "features": FeatureSums, "decayed": DecayedSums, "ridge": RidgeStatistics}
-EXPECTED = {
-    "softmax": "keys", "cosine": "keys", "yat": "keys", "softmax-alibi": "keys", "softmax-window": "keys", "sko-chebyshev": "keys", "distance": "keys", "distance-squared": "keys", "distance-count": "keys",
-    "yat-decay": "keys", "ridge-yat": "keys", "koopman-exp": "keys", "ridge-window": "keys", "softmax-strict": "keys", "softmax-count": "keys",
-    "yat-raw": "keys", "linear": "features", "sko": "features", "sko-fractional": "features", "sko-reproducing": "features",
-    "squared_affine": "features", "polynomial_square": "features", "sko-chunk": "features", "retention": "decayed", "ridge": "ridge", "ska-0": "ridge",
-    "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge",
-}
-NAMES = [name for name in OPERATORS if name in EXPECTED]
-
-
-@dataclass
-class Span:
-    """Tokens to absorb."""
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-
-    def part(self, start: int, stop: int) -> "Span":
-        piece = slice(start, stop)
-        return Span(self.k[:, :, piece], self.v[:, :, piece], None if self.mask is None else self.mask[:, piece])
-
-    def into(self, memory: Memory) -> Memory:
-        return memory.absorb(self.k, self.v, self.mask)
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def span(padded: bool = False, seed: int = 0, tokens: int = TOKENS) -> Span:
-    mask = torch.rand(BATCH, tokens, generator=torch.Generator().manual_seed(seed + 3)) > 0.3 if padded else None
-    return Span(draw(BATCH, KV, tokens, DIM, seed=seed), draw(BATCH, KV, tokens, VALUE, seed=seed + 1), mask)
-
-
-def queries(seed: int = 9) -> Tensor:
-    return draw(BATCH, KV * GROUPS, 3, DIM, seed=seed)
-
-
-def operator(name: str) -> zonal.Operator:
-    return randomised(OPERATORS[name]())
-
-
-def empty(op: zonal.Operator, kind: str | None = None) -> Memory:
-    return Memory.empty(op, BATCH, KV, DIM, VALUE, torch.float64, kind=kind)
-
-
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
-    assert a.shape == b.shape
-    assert torch.isfinite(b).all()
-    assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
+from zonal.memory import KeyValues, Memory
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,7 +156,7 @@ def test_bytes(name: str) -> None:
     elif "decay" not in name:
         assert sizes == [token * n for n in range(TOKENS)]
     held = sum(x.numel() * x.element_size() for x in memory.tensors().values())
-    derived = BATCH * KV * DIM * DIM * 8 if memory.kind == "ridge" else 0
+    derived = BATCH * KV * DIM * DIM * 8 if memory.kind in ("ridge", "fading") else 0
     assert memory.nbytes == held + derived
 
 
@@ -268,6 +214,17 @@ def test_statistics_are_single_or_better(name: str, dtype: torch.dtype) -> None:
     exact = Memory.empty(op.double(), BATCH, KV, DIM, VALUE, torch.float64).absorb(tokens.k.to(dtype).double(), tokens.v.to(dtype).double())
     expected = exact.read(queries().to(dtype).double())
     assert (y.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps * (1 + expected.abs().max())
+
+
+@pytest.mark.parametrize("make", [m.linear, m.softmax, lambda: m.ska(power=0, fading=True)])
+def test_what_padding_holds_is_no_decay(make) -> None:
+    op, tokens, q = make().double(), span(True), queries()
+    assert tokens.mask is not None
+    decay = -draw(BATCH, KV, TOKENS, seed=5).abs()
+    poisoned = decay.masked_fill(~tokens.mask[:, None], float("nan"))
+    close(empty(op).absorb(tokens.k, tokens.v, tokens.mask, poisoned).read(q), empty(op).absorb(tokens.k, tokens.v, tokens.mask, decay).read(q), 0)
+    y, expected = (zonal.attention(q, tokens.k, tokens.v, op, causal=True, key_padding_mask=tokens.mask, log_decay=x) for x in (poisoned, decay))
+    close(y, expected, 0)
 
 
 def test_per_token_decay_and_key_bias() -> None:

@@ -10,7 +10,7 @@ from zonal.errors import FileFormatError
 from zonal.memory import KeyValues, Memory
 from zonal.store import save_tensors
 
-NAMES = ["softmax", "softmax-window", "yat-decay", "squared_affine", "sko-fractional", "sko-chunk", "retention", "ridge", "ska-1", "ska-paper", "ridge-yat"]
+NAMES = ["softmax", "softmax-window", "yat-decay", "squared_affine", "sko-fractional", "sko-chunk", "retention", "ridge", "ska-1", "ska-paper", "ska-fading", "ridge-yat"]
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

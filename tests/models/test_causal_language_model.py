@@ -315,10 +315,10 @@ def test_shared_parameters_start_identical_across_operators():
     models = {spec: build(ModelConfig(VOCABULARY, 16, (spec, spec), 4, conv=3), 7) for spec in SPECS}
     reference = dict(models["softmax"].named_parameters())
     for spec, model in models.items():
-        zero_output = model.blocks[0].attention.operator.layer_init == "zero_output"
-        own = ("query.weight", "key.weight", "attention.output.weight") if zero_output else ()
+        orthogonal = model.blocks[0].attention.operator.layer_init == "orthogonal"
+        own = ("query.weight", "key.weight", "value.weight", "attention.output.weight") if orthogonal else ()
         shared = {name: p for name, p in model.named_parameters() if name in reference and not name.endswith(own or ("\0",))}
-        assert len(shared) >= len(reference) - 6
+        assert len(shared) >= len(reference) - 8
         for name, parameter in shared.items():
             if ".operator." not in name:
                 assert torch.equal(parameter, reference[name]), (spec, name)

@@ -14,7 +14,7 @@ SMALL = {"vocab_size": 17, "dim": 12, "layers": ("softmax", "ska(power=1)"), "he
     "options",
     [
         {},
-        {"kv_heads": 1, "head_dim": 10, "mlp": "none", "rotary": True, "qk_norm": True, "conv": (0, 3), "tie_embeddings": False},
+        {"kv_heads": 1, "head_dim": 10, "qk_dim": 6, "mlp": "koopman-gated", "rotary": True, "qk_norm": True, "conv": (0, 3), "tie_embeddings": False},
         {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1, "rotary_base": 500.0},
     ],
 )
@@ -28,6 +28,8 @@ def test_json_round_trip(options):
 def test_derived_sizes():
     config = ModelConfig(**SMALL, conv=3, mlp_ratio=8 / 3)
     assert (config.size_of_head, config.conv_widths, config.mlp_hidden) == (6, (3, 3), 32)
+    # a ratio of two sizes is that ratio, whatever rounding does to it
+    assert all(ModelConfig(**SMALL | {"dim": dim}, mlp_ratio=hidden / dim).mlp_hidden == hidden for dim in (12, 36, 448) for hidden in range(8, 1300, 8))
     assert ModelConfig(**SMALL, head_dim=10, conv=(0, 2)).conv_widths == (0, 2)
 
 
@@ -51,7 +53,9 @@ def test_derived_sizes():
         ({"layers": ("softmx",)}, "softmax"),
         ({"layers": ("ska(powr=1)",)}, "power"),
         ({"layers": (3,)}, "layers"),
-        ({"mlp": "gelu"}, "'swiglu' or 'none'"),
+        ({"mlp": "gelu"}, "'swiglu' or 'koopman' or 'koopman-gated' or 'none'"),
+        ({"qk_dim": 0}, "qk_dim"),
+        ({"qk_dim": 5, "rotary": True}, "rotary needs an even head size, received 5"),
         ({"mlp_ratio": 0}, "mlp_ratio"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio"),
         ({"norm_eps": "1e-6"}, "norm_eps"),

@@ -13,6 +13,9 @@ from zonal.nn import Attention, Mamba2, Mamba3
 
 LINE = "mamba2(state=8, head_dim=8)*2, ska(power=0), mamba3(state=8, head_dim=8), softmax"
 
+RELATIVES = "mesanet(state=8, head_dim=8), gated_kalmanet(state=8, head_dim=8), gated_deltanet(state=8, head_dim=8)"
+lines = pytest.mark.parametrize("line", [LINE, RELATIVES], ids=["hybrid", "relatives"])
+
 
 def make(line=LINE, **options):
     settings = {"vocab_size": 23, "dim": 16, "heads": 2, "conv": 3} | options
@@ -91,8 +94,9 @@ def test_pieces_and_single_tokens_equal_one_pass():
     assert model.memory_bytes(34) - model.memory_bytes(17) == model.memory_bytes(51) - model.memory_bytes(34) == 17 * 2 * 16 * 8
 
 
-def test_packed_and_padded_rows():
-    model = make().double()
+@lines
+def test_packed_and_padded_rows(line):
+    model = make(line).double()
     documents = [tokens(1, n, seed=n) for n in (3, 1, 6)]
     packed = model(torch.cat(documents, 1), cu_seqlens=torch.tensor([0, 3, 4, 10]))
     alone = [model(document) for document in documents]
@@ -103,8 +107,9 @@ def test_packed_and_padded_rows():
     torch.testing.assert_close(model(x, key_padding_mask=mask)[mask], torch.cat([y[0] for y in alone]), rtol=1e-9, atol=1e-9)
 
 
-def test_generation_goes_on_from_the_memory_and_files(tmp_path):
-    model = make()
+@lines
+def test_generation_goes_on_from_the_memory_and_files(line, tmp_path):
+    model = make(line)
     prompt = tokens(2, 9)
     drawn = list(model.generate(prompt, 5, temperature=0))
     again = prompt
@@ -119,8 +124,9 @@ def test_generation_goes_on_from_the_memory_and_files(tmp_path):
     torch.testing.assert_close(after, model.step(drawn[0][:, None], memory)[0], rtol=0, atol=0)
 
 
-def test_a_few_steps_learn_and_reach_every_parameter():
-    model = make(mlp="none")
+@lines
+def test_a_few_steps_learn_and_reach_every_parameter(line):
+    model = make(line, mlp="none")
     x = tokens(4, 24)
     targets = torch.cat([x[:, 1:], torch.full((4, 1), -100)], 1)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import zonal
-from zonal import mechanisms
+from zonal import mechanisms, prior
 from zonal.errors import ArgumentError
 from zonal.nn import Attention, Block, Draws, Rotary, SwiGLU
 
-SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)", "sko(readout='concat')")
+SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)", "sko(readout='concat')", "ska(power=1, fading=True)")
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -53,7 +53,11 @@ def by_hand(layer, x):
         z = torch.complex(z[..., :3], z[..., 3:]) * unit
         return torch.cat((z.real, z.imag), dim=-1)
 
-    y = zonal.attention(turn(q), turn(k), v, layer.operator, causal=True, path="dense")
+    decay = None
+    if layer.decay_gate is not None:  # the fastest past of six directions is e^-4 in six tokens
+        gate = layer.decay_gate.projection
+        decay = -4 / 6 / (1 + (-(c @ gate.weight.T + gate.bias)).exp()).transpose(1, 2)
+    y = zonal.attention(turn(q), turn(k), v, layer.operator, causal=True, path="dense", log_decay=decay)
     if layer.readout_norm == "head":
         y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.readout.weight
     y = torch.cat(y.unbind(1), dim=-1)
@@ -125,7 +129,7 @@ def test_memory_bytes_is_what_absorbing_takes(spec, conv):
             _, memory = layer(tokens(3, length), memory=memory)
         tensors = memory.memory.tensors()
         # a read of ridge statistics leaves the inverse of G there; it is counted from the start
-        held = sum(value.nbytes for value in tensors.values()) + (tensors["gram"].nbytes if memory.memory.kind == "ridge" else 0)
+        held = sum(value.nbytes for value in tensors.values()) + (tensors["gram"].nbytes if memory.memory.kind in ("ridge", "fading") else 0)
         held += 0 if memory.tail is None else memory.tail.nbytes
         assert layer.memory_bytes(length) * 3 == memory.nbytes == held, length
 
@@ -211,14 +215,67 @@ def test_readout_norm_follows_the_operator_unless_told():
     assert make("sko", readout_norm=None).readout is None
 
 
-def test_zero_output_start():
+@pytest.mark.parametrize(("init", "orthogonal"), [("auto", 3), ("orthogonal", 3), ("zero_output", 2), ("default", 0)])
+def test_how_projections_start(init, orthogonal):
+    """q, k and v from orthogonal projections of their own, keys of a width r of their own, and an output that is zero."""
     torch.manual_seed(0)
-    layer = Attention(32, 4, "ska", head_dim=8, kv_heads=2)
-    assert torch.equal(layer.output.weight, torch.zeros(32, 32))
-    for linear, heads in ((layer.query, 4), (layer.key, 2)):
-        for head in linear.weight.detach().chunk(heads):
-            torch.testing.assert_close(head @ head.T, torch.eye(8), rtol=1e-5, atol=1e-5)
-    assert layer(tokens(dim=32).float()).abs().max() == 0
+    layer = Attention(32, 4, "ska(rank=6)", head_dim=8, kv_heads=2, init=init)
+    assert (layer.output.weight.abs().max() == 0) == (orthogonal > 0)
+    found = 0
+    for linear, heads, size in ((layer.query, 4, 6), (layer.key, 2, 6), (layer.value, 2, 8)):
+        found += all(torch.allclose(head @ head.T, torch.eye(size), atol=1e-5) for head in linear.weight.detach().chunk(heads))
+    assert found == orthogonal
+    assert (layer(tokens(dim=32).float()).abs().max() == 0) == (orthogonal > 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"operator": "ska(rank=40)"}, "at most dim=32 numbers, received qk_dim=40"),
+        ({"operator": "ska", "head_dim": 40}, "head_dim=40"),
+        ({"operator": "ska", "init": "orthogonl"}, "Did you mean 'orthogonal'"),
+        ({"operator": "softmax", "key_gate": True}, "key_gate is for ridge and Koopman"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, words):
+    with pytest.raises(ArgumentError, match=words):
+        Attention(32, 4, **options)
+    Attention(32, 4, "ska(rank=40)", init="default")
+
+
+def test_gates_start_where_they_say():
+    """The decay at the declared rate, but for rates too fast for the width of keys; keys stored nearly whole."""
+    torch.manual_seed(0)
+    layer = Attention(32, 4, "ska(fading=True)", key_gate=True)
+    x = torch.zeros(1, 3, 32)
+    torch.testing.assert_close(layer.decay_gate(x).exp(), torch.full((1, 4, 3), 0.998))
+    torch.testing.assert_close(layer.key_gate(x), torch.sigmoid(torch.full((1, 4, 3), 4.0)))
+    assert layer.decay_gate(1e4 * tokens(dim=32).float()).min() >= -4 / 8  # however the gate is driven
+    fast = mechanisms.ska().replace(prior=prior.Decay(rates=(0.5,), learn=False, gated=True))
+    torch.testing.assert_close(Attention(32, 4, fast).decay_gate(x), torch.full((1, 4, 3), -0.9 * 4 / 8))
+    free = Attention(32, 4, mechanisms.retention().replace(prior=prior.Decay(learn=False, gated=True)))
+    torch.testing.assert_close(free.decay_gate(x)[0, :, 0].exp(), torch.tensor([0.9, 0.97, 0.99, 0.997]))
+
+
+@pytest.mark.parametrize("spec", ["ska(power=1)", "ska(power=1, fading=True)"])
+def test_actions_and_gates_are_weights_of_keys(spec):
+    """A token of action 0 reads and is not stored; a gate is what keys are multiplied by; both go on from a memory."""
+    layer, x = make(spec, key_gate=True), tokens()
+    with torch.no_grad():
+        layer.key_gate.projection.weight.normal_(0.0, 0.5)
+        layer.key_gate.projection.bias.zero_()
+    stored = torch.rand(2, 13, generator=torch.Generator().manual_seed(2)) > 0.4
+    y = layer(x, action_mask=stored, path="dense")
+    memory, parts = layer.empty_memory(2), []
+    for piece, mask in zip(x.split(1, 1), stored.split(1, 1), strict=True):
+        part, memory = layer(piece, memory=memory, action_mask=mask)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), y, **TOLERANCE)
+    torch.testing.assert_close(layer(x, action_mask=stored, path="chunked"), y, **TOLERANCE)
+    assert (layer(x) - y).abs().max() > 1e-3
+    with torch.no_grad():
+        layer.key_gate.projection.bias.fill_(-60.0)
+    assert (layer(x) - layer.output.bias).abs().max() < 1e-9
 
 
 def test_the_layer_keeps_its_own_copy_of_the_operator():

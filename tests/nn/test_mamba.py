@@ -391,7 +391,8 @@ def test_weights_by_other_names_and_what_does_not_fit():
         (lambda: make("mamba3")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another convolution"),
         (lambda: make("mamba3-conv")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another kind of layer"),
         (lambda: make()(tokens(), path="sparse"), ArgumentError, "path"),
-        (lambda: make()(tokens(), make()(tokens(), return_memory=True)[1], path="dense"), PathError, "dense"),
+        (lambda: (lambda layer: layer(tokens(), layer(tokens(), return_memory=True)[1], path="dense"))(make()), PathError, "dense"),
+        (lambda: make()(tokens(), make().empty_memory(2)), ArgumentError, "nn.Mamba2: the memory was made by another layer or model"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, error, words):

@@ -346,16 +346,15 @@ def test_a_budgeted_comparison_keeps_its_plan(tmp_path, monkeypatch):
     training = replace(a_spec().training, steps=100_000, eval_every=None)
     spec = a_spec(budget_seconds=4.0, training=training, seeds=(0,), operators=("softmax",))
     should_stop, on_event = stop_after(3)
-    started = time.perf_counter()
     first = Comparison(tmp_path, spec)
     first.run(should_stop=should_stop, on_event=on_event)
     assert first.plan.steps >= 10
+    assert first.plan.estimated_seconds <= 4.0
     monkeypatch.setattr(plan_module, "measure", lambda *arguments: pytest.fail("measured again"))
     second = Comparison(tmp_path, spec)
     assert second.plan == first.plan
     result = second.run()
     assert result.runs[0].steps_done == first.plan.steps
-    assert time.perf_counter() - started < 10.0
 
 
 # processes

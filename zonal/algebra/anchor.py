@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
+from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
-from zonal.errors import NonFiniteError
 
 
 class Blocks(NamedTuple):
@@ -23,6 +23,7 @@ class Blocks(NamedTuple):
 
     qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
     visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
+    q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their past fades.
     """
 
     qk: Tensor
@@ -31,6 +32,9 @@ class Blocks(NamedTuple):
     visible: Tensor
     visibility: Visibility
     params: Params
+    q: Tensor | None = None
+    k: Tensor | None = None
+    log_decay: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -58,8 +62,8 @@ class Anchor(Declaration):
         """W (B, H, T, S): the definition."""
         raise NotImplementedError(f"{type(self).__name__}.weights")
 
-    def output_scale(self, params: Params) -> Tensor | None:
-        """A factor a head on y, (H,), or None."""
+    def output_scale(self, params: Params, heads: int) -> Tensor | None:
+        """A factor a head on y, (H or 1,), or None."""
         return None
 
 
@@ -196,24 +200,15 @@ def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
     return F.pad(rows, (1, 0)).gather(-1, index)
 
 
-def factorised(matrix: Tensor, who: str) -> Tensor:
-    """Lower Cholesky factor, with an error that says what to change when the matrix is not positive definite."""
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if bool((info > 0).any()):
-        raise NonFiniteError(
-            f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
-            "Raise the ridge, use float64, or choose a positive definite kernel."
-        )
-    return lower
-
-
 @dataclass(frozen=True)
 class Ridge(Anchor):
     """W = K_qk (K_kk + rho I)^-1 on the visible keys: kernel ridge regression from keys to values, refitted for every query.
 
     eps: the ridge. ``constant``: rho = eps (one a head, kept positive by softplus when learned). ``running_max``: rho_t =
-    eps max(m_t^2, 1e-12), m_t^2 the largest K_ss a query sees (the Echo paper's, made causal).
-    Causal queries see strictly earlier keys. Source: Echo, eq. 13 with K = 0.
+    eps max(m_t^2, 1e-12), m_t^2 the largest K_ss a query sees (the Echo paper's, made causal). relative: rho_t has relative tr(G_t) / r
+    added, G_t the Gram matrix of the keys a query sees: so much of their mean eigenvalue, for the plain product z.z only.
+    Causal queries see strictly earlier keys. With a ``Decay`` prior the past fades, as ``primal.fading_weights`` defines it.
+    Source: Echo, eq. 13 with K = 0.
     """
 
     solves: ClassVar[bool] = True
@@ -223,17 +218,38 @@ class Ridge(Anchor):
     eps: float = 0.1
     mode: Literal["constant", "running_max"] = "constant"
     learn_ridge: bool = False
+    relative: float = 0.0
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         require(self.eps > 0, f"{name}: eps (the ridge) must be > 0, received {self.eps}.")
         require(self.mode in ("constant", "running_max"), f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.")
         require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
+        require(self.relative >= 0, f"{name}: relative (the ridge as a part of tr(G) / r) must be >= 0, received {self.relative}.")
+
+    def powers(self, heads: int) -> tuple[int, ...]:
+        """How many steps of the Koopman operator the read-out of each head applies."""
+        return (0,) * heads
 
     @property
     def shifts(self) -> int:
-        """How many steps of the Koopman operator the read-out applies."""
+        """The most steps of the Koopman operator that a head's read-out applies."""
         return 0
+
+    @property
+    def moving(self) -> bool:
+        """Whether the ridge follows the keys seen, so that each query solves with a ridge of its own."""
+        return self.mode == "running_max" or self.relative > 0
+
+    @property
+    def spectral(self) -> bool:
+        """Whether each Koopman step is divided by max(1, its norm)."""
+        return False
+
+    @property
+    def by_query(self) -> bool:
+        """Whether each query needs an inverse of its own, which no block of queries shares."""
+        return self.moving or self.spectral
 
     def initial(self) -> dict[str, Tensor]:
         # softplus^-1, so that training starts at exactly eps
@@ -246,11 +262,21 @@ class Ridge(Anchor):
         value = F.softplus(params["raw_ridge"].double())
         return expand_rows(value, heads, "the learned ridge")
 
+    def moved(self, rho: Tensor, peak: Tensor | None, trace: Tensor, width: int) -> Tensor:
+        """The ridge of queries that see keys whose largest K_ss is ``peak`` (needed for the running maximum) and whose sum is ``trace``; width: r."""
+        ridge = rho if self.mode == "constant" or peak is None else rho * peak.clamp_min(1e-12)
+        return ridge + self.relative / width * trace if self.relative else ridge
+
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.kk is not None
-        rho = self.ridge(blocks.params, blocks.qk.shape[1]).to(blocks.qk)
+        heads = blocks.qk.shape[1]
+        rho = self.ridge(blocks.params, heads).to(blocks.qk)
+        if blocks.log_decay is not None:
+            assert blocks.q is not None
+            assert blocks.k is not None
+            return fading_weights(blocks.q, blocks.k, blocks.log_decay, rho, self.powers(heads), blocks.visibility)
         kernel = blocks.qk.exp() if blocks.log else blocks.qk
-        if self.mode == "constant" and blocks.visibility.nested:
+        if not self.by_query and blocks.visibility.nested:
             return self._nested(kernel, blocks, rho)
         return self._general(kernel, blocks, rho)
 
@@ -268,9 +294,11 @@ class Ridge(Anchor):
         # the interval rule alone, before the key mask: a masked key is a zero row of kk, not a hole in the prefix
         inside = ((s >= visibility.lo[:, None]) & (s < visibility.hi[:, None])).to(kernel.device)
         rows = _prefix_solve(lower, kernel, inside)
-        for _ in range(self.shifts):
-            rows = _shift(rows, visibility.key_mask).masked_fill(~blocks.visible, 0)
-            rows = _prefix_solve(lower, rows @ kk, inside)
+        powers = self.powers(kernel.shape[1])
+        for step in range(self.shifts):
+            moved = _shift(rows, visibility.key_mask).masked_fill(~blocks.visible, 0)
+            moved, which = _prefix_solve(lower, moved @ kk, inside), on_heads(powers, step, rows.device)
+            rows = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, rows)
         return rows.masked_fill(~blocks.visible, 0)
 
     def _general(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
@@ -279,21 +307,28 @@ class Ridge(Anchor):
         assert kk is not None
         if kernel.shape[-1] == 0:
             return kernel
+        heads, key_mask = kernel.shape[1], blocks.visibility.key_mask
         visible = blocks.visible.expand(kernel.shape[0], 1, *kernel.shape[-2:])
         eye = torch.eye(kernel.shape[-1], dtype=kk.dtype, device=kk.device)
         peak = torch.diagonal(kk, dim1=-2, dim2=-1)
+        powers, width = self.powers(heads), 1 if blocks.k is None else blocks.k.shape[-1]
         out = []
         for t in range(kernel.shape[-2]):
             seen = visible[:, :, t]
             block = kk * (seen[..., :, None] & seen[..., None, :])
-            ridge = rho[None, :, None]
-            if self.mode == "running_max":
-                ridge = ridge * torch.where(seen, peak, 0).amax(-1, keepdim=True).clamp_min(1e-12)
-            lower = factorised(block + ridge[..., None] * eye, type(self).__name__)
+            own = torch.where(seen, peak, 0)
+            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)[..., None]
+            lower = factorised(block + ridge * eye, type(self).__name__)
             weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
-            for _ in range(self.shifts):
-                moved = _shift(weights[..., 0], blocks.visibility.key_mask).masked_fill(~seen, 0)
-                weights = torch.cholesky_solve(block @ moved[..., None], lower)
+            for step in range(self.shifts):
+                moved = _shift(weights[..., 0], key_mask).masked_fill(~seen, 0)
+                moved, which = torch.cholesky_solve(block @ moved[..., None], lower), on_heads(powers, step, kernel.device)
+                if self.spectral:
+                    assert blocks.k is not None
+                    z = blocks.k.masked_fill(~seen[..., None], 0)
+                    gram = z.mT @ z + ridge * torch.eye(width, dtype=z.dtype, device=z.device)
+                    moved = moved * contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)[..., None, None]
+                weights = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, weights)
             out.append(weights[..., 0].masked_fill(~seen, 0))
         return torch.stack(out, -2) if out else kernel
 
@@ -310,31 +345,55 @@ class Koopman(Ridge):
     """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: ridge read-out after ``power`` steps of the fitted dynamics.
 
     Dual form for any kernel: w_t = (S D)^power (K_kk + rho I)^-1 k_q, S = K_kk (K_kk + rho I)^-1, D the shift by one.
-    power: on distinct keys, 0 returns the value stored with the key, 1 the value one step later, 2 two later.
-    eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4) are learned, one a head. Source: Echo, eqs. 13 and 22.
+    power: on distinct keys, 0 returns the value stored with the key, 1 the value one step later, 2 two later; a tuple has one for each head group.
+    eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4) are learned, one a head.
+    spectral_norm: "power" divides each step by max(1, s), s the norm of L^-1 M L^-T by six power iterations: the paper's form, which changes
+    nothing, since s < 1; for the plain product z.z only. Source: Echo, eqs. 12, 13 and 22.
     """
 
-    power: int = 0
+    power: int | tuple[int, ...] = 0
     learn_ridge: bool = True
     eta: float = 1.5
     gate: float = -4.0
     learn_scale: bool = True
+    spectral_norm: Literal["none", "power"] = "none"
 
     def __post_init__(self) -> None:
         if self.mode == "running_max":
             object.__setattr__(self, "learn_ridge", False)
         super().__post_init__()
-        require(isinstance(self.power, int) and 0 <= self.power <= 8, f"Koopman: power must be a whole number from 0 to 8, received {self.power!r}.")
+        if isinstance(self.power, list):
+            object.__setattr__(self, "power", tuple(self.power))
+        good = len(self._powers) > 0 and all(isinstance(p, int) and not isinstance(p, bool) and 0 <= p <= 8 for p in self._powers)
+        require(good, f"Koopman: power must be a whole number from 0 to 8, or a tuple of such, one a head; received {self.power!r}.")
+        require(self.spectral_norm in ("none", "power"), f"Koopman: spectral_norm must be 'none' or 'power', received {self.spectral_norm!r}.")
+
+    @property
+    def _powers(self) -> tuple[int, ...]:
+        return self.power if isinstance(self.power, tuple) else (self.power,)
+
+    def powers(self, heads: int) -> tuple[int, ...]:
+        # as ``expand_rows`` does, in plain numbers, which a traced call needs
+        known, have = self._powers, len(self._powers)
+        if heads % have == 0:
+            return known * (heads // have)
+        if have % heads:
+            expand_rows(torch.tensor(known), heads, "Koopman powers")  # says what does not fit
+        return known[have // heads - 1 :: have // heads]
 
     @property
     def shifts(self) -> int:
-        return self.power
+        return max(self._powers)
+
+    @property
+    def spectral(self) -> bool:
+        return self.spectral_norm == "power" and self.shifts > 0
 
     def initial(self) -> dict[str, Tensor]:
         learned = super().initial()
         if self.learn_scale:
             learned["eta"] = row(self.eta)
-            if self.power:
+            if self.shifts:
                 learned["gate"] = row(self.gate)
         return learned
 
@@ -342,15 +401,19 @@ class Koopman(Ridge):
         gate = params["gate"] if "gate" in params else row(self.gate)
         return 1 + 0.5 * torch.sigmoid(gate.double())
 
-    def output_scale(self, params: Params) -> Tensor:
+    def output_scale(self, params: Params, heads: int) -> Tensor:
         eta = params["eta"].double() if "eta" in params else row(self.eta).double()
-        return eta if self.power == 0 else eta * self.gamma(params) ** self.power
+        if self.shifts == 0:
+            return eta
+        gamma = self.gamma(params)
+        return eta * gamma ** torch.tensor(self.powers(heads), dtype=gamma.dtype, device=gamma.device)
 
     def moves(self) -> tuple[Move, ...]:
-        shift = Move("assumed", "anchor", f"keys follow linear dynamics; the read-out looks {self.power} step(s) ahead")
-        return (*super().moves(), *((shift,) if self.power else ()))
+        ahead = f"{self.power}" if isinstance(self.power, int) else ", ".join(map(str, self.power)) + " (by head)"
+        shift = Move("assumed", "anchor", f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead")
+        return (*super().moves(), *((shift,) if self.shifts else ()))
 
 
 ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}
 
-__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor", "factorised"]
+__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor"]

@@ -34,8 +34,13 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score if bound.link.log_space else bound.link.value(score, coefficients)
 
 
-def weights(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias) -> Tensor:
-    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries."""
+def weights(
+    bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None
+) -> Tensor:
+    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
+
+    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in ``bias``.
+    """
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
     block = kernel(bound, coefficients, q, k)
@@ -55,7 +60,9 @@ def weights(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility
         name: value.repeat_interleave(bound.groups, 0) if name in bound.anchor.kv_rows else value
         for name, value in bound.anchor_params.items()
     }
-    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params))
+    if log_decay is not None:
+        log_decay = log_decay.repeat_interleave(bound.groups, 1) if bound.anchor.solves else None
+    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay))
 
 
 __all__ = ["kernel", "weights"]

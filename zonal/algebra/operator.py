@@ -1,7 +1,7 @@
 """Operator: score x prior x link x anchor, with the learned parts as parameters. Softmax attention is one value of this type."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from zonal.algebra import slots
 from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, SumAnchor
 from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Identity, Link
-from zonal.algebra.prior import ALiBi, Causal, Decay, Prior
+from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Dot, Params, Score
 from zonal.errors import ArgumentError
 
 Readout = Literal["head", "concat"] | None
-LayerInit = Literal["default", "zero_output"]
+LayerInit = Literal["default", "zero_output", "orthogonal"]
 
 
 class Tags(NamedTuple):
@@ -64,7 +64,7 @@ class Operator(nn.Module):
         score: how q and k become a number. link: how that becomes evidence. anchor: how evidence becomes weights.
         prior: declared masks and biases, in any order.
         name: what people call it. readout: the norm a layer should put on y (``head``: per head, ``concat``, None).
-        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output).
+        layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output; ``orthogonal``: v, too).
         qk_dim: the size that a layer should give q and k of one head; None = that of v.
 
     The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row
@@ -151,10 +151,29 @@ class Operator(nn.Module):
                 f"anchor Row divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
             )
-        if self.anchor.solves and any(isinstance(p, ALiBi | Decay) for p in self.prior):
-            return f"anchor {type(self.anchor).__name__} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
-        if self.anchor.solves and isinstance(self.link, Identity) and not self.score.bilinear:
-            return f"anchor {type(self.anchor).__name__} needs a positive definite kernel, and a bare distance is none; use link.Exp()"
+        return self._solve_refusal() if self.anchor.solves else None
+
+    def _solve_refusal(self) -> str | None:
+        anchor, name = self.anchor, type(self.anchor).__name__
+        decays = any(isinstance(p, Decay) for p in self.prior)
+        if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
+            return f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
+        if isinstance(self.link, Identity) and not self.score.bilinear:
+            return f"anchor {name} needs a positive definite kernel, and a bare distance is none; use link.Exp()"
+        if not isinstance(anchor, Ridge):
+            return None
+        plain = self.score.plain and isinstance(self.link, Identity)
+        if (anchor.relative or anchor.spectral) and not plain:
+            what = "relative > 0" if anchor.relative else "spectral_norm='power'"
+            return f"{what} looks at G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with link.Identity()); drop it"
+        if not decays:
+            return None
+        if not plain:
+            return f"a decay with anchor {name} fades G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with link.Identity()); drop the prior"
+        if anchor.by_query:
+            return f"a decay with anchor {name} fades a constant ridge; use mode='constant', relative=0 and spectral_norm='none', or drop the prior"
+        if any(isinstance(p, ChunkCausal | Window) for p in self.prior):
+            return f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined with it; drop one of the priors"
         return None
 
     def check(self, call: str) -> None:
@@ -305,7 +324,7 @@ class Operator(nn.Module):
         if isinstance(self.anchor, Koopman):
             scale = bound.anchor_params
             out["eta"] = scale["eta"].tolist() if "eta" in scale else [self.anchor.eta]
-            if self.anchor.power:
+            if self.anchor.shifts:
                 out["gamma"] = self.anchor.gamma(scale).tolist()
         if "link_degree" in self.learned_parts:
             out["degrees"] = self.learned_parts["link_degree"].tolist()
@@ -322,4 +341,15 @@ class Operator(nn.Module):
         raise ArgumentError("Operator: an operator is a declaration; call zonal.attention(q, k, v, operator) to run it.")
 
 
-__all__ = ["Bound", "Operator", "Readout", "Tags"]
+def apart(a: Operator, b: Operator) -> str:
+    """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two declarations."""
+    slot = next((slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor")
+    mine, theirs = getattr(a, slot), getattr(b, slot)
+    shown = [repr(mine), repr(theirs)]
+    if type(mine) is type(theirs) and is_dataclass(mine):
+        unlike = [field.name for field in fields(mine) if getattr(mine, field.name) != getattr(theirs, field.name)]
+        shown = [f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)!r}' for name in unlike)})" for part in (mine, theirs)]
+    return f"{a.name!r} with {slot} {shown[0]} and {b.name!r} with {shown[1]}"
+
+
+__all__ = ["Bound", "Operator", "Readout", "Tags", "apart"]

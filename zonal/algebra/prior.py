@@ -84,16 +84,21 @@ class ALiBi(Prior):
 
 @dataclass(frozen=True)
 class Decay(Prior):
-    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with attention(log_decay=...)."""
+    """B_ts = rate_h^(t - s) with 0 < rate <= 1 a head, learned through log(-log rate); or per token with attention(log_decay=...).
+
+    gated: a layer makes the decay of each token from its input, and the rates are only where its gate starts (so ``learn`` must be False).
+    """
 
     rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
     learn: bool = True
+    gated: bool = False
 
     kv_rows: ClassVar[tuple[str, ...]] = ("log_rate",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", tuple(float(v) for v in self.rates))
         require(len(self.rates) > 0 and all(0 < r < 1 for r in self.rates), f"Decay: rates must lie in (0, 1), received {self.rates}.")
+        require(not (self.gated and self.learn), "Decay: gated=True takes the decay from a layer's gate, which learns; pass learn=False.")
 
     def initial(self) -> dict[str, Tensor]:
         return {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates])} if self.learn else {}
@@ -107,7 +112,8 @@ class Decay(Prior):
         return expand_rows(value, heads, "Decay rates")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "prior", "evidence fades by a constant factor a step, so a sum over the past can be carried"),)
+        factor = "a factor that each token sets" if self.gated else "a constant factor"
+        return (Move("assumed", "prior", f"evidence fades by {factor} a step, so a sum over the past can be carried"),)
 
 
 class Intervals(NamedTuple):

@@ -65,6 +65,11 @@ class Score(Declaration):
         """Whether a layer makes queries and keys with one map."""
         return False
 
+    @property
+    def plain(self) -> bool:
+        """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are made of."""
+        return False
+
     def width(self, dim: int) -> int:
         """How many numbers a prepared vector has, from heads of size ``dim``."""
         return dim
@@ -135,6 +140,10 @@ class Dot(Score):
         require(self.key_limit is None or self.key_limit > 0, f"Dot: key_limit must be > 0 or None, received {self.key_limit}.")
 
     @property
+    def plain(self) -> bool:
+        return self.scale == 1
+
+    @property
     def positive(self) -> bool:
         return self.map in ("elu1", "relu") and (self.scale is None or self.scale > 0)
 
@@ -197,6 +206,10 @@ class Cosine(Score):
     @property
     def bound(self) -> float | None:
         return None if self.learn_temperature else 1 / self.temperature
+
+    @property
+    def plain(self) -> bool:
+        return self.temperature == 1 and not self.learn_temperature
 
     def initial(self) -> dict[str, Tensor]:
         return {"log_temperature": row(self.temperature).log()} if self.learn_temperature else {}

@@ -97,7 +97,8 @@ def _dispatch(words: list[str]) -> int:
         raise unknown_name("zonal", "command", name, COMMANDS)
     module = importlib.import_module(f"zonal.cli.{COMMANDS[name].module}")
     own, passed = _split(name, rest)
-    options = parse_options(getattr(module, COMMANDS[name].options), f"zonal {name}", module.DESCRIPTION, own)
+    defaults = module.defaults(own) if name in ("compare", "train") else None
+    options = parse_options(getattr(module, COMMANDS[name].options), f"zonal {name}", module.DESCRIPTION, own, defaults)
     command = shlex.join(["zonal", *words])
     return module.run(options, passed) if name == "bench" else module.run(options, command)
 
@@ -109,17 +110,18 @@ def _split(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     return words[:1], words[1:]
 
 
-def parse_options(kind: type, prog: str, description: str, words: list[str]) -> Any:
-    """``words`` as a value of the options class ``kind``; --help prints and exits.
+def parse_options(kind: type, prog: str, description: str, words: list[str], defaults: Any = None) -> Any:
+    """``words`` as a value of the options class ``kind``; what they leave out is as in ``defaults``, or as the class has it. --help prints and exits.
 
     Raises: ArgumentError in one line for anything that does not fit; an unknown option with the nearest.
     """
     call = prog.removeprefix("zonal ")
     errors = io.StringIO()
+    given = {} if defaults is None else {"default": defaults}
     try:
         with contextlib.redirect_stderr(errors):
             options, unknown = tyro.cli(
-                kind, prog=prog, description=description, args=words, return_unknown_args=True, config=(tyro.conf.OmitArgPrefixes,)
+                kind, prog=prog, description=description, args=words, return_unknown_args=True, config=(tyro.conf.OmitArgPrefixes,), **given
             )
     except SystemExit as stop:
         if stop.code in (0, None):

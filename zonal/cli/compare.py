@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zonal import report
-from zonal.cli import parse
+from zonal.cli import parse, presets
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
 from zonal.cli.progress import watching
 from zonal.models.layers import check, layers_for
@@ -31,6 +32,7 @@ Examples:
   zonal compare --task text --data my.txt --operators softmax,sko,ska --seeds 3 --budget 10m
   zonal compare --task text --operators 'softmax,sko(degrees=(2,3)),ska(power=1)' --steps 500 --learning-rates 1e-3,3e-3
   zonal compare --task mqar-demo --layers 4 --operators 'softmax,mamba2,[mamba2*3, ska]' --budget 5m
+  zonal compare --preset echo-table3 --jobs 2 --threads 1
   zonal compare --resume runs/text-1a2b3c4d"""
 
 
@@ -38,6 +40,8 @@ Examples:
 class Compare:
     """Compare attention operators on one task."""
 
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    """An experiment of a paper: echo-table2, echo-table3 or echo-mqar. It fills in what is not given here, the task among it."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
     """Operators separated by commas; each a name, or name(argument=value, ...), for all layers, or [a list of layers] such as [mamba2*3, ska]."""
     seeds: str = "1"
@@ -65,6 +69,17 @@ class Compare:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
+def defaults(words: Sequence[str]) -> Compare | None:
+    """The options that a preset named among ``words`` stands for. Raises: ArgumentError when there is none of that name."""
+    name = presets.named(words, "compare")
+    if name is None:
+        return None
+    preset = presets.PRESETS[name]
+    return Compare(
+        preset=name, operators=preset.operators, seeds=preset.seeds, learning_rates=preset.learning_rates, task=preset.task, model=preset.model, training=preset.training
+    )
+
+
 def specification(options: Compare, command: str) -> ComparisonSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
     operators = parse.operators(options.operators)
@@ -75,7 +90,9 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         for layer in dict.fromkeys(layers_for(operator, options.model.layers)):
             check(layer, options.model.dim)
     layers = layers_for(operators[0], options.model.layers)
-    labels = tuple(style.label(operator) for operator in operators)
+    preset = None if options.preset is None else presets.find(options.preset, "compare")
+    known = {} if preset is None else preset.labels
+    labels = tuple(known.get(operator) or style.label(operator) for operator in operators)
     task = options.task.resolve("compare")
     return ComparisonSpec(
         task=task,
@@ -89,6 +106,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         device=str(device(options.device)),
         title=options.title or title(task),
         command=command,
+        published=None if preset is None else preset.published,
     )
 
 

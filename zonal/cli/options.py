@@ -13,6 +13,7 @@ from zonal import tasks
 from zonal.cli import parse
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
+from zonal.models.config import Mlp
 from zonal.training import TrainConfig
 
 _OFTEN = "(default: as the task has it)"
@@ -28,7 +29,7 @@ class TaskOptions:
     """What is learned."""
 
     task: Annotated[str | None, _shown("NAME", "(required)")] = None
-    """text, mqar, or a preset: mqar-demo, mqar-8k, mqar-based-fig2, mqar-iclr24-fig2."""
+    """text, mqar, mixed, needle, tool-trace, ... ; without it they are listed."""
     data: Annotated[str | None, _shown("PATH", "(default: the embedded novel)")] = None
     """For text: a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, novel, or hub:name[:split[:column]]."""
     tokenizer: Annotated[Literal["byte", "gpt2"] | None, _shown("{byte,gpt2}", "(default: byte)")] = None
@@ -42,13 +43,13 @@ class TaskOptions:
     max_bytes: Annotated[int | None, _shown("INT", "(default: all)")] = None
     """For text: read only so many bytes of the source."""
     vocab_size: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For mqar: size of the vocabulary."""
+    """For recall and retrieval: size of the vocabulary."""
     pairs: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For mqar: key-value pairs to remember."""
+    """For recall and retrieval: things to remember."""
     train_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
     """For mqar: training sequences."""
     test_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For mqar: test sequences."""
+    """For recall and retrieval: test sequences (of retrieval, of each kind and size)."""
 
     def resolve(self, command: str) -> tasks.Task:
         """The task. Raises: ArgumentError for an unknown or unsuitable option, FileFormatError for unusable data."""
@@ -75,10 +76,12 @@ class ModelOptions:
     """Key and value heads; fewer than heads shares them between heads."""
     head_dim: Annotated[int | None, _shown("INT", "(default: dim / heads)")] = None
     """Size of a head."""
-    mlp: Literal["swiglu", "none"] = "swiglu"
+    qk_dim: Annotated[int | None, _shown("INT", "(default: what the operator asks for, or head_dim)")] = None
+    """Size of queries and keys of a head."""
+    mlp: Mlp = "swiglu"
     """The part between attention layers."""
     mlp_ratio: float = 8 / 3
-    """Hidden size of the swiglu over dim."""
+    """Hidden size of the mlp over dim."""
     conv: int = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
@@ -97,6 +100,7 @@ class ModelOptions:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            qk_dim=self.qk_dim,
             mlp=self.mlp,
             mlp_ratio=self.mlp_ratio,
             conv=self.conv,
@@ -131,6 +135,8 @@ class TrainingOptions:
     """Steps between evaluations."""
     eval_batch_size: Annotated[int | None, _shown("INT", "(default: as batch-size)")] = None
     """Sequences a step of evaluation."""
+    transfer_piece: Annotated[int | None, _shown("INT", "(default: whole)")] = None
+    """Read the longer sequences that a finished run is measured on so many tokens at a time, from the model's memory."""
     stop_at_accuracy: Annotated[float | None, _shown("FLOAT", "(default: never)")] = None
     """End a run at the first evaluation with this accuracy."""
     checkpoint_seconds: float = 60.0
@@ -155,6 +161,7 @@ class TrainingOptions:
             eval_every=self.eval_every,
             eval_batch_size=self.eval_batch_size,
             stop_at_accuracy=self.stop_at_accuracy,
+            transfer_piece=self.transfer_piece,
             checkpoint_seconds=self.checkpoint_seconds,
             keep_best=self.keep_best,
             tensorboard=self.tensorboard,
@@ -176,7 +183,9 @@ def device(name: str) -> torch.device:
 
 def title(task: tasks.Task) -> str:
     """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
-    return f"Language modelling of {task.title}" if isinstance(task, tasks.Text) else f"Associative recall ({task.name})"
+    if isinstance(task, tasks.Text):
+        return f"Language modelling of {task.title}"
+    return f"{'Retrieval' if isinstance(task, tasks.Retrieval) else 'Associative recall'} ({task.name})"
 
 
 def command_line(command: str, options: Any) -> str:

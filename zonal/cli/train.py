@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,12 @@ from typing import Annotated
 import tyro
 
 from zonal import tasks
+from zonal.cli import parse, presets
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
-from zonal.models import build, layer_list
+from zonal.models import ModelConfig, build, layer_list, preset
+from zonal.models.layers import entry_of
 from zonal.report import formats, style
 from zonal.training import RunResult, TrainConfig, interruptible, train
 from zonal.training.loop import run_identity
@@ -27,15 +30,21 @@ Examples:
   zonal train --task text --operator sko --steps 500
   zonal train --task text --data my.txt --tokenizer gpt2 --operator 'softmax,ska(power=1),softmax' --dim 128 --steps 2000
   zonal train --task text --operator 'mamba2(state=64)*3, ska(power=0), mamba2(state=64)*3' --dim 128
-  zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99"""
+  zonal train --preset echo-table3 --operator 'mamba2(state=16)*2, ska(power=1)*2'
+  zonal train --task mqar-demo --operator 'ska(power=1)' --conv 0 --stop-at-accuracy 0.99
+  zonal train --task mqar-demo --model-preset echo-1M-mamba-attention --steps 2000"""
 
 
 @dataclass(frozen=True)
 class Train:
     """Train one model."""
 
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    """An experiment of a paper: echo-table2, echo-table3 or echo-mqar. It fills in what is not given here, the task among it."""
     operator: str = "softmax"
-    """One operator (or mamba2, mamba3) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
+    """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
+    model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
+    """A model by name in place of --operator and the model's options: echo-1M, echo-50M, echo-180M, or one they are compared with, such as echo-1M-mamba."""
     learning_rate: float = 3e-3
     """Highest learning rate."""
     seed: int = 0
@@ -51,6 +60,18 @@ class Train:
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
 
+def defaults(words: Sequence[str]) -> Train | None:
+    """The options that a preset named among ``words`` stands for, with its first model. Raises: ArgumentError when there is none of that name."""
+    name = presets.named(words, "train")
+    if name is None:
+        return None
+    preset = presets.PRESETS[name]
+    first = next(iter(preset.models.values()))
+    return Train(
+        preset=name, operator=first, learning_rate=parse.learning_rates(preset.learning_rates)[0], task=preset.task, model=preset.model, training=preset.training
+    )
+
+
 def layers_of(text: str, layers: int) -> tuple[str, ...]:
     """The operator of each layer. Raises: ArgumentError when a list has another length than an asked-for number of layers."""
     operators = layer_list(text, "--operator")
@@ -61,6 +82,15 @@ def layers_of(text: str, layers: int) -> tuple[str, ...]:
     return operators
 
 
+def model_of(options: Train, task: tasks.Task) -> ModelConfig:
+    """The model of the options, with the vocabulary of the task. Raises: ArgumentError when a model by name comes with options of the model."""
+    if options.model_preset is None:
+        return options.model.config(task, layers_of(options.operator, options.model.layers))
+    if options.operator != Train.operator or options.model != ModelOptions():
+        raise ArgumentError("train: --model-preset names the whole model. Leave out --operator and the model's options, or leave out --model-preset.")
+    return preset(options.model_preset, vocab_size=task.vocab_size, max_len=task.length)
+
+
 def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
     """``runs/train-<task>-<hash of the settings>``: the same settings find the same folder again."""
     return Path("runs") / f"train-{task.name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
@@ -68,14 +98,14 @@ def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
 
 def run(options: Train, command: str) -> int:
     """Run the command; returns the exit code."""
-    layers = layers_of(options.operator, options.model.layers)
     task = options.task.resolve("train")
     config: TrainConfig = options.training.config(options.training.steps or _STEPS, options.learning_rate, options.seed)
-    model = build(options.model.config(task, layers), options.seed).to(device(options.device))
+    shape = model_of(options, task)
+    model = build(shape, options.seed).to(device(options.device))
     folder = options.out or folder_of(task, run_identity(model, task, config))
-    label = style.label(options.operator) if len(set(layers)) == 1 else options.operator
+    label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
     heading = f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; files in {folder}"
-    with interruptible() as stopped, watching(task.metric, {options.operator: label}, heading) as listener:
+    with interruptible() as stopped, watching(task.metric, {entry_of(shape.layers): label}, heading) as listener:
         result = train(model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads)
     return tell(result, task, folder, command)
 

@@ -1,16 +1,18 @@
 """What a trained model is worth: metrics of one run, and what several seeds say together."""
 
-from zonal.evaluation.metrics import Accumulator, evaluate
+from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
 
 __all__ = [
     "Accumulator",
+    "Cells",
     "Difference",
     "Spread",
     "best_learning_rate",
     "difference_within_spread",
     "evaluate",
+    "evaluate_transfer",
     "spread",
     "student_t_quantile",
 ]

@@ -13,6 +13,7 @@ rounding of the model itself.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ class EvaluationBatch(Protocol):
     @property
     def targets(self) -> Tensor: ...
     @property
-    def slices(self) -> Mapping[str, Sequence[int]]: ...
+    def slices(self) -> Mapping[str, Sequence[int | str]]: ...
 
 
 class EvaluationTask(Protocol):
@@ -38,6 +39,12 @@ class EvaluationTask(Protocol):
     bytes_per_token: float | None
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Any]: ...
+
+
+class TransferTask(Protocol):
+    """What is needed of a task to measure a model on other tasks and lengths: batches whose rows have equal slices."""
+
+    def transfer_batches(self, batch_size: int) -> Iterator[Any]: ...
 
 
 class Predictor(Protocol):
@@ -49,6 +56,12 @@ class Predictor(Protocol):
     def predict(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def train(self, mode: bool = True) -> Any: ...
+
+
+class PieceReader(Predictor, Protocol):
+    """A predictor that can read so many tokens at a time, each piece from its memory of those before."""
+
+    def predict(self, tokens: Tensor, targets: Tensor, *, piece: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class Accumulator:
@@ -63,10 +76,10 @@ class Accumulator:
         self._loss = 0.0
         self._accuracy = 0.0
         # property → value → [sum of example accuracies, examples]
-        self._slices: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+        self._slices: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
 
     def add(
-        self, predicted: Tensor, target: Tensor, row: Tensor, loss: Tensor, examples: int, slices: Mapping[str, Sequence[int]]
+        self, predicted: Tensor, target: Tensor, row: Tensor, loss: Tensor, examples: int, slices: Mapping[str, Sequence[int | str]]
     ) -> None:
         """Add one batch of ``examples`` rows; the four tensors (N,) hold one entry for each supervised position.
 
@@ -90,7 +103,7 @@ class Accumulator:
         for name, values in slices.items():
             for value, kept, score in zip(values, present.tolist(), accuracy.tolist(), strict=True):
                 if kept:
-                    entry = self._slices[name][int(value)]
+                    entry = self._slices[name][value]
                     entry[0] += score
                     entry[1] += 1
 
@@ -111,11 +124,62 @@ class Accumulator:
         return result
 
 
+class Cells:
+    """Adds up batches by what their rows have in common, such as task, pairs and length; ``result`` has one entry for each such cell."""
+
+    def __init__(self):
+        self._found: dict[tuple[tuple[str, int | str], ...], Accumulator] = {}
+
+    def of(self, batch: EvaluationBatch) -> Accumulator:
+        """Where ``batch`` belongs. Raises: ArgumentError when its rows differ in a slice."""
+        mixed = [name for name, values in batch.slices.items() if len(set(values)) != 1]
+        if mixed:
+            raise ArgumentError(f"transfer: all rows of a batch must have the same {', '.join(mixed)}. Give a batch to each.")
+        return self._found.setdefault(tuple((name, values[0]) for name, values in batch.slices.items()), Accumulator())
+
+    def result(self) -> list[dict[str, Any]]:
+        """One flat object a cell, in the order of first appearance: its slices, ``accuracy``, ``loss`` and ``examples``."""
+        found = []
+        for key, total in self._found.items():
+            values = total.result()
+            found.append({**dict(key), **{name: values[name] for name in ("accuracy", "loss", "examples")}})
+        return found
+
+
 def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, device: torch.device) -> None:
     """Predict one batch on ``device`` and add it to ``into``."""
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-    predicted, target, row, loss = model.predict(tokens, targets)
-    into.add(predicted, target, row, loss, tokens.shape[0], batch.slices)
+    into.add(*model.predict(tokens, targets), tokens.shape[0], batch.slices)
+
+
+def accumulate_in_pieces(model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None) -> None:
+    """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them whole."""
+    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+    into.add(*model.predict(tokens, targets, piece=piece), tokens.shape[0], batch.slices)
+
+
+def evaluate_transfer(model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None) -> list[dict[str, Any]]:
+    """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see ``Cells.result``.
+
+    piece: sequences that are longer are read so many tokens at a time from the model's memory, as a decoder would; None reads them whole.
+    The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
+    """
+    cells = Cells()
+    with _evaluating(model) as device:
+        for batch in task.transfer_batches(batch_size):
+            accumulate_in_pieces(model, batch, cells.of(batch), device, piece)
+    return cells.result()
+
+
+@contextmanager
+def _evaluating(model: Predictor) -> Iterator[torch.device]:
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        model.train(was_training)
 
 
 def evaluate(model: Predictor, task: EvaluationTask, *, batch_size: int) -> dict[str, Any]:
@@ -125,14 +189,8 @@ def evaluate(model: Predictor, task: EvaluationTask, *, batch_size: int) -> dict
 
     Returns: see ``Accumulator.result``.
     """
-    device = next(model.parameters()).device
     total = Accumulator(task.bytes_per_token)
-    was_training = model.training
-    model.train(False)
-    try:
-        with torch.no_grad():
-            for batch in task.evaluation_batches(batch_size):
-                accumulate(model, batch, total, device)
-    finally:
-        model.train(was_training)
+    with _evaluating(model) as device:
+        for batch in task.evaluation_batches(batch_size):
+            accumulate(model, batch, total, device)
     return total.result()

@@ -11,6 +11,8 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.kernels import transforms
+from zonal.memory.base import undeclared
+from zonal.memory.weights import check_weights, weighed
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,7 +40,7 @@ class Call:
 
     They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
-    it is also contained in ``bias``. causal: whether queries are tied to positions at all (declared or asked for).
+    it is also contained in ``bias``, but for anchors that solve. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
     operator: Operator
@@ -126,7 +128,7 @@ class Call:
 
     def scaled(self, y: Tensor) -> Tensor:
         """y times the anchor's factor a head, in the type of the result."""
-        factor = self.bound.anchor.output_scale(self.bound.anchor_params)
+        factor = self.bound.anchor.output_scale(self.bound.anchor_params, self.bound.heads)
         if factor is not None:
             y = y * factor.to(y).view(1, -1, 1, 1)
         return y.to(self.dtype)
@@ -177,12 +179,16 @@ def prepare(
     scale: float | None = None,
     log_decay: Tensor | None = None,
     key_bias: Tensor | None = None,
+    action_mask: Tensor | None = None,
+    key_gate: Tensor | None = None,
+    past: int = 0,
 ) -> Call:
-    """Check the arguments against the operator and prepare queries, keys, masks and biases."""
+    """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if not isinstance(operator, Operator):
         raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
     operator.check("attention")
+    check_weights("attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past)
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
@@ -191,8 +197,9 @@ def prepare(
         raise ArgumentError(f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens.")
     if scale is not None and (bound.link.domain is not None or tags.solves):
         raise ArgumentError(f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}.")
-    if tags.solves and (log_decay is not None or key_bias is not None):
-        raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; log_decay and key_bias must be None.")
+    for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
+        if tags.solves and given is not None and not (name == "log_decay" and tags.decays):
+            raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, scale)
@@ -205,11 +212,14 @@ def prepare(
     tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
-    return Call(
+    call = Call(
         operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
         head_dim=q.shape[3],
     )
+    if action_mask is None and key_gate is None:
+        return call
+    return replace(call, raw=None, prepared=Prepared(call.q, *weighed(call.k, call.v, action_mask, key_gate)))
 
 
 def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
@@ -227,12 +237,14 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
         decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:
         return None
-    # a padded token is no step in time
-    return decay if padding is None else decay * padding[:, None]
+    # a padded token is no step in time, whatever it holds
+    return decay if padding is None else torch.where(padding[:, None], decay, 0.0)
 
 
 def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor | None) -> Bias:
     row = col = None
+    if bound.anchor.solves:  # its decays are no factors of the kernel
+        return Bias()
     if decay is not None:
         running = decay.cumsum(-1)
         running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)

@@ -11,19 +11,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
+from zonal.algebra.primal import contraction, on_heads
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
-from zonal.execution.ridge_block import Sight, factorise, into_blocks, linear, rows_from_blocks, rows_into_blocks, solve
+from zonal.execution.ridge_block import (
+    Sight,
+    exclusive,
+    factorise,
+    into_blocks,
+    linear,
+    rows_from_blocks,
+    rows_into_blocks,
+    solve,
+)
+from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels.cpp.build import BuildError
-from zonal.memory import DecayedSums, FeatureSums, Memory, RidgeStatistics, Tokens
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.ridge import previous_keys
+from zonal.memory.ridge import previous_keys, read_out, rows_of
 from zonal.memory.sums import anchored, carried, with_mass
 from zonal.memory.tokens import joined
 
@@ -40,8 +51,9 @@ def chunked_refusal(call: Call) -> str | None:
     if call.tags.solves:
         reason = statistics_refusal(call.bound)
         anchor = call.bound.anchor
-        if reason is None and isinstance(anchor, Ridge) and anchor.mode == "running_max" and call.causal and call.chunk is None:
-            return "the ridge follows the largest key seen so far, so every token has an inverse of its own; add prior.ChunkCausal or use mode='constant'"
+        if reason is None and isinstance(anchor, Ridge) and anchor.by_query and call.causal and call.chunk is None:
+            what = "the ridge follows the keys seen so far" if anchor.moving else "each step is divided by its own norm"
+            return f"{what}, so every token has an inverse of its own; add prior.ChunkCausal, or use mode='constant', relative=0 and spectral_norm='none'"
         return reason
     if call.windowed or call.bias.slope is not None:
         return features_refusal(call.bound, call.head_dim) or "positions weigh in, and a sum over keys has forgotten them"
@@ -66,7 +78,7 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
         raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
     if return_memory and memory is None and not call.visibility.packed:
         memory = empty_memory(call)
-    if memory is not None and not isinstance(memory, RidgeStatistics if call.tags.solves else (FeatureSums, DecayedSums)):
+    if memory is not None and not isinstance(memory, (RidgeStatistics, FadingStatistics) if call.tags.solves else (FeatureSums, DecayedSums)):
         raise PathError(f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind.")
     if call.visibility.packed and (memory is not None or return_memory):
         raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
@@ -188,14 +200,19 @@ def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | Non
 def _ridge(
     call: Call, tokens: Tokens, before: Memory | None, memory: Memory | None, return_memory: bool, block: int | None
 ) -> tuple[Tensor, Memory | None]:
-    assert before is None or isinstance(before, RidgeStatistics)
     anchor = call.bound.anchor
     assert isinstance(anchor, Ridge)
+    if call.log_decay is not None:
+        begun = empty_memory(call) if before is None else before
+        assert isinstance(begun, FadingStatistics)
+        y = fading(call, tokens, begun, block)
+        return call.scaled(y), memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay)) if return_memory and memory is not None else None
+    assert before is None or isinstance(before, RidgeStatistics)
     if before is not None and before.count == 0:
         before = None
     silent = tokens.silent()
     rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).view(1, -1, 1, 1, 1)
-    dtype = torch.float64 if loses_digits(silent.k, before, rho, anchor.mode == "running_max") else tokens.k.dtype
+    dtype = torch.float64 if loses_digits(silent.k, before, rho, anchor) else tokens.k.dtype
     q, z, v = call.q.to(dtype), silent.k.to(dtype), silent.v.to(dtype)
     earlier = None
     if anchor.shifts:
@@ -215,18 +232,22 @@ def _ridge(
 
 
 @torch.no_grad()
-def loses_digits(z: Tensor, before: RidgeStatistics | None, rho: Tensor, relative: bool) -> bool:
+def loses_digits(z: Tensor, before: RidgeStatistics | None, rho: Tensor, anchor: Ridge) -> bool:
     """Whether float32 would lose three digits: past a thousand tokens, where keys that fill few directions make eps |G| |P| large."""
     if z.dtype == torch.float64 or z.shape[2] + (0 if before is None else before.count) <= _SAFE_TOKENS:
         return False
     gram = (z.mT @ z).double()
     gram = gram if before is None else gram + before.gram
-    ridge = rho.squeeze(2).to(gram)
-    if relative:
-        ridge = ridge * z.square().sum(-1).amax(-1).clamp_min(1e-12)[..., None, None]
+    ridge = _ridge_of(anchor, rho.squeeze(2).to(gram), gram, z.square().sum(-1).amax(-1).to(gram)[..., None, None])
     inverse = positive_inverse(with_ridge(gram, ridge), "attention")
     condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse)
     return bool((torch.finfo(z.dtype).eps * condition > 1e-3).any())
+
+
+def _ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> Tensor:
+    """rho (…, 1, 1) as it follows the keys with sum ``gram`` (…, r, r) and largest z.z ``peak`` (…, 1, 1), where it does."""
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    return anchor.moved(rho, peak, trace, gram.shape[-1]) if anchor.moving else rho
 
 
 class _Parts:
@@ -248,18 +269,14 @@ def _free(call: Call, parts: _Parts, anchor: Ridge) -> Tensor:
     """All keys are visible to all queries: one solve."""
     z = parts.z
     gram, cross = _added(parts.gram, z, z), _added(parts.cross, parts.v, z)
-    ridge = parts.rho.squeeze(2)
+    peak = None
     if anchor.mode == "running_max":
-        largest = z.square().sum(-1).amax(-1) if z.shape[2] else z.new_zeros(z.shape[:2])
-        largest = largest if parts.peak is None else torch.maximum(largest, parts.peak.to(largest))
-        ridge = ridge * largest.clamp_min(1e-12)[..., None, None]
-    inverse = positive_inverse(with_ridge(gram, ridge), "attention")
-    x = parts.q.unflatten(1, (call.bound.kv_heads, -1)).flatten(2, 3) @ inverse
-    if parts.earlier is not None:
-        shift = _added(parts.shift, z, parts.earlier)
-        for _ in range(anchor.shifts):
-            x = x @ shift.mT @ inverse
-    return (x @ cross.mT).view(*parts.q.shape[:3], cross.shape[-2])
+        peak = z.square().sum(-1).amax(-1) if z.shape[2] else z.new_zeros(z.shape[:2])
+        peak = (peak if parts.peak is None else torch.maximum(peak, parts.peak.to(peak)))[..., None, None]
+    regular = with_ridge(gram, _ridge_of(anchor, parts.rho.squeeze(2), gram, peak))
+    shift = None if parts.earlier is None else _added(parts.shift, z, parts.earlier)
+    contracted = contraction(regular, shift, "attention") if anchor.spectral and shift is not None else None
+    return read_out(parts.q, call.bound, positive_inverse(regular, "attention"), shift, cross, contracted)
 
 
 def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor:
@@ -267,7 +284,7 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
     if queries == 0:
         return parts.q[..., :1].expand(*parts.q.shape[:3], parts.v.shape[3])  # no rows, but part of the graph
     usual = block or _ridge_block(parts.z.shape[3])
-    outright = anchor.mode == "running_max" or (chunk is not None and chunk > usual)
+    outright = anchor.by_query or (chunk is not None and chunk > usual)
     offset = keys - queries
     base = offset if chunk is None else offset // chunk * chunk
     gram, cross, shift = parts.gram, parts.cross, parts.shift
@@ -299,18 +316,27 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
         mask = None if chunk is None else Rule(True, False, chunk, 0).mask(Step(0, size, 0, size, True), z.device)
         sight = Sight(groups, size, 0 if call.include_self else -1, mask)
     ridge = parts.rho
-    if anchor.mode == "running_max":
-        largest = zb.square().sum(-1).amax(-1)  # (B, Hkv, n)
-        start = torch.zeros_like(largest[:, :, :1]) if peak is None else peak.to(largest).unsqueeze(2)
-        so_far = torch.cat([start, largest[:, :, :-1]], 2).cummax(2).values
-        ridge = ridge * so_far.clamp_min(1e-12)[..., None, None]
+    contracted = None
+    if anchor.by_query:
+        before, so_far = exclusive(zb.mT @ zb, gram), None
+        if anchor.mode == "running_max":
+            largest = zb.square().sum(-1).amax(-1)  # (B, Hkv, n)
+            first = torch.zeros_like(largest[:, :, :1]) if peak is None else peak.to(largest).unsqueeze(2)
+            so_far = torch.cat([first, largest[:, :, :-1]], 2).cummax(2).values[..., None, None]
+        ridge = _ridge_of(anchor, ridge, before, so_far)
+        if anchor.spectral and earlier is not None:
+            contracted = contraction(with_ridge(before, ridge), exclusive(zb.mT @ into_blocks(earlier, size), shift), "attention")
     factor = factorise(zb, gram, ridge, sight)
     x = solve(xb, zb, gram, ridge, factor)
     if earlier is not None:
         eb = into_blocks(earlier, size)
-        for _ in range(anchor.shifts):
-            x = linear(x, eb, zb, None if shift is None else shift.mT, sight)
-            x = solve(x, zb, gram, ridge, factor)
+        for step in range(anchor.shifts):
+            further = linear(x, eb, zb, None if shift is None else shift.mT, sight)
+            further = solve(further, zb, gram, ridge, factor)
+            if contracted is not None:
+                further = further * contracted[..., None, None]
+            which = on_heads(anchor.powers(call.bound.heads), step, x.device)
+            x = further if which is None else torch.where(rows_of(which, groups, size).unsqueeze(1), further, x)
     y = linear(x, zb, vb, None if cross is None else cross.mT, sight)
     return rows_from_blocks(y, groups, size, length)[:, :, length - queries :]
 

@@ -123,7 +123,15 @@ def _dense_solve(p: Problem, tally: Tally) -> float:
     heads, n, square = p.B * p.H, p.B * p.H * p.T * p.S, p.B * p.H * p.S * p.S
     ratio = square / n if n else 0.0
     _kernel(p, tally, p.S, p.S)
-    if not p.follows_peak and p.span.left is None:
+    if p.decays:  # sums of every token's own, one after another
+        square = p.B * p.H * p.D * p.D
+        tally.passes("simple", square, 10 * p.S)
+        tally.cholesky(heads * p.T, p.D)
+        tally.solve(heads * p.T, p.D, 1, 2 * (1 + p.shifts))
+        tally.product(heads * p.T, 1, p.D, p.D, p.shifts)
+        tally.views(14 * p.S + 40)
+        return 2 * ratio + 4 + 5 * square * p.S / max(n, 1)
+    if not p.by_query and p.span.left is None:
         tally.passes("simple", square, 2)
         tally.cholesky(heads, p.S)
         tally.views(10)
@@ -151,7 +159,13 @@ def _dense_solve_backward(p: Problem, tally: Tally) -> float:
     heads, n, square = p.B * p.H, p.B * p.H * p.T * p.S, p.B * p.H * p.S * p.S
     ratio = square / n if n else 0.0
     _kernel_backward(p, tally, p.S, p.S)
-    if not p.follows_peak and p.span.left is None:
+    if p.decays:
+        square = p.B * p.H * p.D * p.D
+        tally.passes("simple", square, 20 * p.S)
+        tally.solve(heads * p.T, p.D, p.D, 2)
+        tally.views(20 * p.S)
+        return 2 * ratio + 10 * square * p.S / max(n, 1)
+    if not p.by_query and p.span.left is None:
         for _ in range(1 + p.shifts):
             tally.solve(heads, p.S, p.T, 2)
             tally.product(heads, p.S, p.S, p.T, 2)

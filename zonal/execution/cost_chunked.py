@@ -4,10 +4,10 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from zonal.execution import cost_ridge_kernel, cost_sums, cost_sums_cuda
+from zonal.execution import cost_ridge_cuda, cost_ridge_kernel, cost_sums, cost_sums_cuda
 from zonal.execution.constants import Constants
 from zonal.execution.cost_features import document_groups, write, write_backward
-from zonal.execution.cost_ridge import ridge
+from zonal.execution.cost_ridge import fading, ridge
 from zonal.execution.problem import Problem
 from zonal.execution.scan import Rule, block_size
 from zonal.execution.tally import Estimate, Tally
@@ -15,11 +15,11 @@ from zonal.execution.tally import Estimate, Tally
 
 def chunked(p: Problem, constants: Constants) -> Estimate:
     """Blocks over a carried state; packed documents as batches of documents of like length."""
-    tally = Tally(constants, p.itemsize)
+    tally = Tally(constants, 8 if p.tags.solves and p.decays else p.itemsize)
     if p.without_sums is None and not p.tags.solves:
         return (cost_sums_cuda if p.device.type == "cuda" else cost_sums).kernel(p, tally)
     if p.without_ridge is None and p.tags.solves:
-        return cost_ridge_kernel.kernel(p, tally)
+        return (cost_ridge_cuda if p.device.type == "cuda" else cost_ridge_kernel).kernel(p, tally)
     if p.span.edges is None:
         return tally.estimate("chunked", _one(p, tally))
     peak = 0.0
@@ -33,7 +33,9 @@ def chunked(p: Problem, constants: Constants) -> Estimate:
 
 
 def _one(p: Problem, tally: Tally) -> float:
-    return ridge(p, tally) if p.tags.solves else _sums(p, tally)
+    if p.tags.solves:
+        return fading(p, tally) if p.decays else ridge(p, tally)
+    return _sums(p, tally)
 
 
 def _sums(p: Problem, tally: Tally) -> float:

@@ -4,6 +4,7 @@ import math
 
 from zonal.execution import chunked as chunked_path
 from zonal.execution.problem import Problem
+from zonal.execution.ridge_fading import usual_block
 from zonal.execution.tally import Tally
 from zonal.memory.ridge import REMAKE
 
@@ -47,7 +48,7 @@ def _ridge_tied(p: Problem, tally: Tally) -> float:
     length = p.S - base
     if length == 0:
         return heads * p.T * p.P
-    outright = p.follows_peak or (chunk is not None and chunk > limit)
+    outright = p.by_query or (chunk is not None and chunk > limit)
     if chunk is None:
         size = min(limit, length)
         size = math.ceil(length / math.ceil(length / size))
@@ -168,4 +169,42 @@ def _linear_backward(p: Problem, tally: Tally, batch: float, rows: int, size: in
     tally.views(36)
 
 
-__all__ = ["inverse", "ridge"]
+def fading(p: Problem, tally: Tally) -> float:
+    """Read-outs whose past fades, as ``ridge_fading`` makes them in blocks that no strong decay has cut short."""
+    kv, r, keys = 2 * p.B * p.Hkv, p.D, p.S  # float64: products of twice as many
+    if not keys or not p.T:
+        return p.B * p.H * p.T * p.P
+    size = min(usual_block(r), keys)
+    blocks = math.ceil(keys / size)
+    batch, rows = kv * blocks, p.groups * size
+    directions = 1 + 2 * p.gradients
+    tally.passes("simple", kv / 2 * keys * (r + p.P), 8 * directions)
+    tally.product(batch, r, r, size, (1 + (p.shifts > 0)) * directions)
+    tally.product(batch, p.P, r, size, directions)
+    tally.passes("simple", batch / 2 * r * (2 * r + p.P), 2 * directions)
+    inverse(tally, batch / 2, r)
+    tally.product(batch, 2 * size, r, r)
+    tally.product(batch, 2 * size, 2 * size, r)
+    tally.cholesky(batch, 2 * size)
+    tally.solve(batch, 2 * size, r)
+    for _ in range(1 + p.shifts):
+        # a solve, and a sum over visible keys
+        tally.product(batch, rows, r, r, 1 + p.gradients)
+        tally.product(batch, rows, 2 * size, r, 1 + p.gradients)
+        tally.product(batch, rows, r, 2 * size, 1 + p.gradients)
+        tally.product(batch, rows, size, r, directions)
+        tally.product(batch, rows, p.P, size, directions)
+        tally.product(batch, rows, p.P, r, directions)
+        tally.passes("simple", batch / 2 * rows * size, 3 * directions)
+        if p.gradients:
+            tally.product(batch, r, r, rows)
+            tally.product(batch, size, r, rows, 4)
+    tally.views(140 + 8 * blocks + 40 * p.shifts)
+    if p.gradients:
+        tally.recorded(60 + 20 * p.shifts)
+        tally.views(120 + 8 * blocks)
+    held = batch / 2 * (4.0 * r * r + 2 * r * p.P + 6 * size * r + 2 * rows * r + 3 * rows * size)
+    return held * (1 + 1.5 * p.gradients * (1 + p.shifts)) + p.B * p.H * p.T * p.P
+
+
+__all__ = ["fading", "inverse", "ridge"]

@@ -13,7 +13,7 @@ from zonal.features.moments import rows_at_once
 def streaming(p: Problem, constants: Constants) -> Estimate:
     """Token by token through a memory."""
     # ridge statistics are float64, whatever comes in
-    tally = Tally(constants, 8 if p.kind == "ridge" else p.itemsize)
+    tally = Tally(constants, 8 if p.kind in ("ridge", "fading") else p.itemsize)
     if p.span.edges is not None:
         peak = 0.0
         for count, length, even in document_groups(p.span.edges):
@@ -40,7 +40,7 @@ def _stream(p: Problem, tally: Tally) -> float:
         _stream_keys(p, tally, tokens, window)
         keys = kv * (p.past + p.S) * (r + p.P) * (2.0 if p.gradients else 4.0)
         return out + keys + (tokens * (keys / 2 + 6 * heads * window) if p.gradients else 4 * heads * window)
-    if p.kind == "ridge":
+    if p.kind in ("ridge", "fading"):
         return out + (_stream_ridge(p, tally, tokens, prefix) if p.without_decode is not None else _ridge_steps(p, tally, tokens))
     assert p.features is not None
     width = p.P + p.tags.normalises
@@ -124,7 +124,7 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
     directions = 1 + 2 * p.gradients
     tally.product(kv, r, r, 1, tokens * sums * directions)
     tally.passes("simple", square, tokens * sums * directions)
-    if p.gradients or p.follows_peak:
+    if p.gradients or p.by_query or (p.decays and p.padded):
         inverse(tally, kv, r, tokens)
         tally.product(kv, r, r, r, 2 * tokens * p.gradients)
     else:
@@ -135,7 +135,7 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
         tally.passes("simple", square, tokens)
     tally.product(kv, p.groups, r, r, tokens * (1 + 2 * p.shifts) * directions)
     tally.product(kv, p.groups, p.P, r, tokens * directions)
-    tally.views(tokens * (45 + 12 * p.shifts))
+    tally.views(tokens * (45 + 12 * p.shifts + 40 * p.decays))
     if p.gradients:
         tally.recorded(tokens * (40 + 10 * p.shifts))
         tally.views(tokens * 30)

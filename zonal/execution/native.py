@@ -121,7 +121,10 @@ def plain(*tensors: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all([type(x) is Tensor and x.is_cpu for x in tensors])  # a generator takes twice as long
+    for x in tensors:  # noqa: SIM110 (``all`` takes twice as long, a good part of a short call)
+        if type(x) is not Tensor or not x.is_cpu:
+            return False
+    return True
 
 
 __all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "tiled"]

@@ -21,6 +21,7 @@ from zonal.kernels import transforms
 from zonal.kernels.cpp import build, decode_library, library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums, Memory
+from zonal.memory.form import Form
 
 MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``native_sums``) shares more work between them."""
@@ -75,7 +76,7 @@ class _Kept(NamedTuple):
         return now is None if self.temperature is None else now is not None and torch.equal(now, self.temperature)
 
 
-# of each operator, by (heads, key heads, key dim, value dim, batch, scale)
+# of each operator, by (heads, key heads, key dim, value dim, batch, scale, whether the score prepares), and by what ``again`` has before it
 _made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
 
 
@@ -92,8 +93,9 @@ def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     q, k, v = call.tokens if fused is None or call.raw is None else call.raw[:3]
     if q.dtype not in decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
-    y, after = _step(kept.decoder, memory, q, k, v)
-    return call.scaled(y), after
+    stepped = _step(kept.decoder, memory, q, k, v)
+    assert stepped is not None  # ``refusal`` has looked at the environment
+    return call.scaled(stepped[0]), stepped[1]
 
 
 def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
@@ -102,7 +104,7 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     kept = known.get(key)
     if kept is not None and kept.good(call.bound, fused):
         return kept
-    if len(known) >= _KEPT:
+    if kept is not None or len(known) >= _KEPT:  # what the operator learned has changed, or there is no room
         known.clear()
     bound, features = call.bound, feature_map(call.bound.link)
     assert features is not None
@@ -123,9 +125,10 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
     return kept
 
 
-def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
-    y, state = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
-    return y, FeatureSums(memory.operator, memory.form, memory.count + q.shape[2], state, memory.padding)
+def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
+    """None when the environment has switched the kernels off since the decoder was made."""
+    found = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
+    return None if found is None else (found[0], memory.moved(q.shape[2], found[1]))
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
@@ -133,36 +136,48 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
 
     That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
     """
-    if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off":
-        return None
-    if type(memory) is not FeatureSums or memory.operator is not operator:
+    if type(memory) is not FeatureSums or memory.operator is not operator or not native.plain(q, k, v):
         return None
     known = _made.get(operator)
-    if known is None or q.ndim != 4:
+    if known is None:
         return None
-    (batch, heads, key_dim, value_dim, _, _), state, dtype = memory.form, memory.state, q.dtype
-    _, query_heads, tokens, _ = shape = q.shape
-    kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
-    if kept is None or not 1 <= tokens <= MOST_TOKENS:
-        return None
-    if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
-        return None
-    if dtype not in decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype or state.dtype != torch.float32 or not state.is_cpu:
+    state, dtype, form = memory.state, q.dtype, memory.form
+    kept = known.get((q.shape, k.shape, v.shape, scale, form))
+    if kept is None:
+        kept = _fitting(known, q, k, v, form, scale)
+        if kept is None:
+            return None
+    if not dtype is k.dtype is v.dtype or dtype not in decode_library.DTYPES or state.dtype is not torch.float32 or not state.is_cpu:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
         return None
-    if kept.fused is None and torch.is_autocast_enabled("cpu"):
-        return None
-    bound = kept.bound
     if not kept.fixed:
-        bound = operator.bind(query_heads, heads)
-        if not kept.good(bound, bound.score.fused(key_dim, bound.score_params, scale)):
+        bound = operator.bind(kept.bound.heads, kept.bound.kv_heads)
+        if not kept.good(bound, bound.score.fused(form.key_dim, bound.score_params, scale)):
             return None
     if kept.fused is not None:
         return _step(kept.decoder, memory, q, k, v)
+    if torch.is_autocast_enabled("cpu"):
+        return None
+    bound = kept.bound if kept.fixed else bound
     score, params = bound.score, bound.score_params
-    y, after = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
-    return y.to(dtype), after
+    stepped = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
+    return None if stepped is None else (stepped[0].to(dtype), stepped[1])
+
+
+def _fitting(known: dict[tuple[object, ...], _Kept], q: Tensor, k: Tensor, v: Tensor, form: Form, scale: float | None) -> _Kept | None:
+    """The decoder for tensors of these shapes, if there is one; the next ones of the same find it at once."""
+    if q.ndim != 4:
+        return None
+    (batch, heads, key_dim, value_dim, _, _), (_, query_heads, tokens, _) = form, q.shape
+    kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
+    if kept is None or not 1 <= tokens <= MOST_TOKENS:
+        return None
+    if q.shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
+        return None
+    if len(known) < _KEPT:
+        known[(q.shape, k.shape, v.shape, scale, form)] = kept
+    return kept
 
 
 __all__ = ["MOST_TOKENS", "again", "refusal", "streaming"]

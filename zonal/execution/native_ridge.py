@@ -1,4 +1,4 @@
-"""The chunked path by a compiled kernel on the CPU: which ridge and Koopman read-outs it takes, and how a call becomes one."""
+"""The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which ridge and Koopman read-outs it takes, and how a call becomes one."""
 
 import os
 
@@ -9,9 +9,11 @@ from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.execution.native_sums import Runner, places_of
 from zonal.kernels import ridge_ops, transforms
 from zonal.kernels.cpp import build, library, ridge_library
 from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
 
 
@@ -20,14 +22,16 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
     anchor = call.bound.anchor
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
     if type(anchor) not in (Ridge, Koopman):
         return f"anchor {type(anchor).__name__} is not in it"
-    if isinstance(anchor, Ridge) and anchor.mode != "constant":
-        return "a ridge that follows the largest key is not in it"
+    if isinstance(anchor, Ridge) and anchor.by_query:
+        return "a ridge that follows the keys, or a step divided by its norm, is not in it"
+    if call.log_decay is not None:
+        return "a past that fades is not in it"
     if not call.causal:
         return "without causality one solve serves all queries, in a few products of torch"
     if not call.bias.empty:
@@ -36,41 +40,81 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "a memory that waits for whole chunks is not in it"
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
-    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
+    if call.device.type == "cuda":
+        return cuda_refusal(call)
+    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
         return None
     failure = library.failure(ridge_library.CODE, ridge_library.SOURCE)
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
+def cuda_refusal(call: Call) -> str | None:
+    """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
+    if max(call.shape[4:]) > RIDGE_LARGEST:
+        return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    powers = call.bound.anchor.powers(call.bound.heads) if isinstance(call.bound.anchor, Ridge) else ()
+    if len(set(powers)) > 1:
+        return f"on CUDA all heads have one power, this call has {powers}"
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
+
+
 def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile."""
-    bound, seen, anchor = call.bound, call.visibility, call.bound.anchor
+    """y (B, H, T, P) for a call that is not refused, and where asked for what follows ``memory``. Raises: BuildError when the kernel does not compile.
+
+    NonFiniteError where G + rho I is not positive definite; on CUDA, where that would wait for the device, such rows are NaN.
+    """
+    seen, anchor = call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
-    raw = call.raw
-    clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
-    if clipped is None or raw is None:
+    clipped, (q, k, v) = _clipped(call), call.tokens if call.raw is None else call.raw[:3]
+    if clipped is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
-    else:
-        q, k, v = raw[:3]
-    factor = anchor.output_scale(bound.anchor_params)
-    scale = torch.full((call.shape[1],), clipped.scale, dtype=torch.float64)
-    if factor is not None:  # the read-out is linear in its query
-        scale = scale * factor
+    scale, rho, powers = _numbers(call, anchor, clipped)
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
-    documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
-    rho, mask, start = anchor.ridge(bound.anchor_params, bound.kv_heads), seen.key_mask, seen.segment_start if seen.packed else None
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, Before(*parts), anchor.shifts, clipped.limit or 0.0)
+        y, _ = ridge_library.forward(q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)
     else:
-        y, _ = ridge_ops.ridge(q, k, v, scale, rho, mask, seen.lo, seen.hi, start, *parts, anchor.shifts, clipped.limit or 0.0, documents)
+        documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
+        start = seen.segment_start if seen.packed else None
+        y, _ = ridge_ops.ridge(q, k, v, scale, rho, seen.key_mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 
 
-__all__ = ["chunked", "refusal"]
+def _clipped(call: Call) -> Clipped | None:
+    """The score as the kernel computes it from raw queries and keys, or None: it gets prepared ones."""
+    return None if call.raw is None else call.bound.score.clipped(call.head_dim, call.raw.scale)
+
+
+def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, list[int]]:
+    """Of each query head what its queries are multiplied by (H,), of each key head the ridge (Hkv,), and the powers (H,)."""
+    bound = call.bound
+    factor = anchor.output_scale(bound.anchor_params, bound.heads)
+    scale = torch.full((bound.heads,), clipped.scale, dtype=torch.float64, device=call.device)
+    if factor is not None:  # the read-out is linear in its query
+        scale = scale * factor
+    return scale, anchor.ridge(bound.anchor_params, bound.kv_heads), list(anchor.powers(bound.heads))
+
+
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    clipped, anchor = _clipped(call), call.bound.anchor
+    if clipped is None or call.raw is None:
+        return None
+    assert isinstance(anchor, Ridge)
+    limit, seen = clipped.limit or 0.0, places_of(call.visibility, call.raw.k.shape[2])
+    scale, rho, powers = _numbers(call, anchor, clipped)
+    scale, rho = scale.float().contiguous(), rho.double().contiguous()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ridge_library.forward(q, k, v, scale, rho, seen, Before(), powers, limit)[0]
+
+    return run
+
+
+__all__ = ["chunked", "cuda_refusal", "refusal", "runner"]

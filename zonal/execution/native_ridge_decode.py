@@ -38,8 +38,8 @@ def refusal(call: Call, kind: str) -> str | None:
         return "the kernel is for float32 and shorter, the call is in float64"
     if kind != "ridge":
         return f"a memory of kind {kind!r} is not in it"
-    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.mode != "constant"):
-        return "a ridge that follows the largest key, or another anchor, is not in it"
+    if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
+        return "a ridge that follows the keys, a step divided by its norm, or another anchor, is not in it"
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
@@ -64,11 +64,12 @@ def takes(memory: RidgeStatistics) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What stays from step to step. scale (H,) float64 of the queries, anchor's factor included; learned: the values it was made from."""
+    """What stays from step to step. scale (H,) float64 of the queries, anchor's factor included; powers (H,) int64; learned: the values it was made from."""
 
     bound: Bound
     clipped: Clipped | None
     scale: Tensor
+    powers: Tensor
     include_self: bool
     learned: tuple[tuple[int, int], ...]
 
@@ -90,10 +91,10 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     assert isinstance(anchor, Ridge)
     heads = call.shape[1]
     with torch.no_grad():
-        factor = anchor.output_scale(bound.anchor_params)
+        factor = anchor.output_scale(bound.anchor_params, bound.heads)
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
         scale = (scale if factor is None else scale * factor).contiguous()
-    kept = _Kept(bound, clipped, scale, call.include_self, _learned(call.operator))
+    kept = _Kept(bound, clipped, scale, torch.tensor(anchor.powers(heads)), call.include_self, _learned(call.operator))
     q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
     if q.dtype not in ridge_decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
@@ -107,8 +108,7 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
 
 
 def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
-    anchor, clipped, tokens = kept.bound.anchor, kept.clipped, q.shape[2]
-    assert isinstance(anchor, Ridge)
+    clipped, tokens = kept.clipped, q.shape[2]
     inverse, version = memory.inverse, ridge_version(memory.operator)
     if inverse is None or inverse.version != version:
         with torch.no_grad():
@@ -118,7 +118,7 @@ def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor)
             inverse = Inverse(memory.made(kept.bound), 0, version)
     before = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
     y, after = ridge_decode_library.step(
-        q, k, v, kept.scale, 0.0 if clipped is None or clipped.limit is None else clipped.limit, anchor.shifts, kept.include_self, before, memory.count, memory.padding
+        q, k, v, kept.scale, 0.0 if clipped is None or clipped.limit is None else clipped.limit, kept.powers, kept.include_self, before, memory.count, memory.padding
     )
     return y, RidgeStatistics(
         memory.operator, memory.form, memory.count + tokens, after.gram, after.cross, after.shift, after.first, after.last, None, memory.padding,

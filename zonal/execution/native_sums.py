@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,13 +13,17 @@ from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, vis
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.features import feature_map
+from zonal.features import SymmetricPowers, feature_map
+from zonal.formula import Formula
 from zonal.kernels import sums_ops, transforms
 from zonal.kernels.cpp import build, library, sums_library
+from zonal.kernels.cpp.sums_library import Places
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
+
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def refusal(call: Call, kind: str | None = None) -> str | None:
@@ -42,7 +47,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     if min(call.shape[4:]) < 1:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
-        return cuda_refusal(call, kind)
+        return cuda_refusal(call)
     if build.compiler() is None:
         return "no C++ compiler was found (set CXX, or install g++ or clang++)"
     if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
@@ -51,13 +56,11 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
-def cuda_refusal(call: Call, kind: str | None = None) -> str | None:
+def cuda_refusal(call: Call) -> str | None:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     code, features = native.code_of(call.bound.link), feature_map(call.bound.link)
     if code is None or not code.triton:
         return f"link {type(call.bound.link).__name__} has no Triton functions"
-    if not call.bias.empty or kind == "decayed":
-        return "on CUDA decays and key biases are not in it"
     if features is not None and features.degree > 2:
         return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
     if max(call.shape[4:]) > native.LARGEST:
@@ -115,40 +118,71 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     key_bias = call.key_bias
     if placed is not None:
         fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
-    rows = call.coefficients.flatten(1).T.expand(heads, -1)
-    if code.constants:
-        rows = torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1)
-    monomials = bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
-    spec = SumsSpec(
-        code, features.degree, features.lowest, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw",  # type: ignore[attr-defined]
-        fused.normalise, fused.eps, memory is not None, call.tags.positive,
-    )  # fmt: skip
+    spec = _spec(call, code, features, fused, memory is not None)
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-    given = (q, k, v, scale, rows, monomials, initial, call.log_decay, key_bias)
+    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if not tracked and not transforms.active() and native.plain(q, k, v):
-        y, _, final, _ = sums_library.forward(q, k, v, scale, rows, monomials, _places(seen, mask, k.shape[2]), initial, before, call.log_decay, key_bias, spec)
+        y, _, final, _ = sums_library.forward(
+            q, k, v, scale, *_numbers(call, code), places_of(seen, k.shape[2]), initial, before, call.log_decay, key_bias, spec
+        )
     else:
         y, _, final, _ = sums_ops.feature_sums(
-            *given, mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0]
-        )
+            q, k, v, scale, *_numbers(call, code), initial, call.log_decay, key_bias, mask, seen.lo, seen.hi,
+            seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0],
+        )  # fmt: skip
     return call.scaled(y), final
 
 
-def _places(seen: Visibility, mask: Tensor | None, keys: int) -> sums_library.Places:
+def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
+    """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
+    heads, link = call.shape[1], call.bound.link
+    rows = call.coefficients.flatten(1).T.expand(heads, -1)
+    if code.constants:
+        rows = torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1)
+    return rows, link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
+
+
+def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
+    anchor = call.bound.anchor
+    kind = "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw"  # type: ignore[attr-defined]
+    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, call.tags.positive)
+
+
+def places_of(seen: Visibility, keys: int) -> Places:
     """Who sees whom of the first ``keys``; kept from call to call where it follows from the call's shape."""
-    if mask is None and seen.rule is not None:
+    if seen.key_mask is None and seen.rule is not None:
         return _kept_places(seen.rule, keys)
+    mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
     return sums_library.places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_places(rule: Rule, keys: int) -> sums_library.Places:
+def _kept_places(rule: Rule, keys: int) -> Places:
     found = intervals_of(*rule)
     return sums_library.places(None, found.lo, found.hi, None, keys)
 
 
-__all__ = ["chunked", "cuda_refusal", "refusal"]
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    bound, raw = call.bound, call.raw
+    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
+    if raw is None or fused is None or call.log_decay is not None or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None:
+        return None
+    code, features = native.code_of(bound.link), feature_map(bound.link)
+    assert code is not None
+    assert features is not None
+    scale = fused.scale.float().contiguous() if isinstance(fused.scale, Tensor) else torch.full((bound.heads,), fused.scale)
+    rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
+    seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
+
+    return run
+
+
+__all__ = ["chunked", "cuda_refusal", "places_of", "refusal", "runner"]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -20,13 +20,15 @@ from zonal.memory import Memory
 class Plan:
     """The chosen path and the reason in a sentence.
 
-    estimates: of every path that could run, the fastest first. refused: path -> why it cannot, or does not fit in memory.
+    estimates: of every path that could run, the fastest first. refused: path -> why it cannot, or does not fit in memory. settled: the
+    constants from which it followed; None where the memory that was free had a part in it, or nothing could be measured.
     """
 
     path: str
     reason: str
     estimates: tuple[Estimate, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    settled: Constants | None = None
 
 
 def choose(call: Call, *, memory: Memory | None = None, constants: Constants | None = None, available: int | None = None) -> Plan:
@@ -57,10 +59,9 @@ def decide(problem: Problem, constants: Constants | None = None, available: int 
     """``choose`` for a problem."""
     if constants is None:
         constants = calibration.constants_for(problem.device)
-    plan, needed = _usual(problem, constants)
+    plan = _usual(problem, constants)
     if available is None:
-        # asking the system costs more than a short call; below a sixteenth of all memory the answer cannot matter
-        if needed * 16 <= constants.memory_bytes:
+        if plan.settled is not None:
             return plan
         available = calibration.free_memory(problem.device)
     return _ranked(problem, plan.estimates, constants.memory_bytes if available is None else available)
@@ -83,11 +84,14 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _usual(problem: Problem, constants: Constants) -> tuple[Plan, int]:
-    """The plan with all of the device's memory, and the most bytes that a path needs."""
+def _usual(problem: Problem, constants: Constants) -> Plan:
+    """The plan with all of the device's memory."""
     refused = dict(problem.refused)
     estimated = tuple(cost.MODELS[path](problem, constants) for path in PATHS if path not in refused)
-    return _ranked(problem, estimated, constants.memory_bytes), max(estimate.peak_bytes for estimate in estimated)
+    plan = _ranked(problem, estimated, constants.memory_bytes)
+    # asking the system for free memory costs more than a short call; below a sixteenth of all of it the answer cannot matter
+    small = max(estimate.peak_bytes for estimate in estimated) * 16 <= constants.memory_bytes
+    return replace(plan, settled=constants) if small else plan
 
 
 def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -> Plan:

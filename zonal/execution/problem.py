@@ -94,7 +94,8 @@ class Problem:
 
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
-    bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, follows_peak: an anchor that solves.
+    bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
+    anchor that solves, and whether each query needs an inverse of its own.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
     kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
@@ -124,7 +125,7 @@ class Problem:
     clamped: bool = False
     features: SymmetricPowers | None = None
     shifts: int = 0
-    follows_peak: bool = False
+    by_query: bool = False
     gradients: bool = False
     coefficient_gradients: bool = False
     bias_gradients: bool = False
@@ -170,7 +171,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
     bound, anchor, bias = call.bound, call.bound.anchor, call.bias
     batch, heads, queries, keys, key_dim, value_dim = call.shape
     learned = call.coefficients.requires_grad
-    tilted = (bias.row is not None and bias.row.requires_grad) or (bias.col is not None and bias.col.requires_grad)
+    tilted = any(x is not None and x.requires_grad for x in (bias.row, bias.col, call.log_decay))
     gradients = torch.is_grad_enabled() and (
         call.requires_grad or learned or tilted
         or any(p.requires_grad for p in bound.anchor_params.values())
@@ -184,11 +185,11 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None,
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
-        features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, follows_peak=isinstance(anchor, Ridge) and anchor.mode == "running_max",
+        features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=native.refusal(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
-        without_decode=(native_ridge_decode if kind == "ridge" else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None), refused=refused,
+        without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None), refused=refused,
     )  # fmt: skip
 
 

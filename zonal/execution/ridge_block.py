@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.anchor import factorised
+from zonal.algebra.primal import factorised
 from zonal.errors import PathError
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.ridge import REMAKE

@@ -49,13 +49,11 @@ def on_cuda(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, initial: Tensor | None, log_decay: Tensor | None,
     key_bias: Tensor | None, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same by Triton kernels, which have no decays and key biases and sum no row apart."""
+    """The same by Triton kernels, which sum no row apart."""
     from zonal.kernels.triton import sums_forward
 
-    if log_decay is not None or key_bias is not None:
-        raise PathError("attention: the Triton kernels of path 'chunked' have no decays and no key biases. Set ZONAL_KERNELS=off, and torch runs.")
     rules = decode(spec)
-    made = sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, rules)
+    made = sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, log_decay, key_bias, rules)
     return *made, q.new_zeros(q.shape[:3] if rules.guards else (0,), dtype=torch.uint8)
 
 
@@ -106,13 +104,20 @@ def backward_on_cuda(
     """The same by Triton kernels, of calls that ``on_cuda`` takes."""
     from zonal.kernels.triton import sums_backward
 
+    rules, ddecay, dbias = decode(spec), q.new_empty(0), q.new_empty(0)
     found = sums_backward.backward(
-        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, decode(spec), learned
+        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, log_decay, key_bias, rules, learned
     )
+    if found.counted is not None and log_decay is not None and asked[3]:
+        # what rows lose by rounding dy, keys have lost too
+        rows = None if rules.anchor == "row" else (dy.to(q.dtype).double() * y).sum(-1)
+        ddecay = sums_library.decay_gradient(found.counted, rows, q.shape[2], dfinal, final).sum_to_size(log_decay.shape).to(log_decay.dtype)
+    if found.counted is not None and key_bias is not None and asked[4]:
+        dbias = found.counted.to(key_bias.dtype)
     return (
         found.q, found.k, found.v, _as(scale, found.scale if asked[0] else None), _as(coefficients, found.coefficients if learned else None),
         _as(monomials, found.monomials if asked[1] else None), q.new_empty(0) if initial is None else _as(initial, found.initial if asked[2] else None),
-        q.new_empty(0), q.new_empty(0),
+        ddecay, dbias,
     )  # fmt: skip
 
 

@@ -2,28 +2,48 @@
 
 G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T. K = 0 returns the value stored with a key, K = 1 the value one step later
 (an induction head), K = 2 two later. Training and decoding are the same function, token by token. Cost: T r (r + P) a head;
-memory of a decoder: about 2 r^2 + P r numbers a head. ``chunk`` gives the paper's chunk-causal form. Paper: Echo (Koopman operators).
+memory of a decoder: about 2 r^2 + P r numbers a head. Paper: Echo (Koopman operators).
 """
+
+from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.declaration import require
 from zonal.algebra.link import Identity
-from zonal.algebra.prior import ChunkCausal, Prior
+from zonal.algebra.prior import ChunkCausal, Decay, Prior
 from zonal.algebra.score import Dot
 
-
-def _priors(chunk: int | None) -> tuple[Prior, ...]:
-    return () if chunk is None else (ChunkCausal(size=chunk),)
+_RATE = 0.998
 
 
-def ridge(eps: float = 0.1, learn_ridge: bool = True, key_limit: float | None = 1.0, chunk: int | None = None) -> Operator:
-    """Linear ridge regression from keys (clipped to norm <= key_limit) to values, refitted at every token."""
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), Ridge(eps=eps, learn_ridge=learn_ridge), _priors(chunk), name="ridge")
+def _priors(chunk: int | None, fading: bool) -> tuple[Prior, ...]:
+    chunks = () if chunk is None else (ChunkCausal(size=chunk),)
+    return (*chunks, Decay(rates=(_RATE,), learn=False, gated=True)) if fading else chunks
+
+
+def ridge(
+    eps: float = 0.1, learn_ridge: bool = True, key_limit: float | None = 1.0, chunk: int | None = None, relative: float = 0.0, fading: bool = False
+) -> Operator:
+    """Linear ridge regression from keys (clipped to norm <= key_limit) to values, refitted at every token; ``fading`` as in ``ska``."""
+    anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
+    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ridge")
 
 
 def ska(
-    power: int = 0, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False
-) -> Operator:
-    """Koopman read-out of the given power. ``chunk`` with ``running_max`` and ``key_limit=None`` is the paper's form."""
-    anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant")
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk), name="ska", layer_init="zero_output")
+    power: int | tuple[int, ...] = 0, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
+    relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,
+    preset: Literal["paper"] | None = None,
+) -> Operator:  # fmt: skip
+    """Koopman read-out of the given power, a tuple for one a head group; ``fading``: the past fades by a rate that each token sets.
+
+    rank: r, the size that a layer gives queries and keys of a head (None: that of values).
+    ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of 64, the running maximum with eps 1e-3, keys of any length.
+    """
+    require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
+    if preset == "paper":
+        plain = (power, eps, key_limit, chunk, running_max, spectral_norm) == (0, 0.1, 1.0, None, False, "none")
+        require(plain, "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.")
+        power, eps, key_limit, chunk, running_max, spectral_norm = 2, 1e-3, None, 64, True, "power"
+    anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant", relative=relative, spectral_norm=spectral_norm)
+    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ska", layer_init="orthogonal", qk_dim=rank)

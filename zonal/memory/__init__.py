@@ -1,9 +1,12 @@
 """Memories: what operators keep of the past, as values that can be absorbed into, read, merged, subtracted, forked and saved."""
 
-from zonal.memory.base import Form, Memory
+from zonal.memory.base import Memory
+from zonal.memory.fading import FadingStatistics
+from zonal.memory.form import Form
 from zonal.memory.keys import KeyValues
 from zonal.memory.ridge import RidgeStatistics
+from zonal.memory.spans import Span
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
 
-__all__ = ["DecayedSums", "FeatureSums", "Form", "KeyValues", "Memory", "RidgeStatistics", "Tokens"]
+__all__ = ["DecayedSums", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory", "RidgeStatistics", "Span", "Tokens"]

@@ -3,40 +3,27 @@
 import abc
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.operator import Bound
+from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
-from zonal.algebra.score import Cosine, Dot
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
+from zonal.memory.form import FLOATS, Form
+from zonal.memory.rows import Batched
+from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
+from zonal.memory.weights import check_weights, weighed
 
 MAX_FEATURES = 8192
 """Past this many features a head, keys and values are kept instead."""
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Form(NamedTuple):
-    """The shape of a memory: plain numbers. dtype is that of the keys and values; sums are float32 or better."""
-
-    batch: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def statistics(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
 
 
 def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
@@ -65,8 +52,7 @@ def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
 def statistics_refusal(parts: Operator | Bound) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
     score, link = parts.score, parts.link
-    plain = (isinstance(score, Dot) and score.scale == 1) or (isinstance(score, Cosine) and score.temperature == 1 and not score.learn_temperature)
-    if not plain or link.degree != 1 or type(link).__name__ != "Identity":
+    if not score.plain or link.degree != 1 or type(link).__name__ != "Identity":
         return f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
     if any(isinstance(p, Window) for p in _priors(parts)):
         return "a window forgets keys one by one, and the statistics cannot"
@@ -78,27 +64,28 @@ def _priors(parts: Operator | Bound) -> tuple[Prior, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Memory(abc.ABC):
+class Memory(Batched):
     """What ``operator`` keeps of ``count`` tokens (padding included).
 
     A value: ``absorb``, ``merge`` and ``subtract`` return the result and leave this memory as it was; the names that end with
     an underscore make this object the result. A failed call changes nothing. Learned values of the operator are looked up when
-    they are needed, so a memory follows its operator through training. Gradients flow through absorb and read.
+    they are needed, so a memory follows its operator through training. Gradients flow through absorb and read. What it does
+    with named spans is in ``spans``, what with the sequences of its batch in ``rows``.
     """
 
-    kind: ClassVar[str]
-
-    operator: Operator
-    form: Form
-    count: int
+    roundings: ClassVar[int]
+    """How often a number of the sums is rounded for one token, at most."""
+    double: ClassVar[bool] = False
+    """Whether the sums are float64 whatever comes in."""
 
     # --- making one ----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
-        """The smallest kind of memory that is exact: "keys", "features", "decayed" or "ridge"."""
+        """The smallest kind of memory that is exact: "keys", "features", "decayed", "ridge" or "fading"."""
         if operator.anchor.solves:
-            return "keys" if statistics_refusal(operator) else "ridge"
+            natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
+            return "keys" if statistics_refusal(operator) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
         if not any(isinstance(p, Decay) for p in operator.prior):
@@ -128,7 +115,7 @@ class Memory(abc.ABC):
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"Memory.empty: {name} must be a whole number >= 1, received {value!r}.")
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             raise ArgumentError(f"Memory.empty: dtype must be float16, bfloat16, float32 or float64, received {dtype}.")
         natural = Memory.kind_for(operator, key_dim)
         kind = natural if kind is None else kind
@@ -143,11 +130,6 @@ class Memory(abc.ABC):
     def _kinds() -> "dict[str, type[Memory]]":
         return {cls.kind: cls for cls in Memory.__subclasses__()}
 
-    @classmethod
-    @abc.abstractmethod
-    def start(cls, operator: Operator, form: Form) -> Self:
-        """The empty memory of this kind."""
-
     # --- what it can do ------------------------------------------------------------------------------------------------
 
     def absorb(
@@ -157,12 +139,33 @@ class Memory(abc.ABC):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
+        *,
+        span: str | None = None,
     ) -> "Memory":
-        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks and priors as in ``zonal.attention``.
+        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks, priors and weights as in ``zonal.attention``.
 
-        Raises: ArgumentError for shapes, NonFiniteError for NaN or infinity in a real token.
+        span: a name that these tokens can be forgotten by.
+
+        Raises: ArgumentError for shapes and names that are taken, NonFiniteError for NaN or infinity in a real token.
         """
-        return self.extended(self._incoming(k, v, key_padding_mask, log_decay, key_bias))
+        if span is not None:
+            self._check_new([span], "absorb")
+            self._at_border("open")
+        check_weights("Memory.absorb", self.operator, (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0), action_mask, key_gate, key_padding_mask, self.count)
+        tokens = self._incoming(k, v, key_padding_mask, log_decay, key_bias)
+        if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
+            raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
+        keys, values = weighed(tokens.k, tokens.v, action_mask, key_gate)
+        tokens = tokens._replace(k=keys, v=values)
+        whole = self.unnamed()
+        with torch.autocast(self.form.device.type, enabled=False):  # sums keep their type
+            if span is None:
+                return self.recorded(whole.extended(tokens), tokens)
+            # added as one sum, as ``forget`` adds the parts that are left
+            after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
+            return self.open(span).recorded(after, tokens).close()
 
     def absorb_(
         self,
@@ -171,9 +174,13 @@ class Memory(abc.ABC):
         key_padding_mask: Tensor | None = None,
         log_decay: Tensor | None = None,
         key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
+        *,
+        span: str | None = None,
     ) -> Self:
         """``absorb`` in place."""
-        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias))
+        return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, action_mask, key_gate, span=span))
 
     def read(self, q: Tensor) -> Tensor:
         """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position."""
@@ -182,50 +189,83 @@ class Memory(abc.ABC):
             raise ArgumentError(
                 f"Memory.read: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, any, {form.key_dim}), received {tuple(q.shape)}."
             )
-        if q.dtype not in _FLOATS or q.device != form.device:
+        if q.dtype not in FLOATS or q.device != form.device:
             raise ArgumentError(f"Memory.read: q must be of a float type on {form.device}, received {q.dtype} on {q.device}.")
         bound = self.operator.bind(q.shape[1], form.heads)
         compute = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             y = self.lookup(bound.score.prepare_query(q.to(compute), bound.score_params, None), bound)
-            factor = bound.anchor.output_scale(bound.anchor_params)
+            factor = bound.anchor.output_scale(bound.anchor_params, bound.heads)
             return (y if factor is None else y * factor.to(y).view(1, -1, 1, 1)).to(q.dtype)
 
-    def merge(self, other: "Memory") -> "Memory":
-        """The memory of this one's tokens and then the other's. Associative; commutative only where order means nothing."""
-        self._same_form("merge", other)
-        return self.followed_by(other)
+    def merge(self, other: "Memory", *, span: str | None = None) -> "Memory":
+        """The memory of this one's tokens and then the other's, with the spans of both. Associative; commutative only where order means nothing.
 
-    def merge_(self, other: "Memory") -> Self:
+        span: a name for all of the other's tokens. Raises: ArgumentError for unlike memories and for names that are taken.
+        """
+        return self.joined(other, span, ({}, {}))
+
+    def merge_(self, other: "Memory", *, span: str | None = None) -> Self:
         """``merge`` in place."""
-        return self._become(self.merge(other))
+        return self._become(self.merge(other, span=span))
+
+    def joined(self, other: "Memory", span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> "Memory":
+        """``merge``. marks: what goes with the ends of both."""
+        self._same_form("merge", other)
+        if span is not None and other.parts:
+            raise ArgumentError(f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it with other.unnamed(), or leave span out.")
+        self._check_new([span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge")
+        if other.parts or span is not None:
+            self._at_border("open")
+        return self.together(other, self.unnamed().followed_by(other.unnamed()), span, marks)
 
     def subtract(self, other: "Memory") -> "Memory":
         """The memory as if the other's tokens had not been absorbed: subtract(merge(a, b), a) = b up to rounding.
+
+        What has named spans is taken out by their names, as ``forget`` does.
 
         Raises: ArgumentError when more would be taken out than was put in, or when the other cannot be a part of this one.
         """
         self._same_form("subtract", other)
         if other.count > self.count:
-            raise ArgumentError(f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}.")
-        return self.without(other)
+            raise ArgumentError(f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}. It is no part of it.")
+        if not self.parts and not other.parts:
+            return self.without(other)
+        return self._without_spans(other)
 
     def subtract_(self, other: "Memory") -> Self:
         """``subtract`` in place."""
         return self._become(self.subtract(other))
 
-    @abc.abstractmethod
+    def _without_spans(self, other: "Memory") -> "Memory":
+        mine = {span.name: span.count for span in self.spans()}
+        theirs = {span.name: span.count for span in other.spans()}
+        for name, count in theirs.items():
+            if mine.get(name) != count:
+                here = f"has {mine[name]} tokens here and {count} there" if name in mine else f"was never absorbed here (spans: {sorted(mine) or 'none'})"
+                raise ArgumentError(f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what was merged.")
+        if sum(theirs.values()) != other.count:
+            raise ArgumentError(
+                "Memory.subtract: where tokens belong that have no name cannot be told in a memory with named spans. "
+                "Forget spans by name, or subtract from unnamed()."
+            )
+        rest: Memory = self
+        for name in theirs:
+            rest = rest.forget(name)
+        return rest
+
+    def forget_(self, span: str) -> Self:
+        """``forget`` in place."""
+        return self._become(self.forget(span))
+
     def fork(self) -> Self:
         """A copy that shares no storage."""
+        parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.settled_parts())
+        return dataclasses.replace(self.copied(), parts=parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one safetensors file, atomically: operator, learned values, shapes, dtype, count, checksum."""
-        header = {
-            "memory": self.kind, "operator": self.operator.config(), **self.form._asdict(), "dtype": str(self.form.dtype).removeprefix("torch."),
-            "count": self.count, "plain": self.plain(),
-        }
-        header.pop("device")
-        files.save(path, header, self.tensors(), dict(self.operator.learned_parts))
+        """Write to one safetensors file, atomically: operator, learned values, shapes, dtype, count, spans, checksum."""
+        files.save(path, {"operator": self.operator.config(), **self.about()}, self.contents(), dict(self.operator.learned_parts))
 
     @staticmethod
     def load(path: str | os.PathLike[str], operator: Operator | None = None) -> "Memory":
@@ -235,18 +275,48 @@ class Memory(abc.ABC):
         """
         header, tensors, learned = files.load(path)
         with files.blamed(path):
-            dtype = getattr(torch, header["dtype"])
-            numbers = [header[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
-            if dtype not in _FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
-                raise ValueError("shapes or dtype make no sense")
             if operator is None:
                 operator = Operator.from_config(header["operator"])
                 for name in list(operator.learned_parts):
                     operator.learned_parts[name] = torch.nn.Parameter(learned[name])
             elif not _declared_alike(operator, header["operator"]):  # parts of the user's own are compared, never looked up
                 raise ValueError(f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given")
-            form = Form(numbers[0], numbers[1], numbers[2], numbers[3], dtype, torch.device("cpu"))
-            return Memory._kinds()[header["memory"]].restored(operator, form, numbers[4], tensors, header["plain"])
+            return Memory.described(header, tensors, operator, torch.device("cpu"))
+
+    def about(self) -> dict[str, Any]:
+        """What a file has to say of the memory besides its tensors and its operator."""
+        form = self.form._asdict() | {"dtype": str(self.form.dtype).removeprefix("torch.")}
+        form.pop("device")
+        return {"memory": self.kind, **form, "count": self.count, "plain": self.plain(), "parts": [part.about() for part in self.settled_parts()]}
+
+    def contents(self) -> dict[str, Tensor]:
+        """Everything to be saved, by name, spans included."""
+        return self.tensors() | {f"part{i}.{name}": x for i, part in enumerate(self.settled_parts()) for name, x in part.tensors().items()}
+
+    @staticmethod
+    def described(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, device: torch.device) -> "Memory":
+        """The memory that ``about()`` and ``contents()`` described. Raises: KeyError, ValueError and the like when they do not fit."""
+        dtype = getattr(torch, about["dtype"])
+        numbers = [about[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
+        if dtype not in FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ValueError("shapes or dtype make no sense")
+        form = Form(numbers[0], numbers[1], numbers[2], numbers[3], dtype, device)
+        told = about.get("parts", [])
+        groups: list[dict[str, Tensor]] = [{} for _ in told]
+        own: dict[str, Tensor] = {}
+        for name, x in tensors.items():
+            head, _, leaf = name.partition(".")
+            if not (head.startswith("part") and head[4:].isdigit()):
+                own[name] = x
+            elif int(head[4:]) < len(groups):
+                groups[int(head[4:])][leaf] = x
+            else:
+                raise ValueError(f"{name!r} belongs to a span that is not announced")
+        parts = tuple(_part(one, group, operator, form) for one, group in zip(told, groups, strict=True))
+        if parts and sum(part.count for part in parts) != numbers[4]:
+            raise ValueError(f"{numbers[4]} tokens are announced and its spans hold {sum(part.count for part in parts)}")
+        whole = Memory._kinds()[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
+        return dataclasses.replace(whole, parts=parts)
 
     # --- what it is ----------------------------------------------------------------------------------------------------
 
@@ -255,44 +325,33 @@ class Memory(abc.ABC):
         return self.form.batch
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of what is held, all sequences and heads together (spare room in growing buffers is not counted)."""
-        return self.bytes_at(self.count)
+    def drift(self) -> float:
+        """The most that rounding can have moved any number of the sums, as a part of the sum of its terms' absolute values.
 
-    @abc.abstractmethod
-    def bytes_at(self, length: int) -> int:
-        """``nbytes`` of such a memory after ``length`` tokens without padding, absorbed one after another."""
+        u a token, u = 2^-24 in float32 and 2^-53 in float64 (4 u where each token also fades what came before), and 8 u for the
+        terms themselves: the bound of recursive summation, whatever the order of absorbing, merging and forgetting. Errors of
+        many tokens mostly cancel, to about its square root. 0 for kept keys and values.
+        """
+        dtype = torch.float64 if self.double else self.form.statistics
+        return self.roundings * (self.count + 8) * torch.finfo(dtype).eps / 2
 
     # --- what a kind of memory provides; used by the execution paths on prepared keys and queries -----------------------
 
     @abc.abstractmethod
     def extended(self, tokens: Tokens) -> "Memory":
-        """``absorb`` of prepared, checked tokens."""
+        """``absorb`` of prepared, checked tokens, by a memory without parts."""
 
     @abc.abstractmethod
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         """``read`` of prepared queries (B, H, T, D), before the anchor's factor a head."""
 
     @abc.abstractmethod
-    def followed_by(self, other: "Memory") -> "Memory":
-        """``merge`` of a memory of the same form."""
+    def copied(self) -> Self:
+        """A copy of the whole that shares no storage, without parts."""
 
     @abc.abstractmethod
     def without(self, other: "Memory") -> "Memory":
         """``subtract`` of a memory of the same form."""
-
-    @abc.abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything to be saved, by name."""
-
-    def plain(self) -> dict[str, int]:
-        """Plain numbers to be saved besides ``count``."""
-        return {}
-
-    @classmethod
-    @abc.abstractmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
-        """The memory that ``tensors()`` and ``plain()`` described; KeyError or ValueError when they do not fit."""
 
     # --- shared --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +376,7 @@ class Memory(abc.ABC):
             if tuple(x.shape) != required:
                 shown = f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
                 raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
-            if x.dtype not in _FLOATS or x.device != form.device:
+            if x.dtype not in FLOATS or x.device != form.device:
                 raise ArgumentError(f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}.")
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
             raise ArgumentError(
@@ -327,8 +386,8 @@ class Memory(abc.ABC):
         for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
             if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
                 raise ArgumentError(f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}.")
-            if x is not None and self.operator.anchor.solves:
-                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None.")
+            if x is not None and self.operator.anchor.solves and not (name == "log_decay" and self.operator.tags.decays):
+                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
         if log_decay is not None and bool((log_decay > 0).any()):
             raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
         for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
@@ -337,20 +396,33 @@ class Memory(abc.ABC):
             real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
             if not bool(torch.isfinite(real).all()):
                 raise NonFiniteError(f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token.")
-        bound = self.operator.bind(form.heads, form.heads)
+        return self.prepared(k, v, mask, log_decay, key_bias)
+
+    def prepared(self, k: Tensor, v: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, key_bias: Tensor | None = None) -> Tokens:
+        """Tokens as ``extended`` takes them."""
+        bound = self.operator.bind(self.form.heads, self.form.heads)
         with torch.autocast(k.device.type, enabled=False):
-            prepared = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
-        return Tokens(prepared, v, mask, decay_of(bound, n, mask, log_decay), key_bias)
+            keys = bound.score.prepare_key(k.to(torch.promote_types(k.dtype, torch.float32)), bound.score_params)
+        return Tokens(keys, v, mask, decay_of(bound, k.shape[2], mask, log_decay), key_bias)
 
     def _same_form(self, call: str, other: "Memory") -> None:
         if not isinstance(other, Memory):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
         if type(other) is not type(self):
-            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}.")
+            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make both with the same kind in Memory.empty.")
         if other.form != self.form:
-            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {_shown(self.form)} and {_shown(other.form)}.")
-        if other.operator is not self.operator and not same_declaration(other.operator, self.operator):
-            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {self.operator.name!r} and {other.operator.name!r}.")
+            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again.")
+        if not self.of_operator(other.operator):
+            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one.")
+
+    def of_operator(self, operator: Operator) -> bool:
+        """Whether an operator is this memory's, or declared like it."""
+        return operator is self.operator or same_declaration(operator, self.operator)
+
+
+def undeclared(name: str) -> str:
+    """What to do about an argument that a solving operator takes only where it declares it."""
+    return ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
 
 
 def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
@@ -361,7 +433,26 @@ def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | Non
         decay = bound.log_decay.view(1, -1, 1).expand(1, -1, tokens)
     else:
         return None
-    return decay if mask is None else decay * mask[:, None]
+    return decay if mask is None else torch.where(mask[:, None], decay, 0.0)  # whatever padding holds, NaN included
+
+
+def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, form: Form) -> Part:
+    """A part of a memory as a file describes it."""
+    groups: dict[str, dict[str, Tensor]] = {"memory": {}, "tokens": {}, "mark": {}}
+    for name, x in tensors.items():
+        group, _, leaf = name.partition(".")
+        groups[group][leaf] = x
+    name, count = about["name"], about["count"]
+    if not isinstance(count, int) or count < 0 or not (name is None or isinstance(name, str)):
+        raise ValueError(f"a span of name {name!r} and {count!r} tokens makes no sense")
+    held: Memory | Tokens | None = None
+    if "kind" in about:
+        held = Memory._kinds()[about["kind"]].restored(operator, form, count, groups["memory"], about["plain"])
+    elif groups["tokens"]:
+        held = Tokens(**groups["tokens"])
+        if held.k.shape[:3] != (form.batch, form.heads, count) or held.v.shape != (form.batch, form.heads, count, form.value_dim):
+            raise ValueError(f"the tokens of span {name!r} do not have the shapes of the header")
+    return Part(name, count, held, groups["mark"])
 
 
 def _declared_alike(operator: Operator, config: dict[str, Any]) -> bool:
@@ -374,8 +465,4 @@ def same_declaration(a: Operator, b: Operator) -> bool:
     return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
-def _shown(form: Form) -> str:
-    return f"(batch {form.batch}, heads {form.heads}, key_dim {form.key_dim}, value_dim {form.value_dim}, {form.dtype}, {form.device})"
-
-
-__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal"]
+__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal", "undeclared"]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import factorised
+from zonal.algebra.primal import factorised
 
 
 class _Inverse(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """KeyValues: all keys and values, for any operator. Grows with the tokens; a window keeps it short."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -11,6 +12,7 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, Causal, ChunkCausal, Intervals, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
+from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
 _FIRST_ROOM = 64
@@ -35,6 +37,8 @@ class KeyValues(Memory):
     """
 
     kind: ClassVar[str] = "keys"
+    roundings: ClassVar[int] = 0
+    by_rows: ClassVar[bool] = True
 
     buffer: _Buffer
     begin: int
@@ -114,7 +118,8 @@ class KeyValues(Memory):
         seen = replace(seen, key_mask=held.mask)
         k, v = held.k.to(q.dtype), held.v.to(q.dtype)
         row = col = None
-        if held.log_decay is not None:
+        solves = bound.anchor.solves  # its decays are no factors of the kernel
+        if held.log_decay is not None and not solves:
             running = held.log_decay.cumsum(-1).repeat_interleave(bound.groups, 1)
             row, col = running[..., seen.position], -running
         if held.key_bias is not None:
@@ -122,7 +127,7 @@ class KeyValues(Memory):
             col = extra if col is None else col + extra
         if bound.groups > 1:
             k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
-        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes)) @ v
+        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes), held.log_decay if solves else None) @ v
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)
@@ -142,9 +147,39 @@ class KeyValues(Memory):
             if torch.equal(part.k, theirs.k) and torch.equal(part.v, theirs.v):
                 rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
                 return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
-        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one.")
+        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. Merge under a name, merge(other, span=…), what may have to go from the middle.")
 
-    def fork(self) -> Self:
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        held = self.tokens
+        gone = self.count - held.length  # what a window has let go of
+        if start + count <= gone:
+            return replace(self, count=self.count - count)
+        if gone:
+            raise ArgumentError(
+                f"Memory.forget: the window has let go of {gone} tokens before this span's last, which would be seen again without it. "
+                "Read the tokens again without the span, or keep them with kind='keys' of an operator without a window."
+            )
+        return self._holding(joined(held.span(0, start), held.span(start + count, held.length)), self.count - count)
+
+    def preceded(self, n: int) -> Self:
+        held = self.tokens
+        count = self.count + n
+        whole = count if self.reach is None else min(count, self.reach)
+        return self if n == 0 else self._holding(held.preceded(whole - held.length), count)
+
+    def trimmed(self) -> Self:
+        held = self.tokens
+        if self.parts or held.mask is None or self.chunk is not None:
+            return self
+        spare = int(torch.cummax(held.mask[0].to(torch.uint8), 0).values.eq(0).sum())
+        left, whole = held.span(spare, held.length), bool(held.mask[0, spare:].all())
+        # where there is padding at the front the window has let go of no token
+        return self._holding(left._replace(mask=None) if whole else left, left.length if spare else self.count)
+
+    def _holding(self, tokens: Tokens, count: int) -> Self:
+        return type(self)(self.operator, self.form, count, _Buffer(tokens, tokens.length), 0, tokens.length, parts=self.parts)
+
+    def copied(self) -> Self:
         own = self.tokens.map(torch.clone)
         return type(self)(self.operator, self.form, self.count, _Buffer(own, own.length), 0, own.length)
 

@@ -5,6 +5,7 @@ of C times 1 / rho. In float32, 1e4 tokens along few directions are enough to lo
 positive; in float64 the same error is 1e-16 |G| / rho.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -14,22 +15,17 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.operator import Bound
+from zonal.algebra.primal import contraction, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.sums import restored_pending
+from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
+from zonal.memory.spans import Part
+from zonal.memory.sums import restored_pending, unpadded
 from zonal.memory.tokens import Tokens, joined
 
 REMAKE = 1024
 """After so many tokens of updates the inverse is made again from G, which bounds its drift."""
-
-
-class Seam(NamedTuple):
-    """Where two memories were merged: ``at`` tokens from the start, between keys ``left`` and ``right`` (B, Hkv, r)."""
-
-    at: int
-    left: Tensor
-    right: Tensor
 
 
 class Inverse(NamedTuple):
@@ -53,6 +49,14 @@ def ridge_version(operator: Operator) -> tuple[int, int] | None:
         return None
     value = parts["anchor_raw_ridge"]
     return value.data_ptr(), value._version
+
+
+def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
+    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho."""
+    found = [inverse for inverse in given if inverse is not None]
+    if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
+        return None
+    return Inverse(rows([inverse.matrix for inverse in found]), max(inverse.age for inverse in found), found[0].version)
 
 
 def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
@@ -83,6 +87,26 @@ def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
     return torch.cat([before.unsqueeze(2).to(z), z], 2).gather(2, index)[:, :, 0].to(before)
 
 
+def read_out(q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cross: Tensor, contracted: Tensor | None = None) -> Tensor:
+    """C P (M P)^power q: prepared q (B, H, T, r); P, M (B, Hkv, r, r), C (B, Hkv, P, r); contracted (B, Hkv): a factor on each step. In the type of q."""
+    anchor, (batch, heads, queries, dim) = bound.anchor, q.shape
+    assert isinstance(anchor, Ridge)
+    x = q.to(inverse).reshape(batch, bound.kv_heads, bound.groups * queries, dim) @ inverse
+    for step in range(anchor.shifts):
+        assert shift is not None
+        further = x @ shift.mT @ inverse
+        if contracted is not None:
+            further = further * contracted[..., None, None]
+        which = on_heads(anchor.powers(heads), step, q.device)
+        x = further if which is None else torch.where(rows_of(which, bound.groups, queries), further, x)
+    return (x @ cross.mT).view(batch, heads, queries, cross.shape[-2]).to(q.dtype)
+
+
+def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
+    """What holds of query heads (H,), for rows that stand by key head, group and query: (Hkv, G T, 1)."""
+    return which.view(-1, groups).repeat_interleave(queries, 1).unsqueeze(-1)
+
+
 @dataclass(frozen=True, eq=False)
 class RidgeStatistics(Memory):
     """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale or gain.
@@ -97,6 +121,8 @@ class RidgeStatistics(Memory):
     """
 
     kind: ClassVar[str] = "ridge"
+    roundings: ClassVar[int] = 1
+    double: ClassVar[bool] = True
 
     gram: Tensor
     cross: Tensor
@@ -129,11 +155,17 @@ class RidgeStatistics(Memory):
         """Tokens that were not padding, (B,)."""
         return self.count - self.padding
 
+    @property
+    def summed(self) -> Tensor:
+        """Real tokens that are in the sums and do not wait for their chunk to end, (B,)."""
+        if self.pending is None:
+            return self.real
+        absent = self.pending.padded()
+        return self.real - self.pending.length + (0 if absent is None else absent)
+
     def _begun(self) -> Tensor:
         """(B, 1, 1) bool: rows whose sums hold at least one token."""
-        committed = self.count - (0 if self.pending is None else self.pending.length)
-        absent = self.padding if self.pending is None or self.pending.mask is None else self.padding - (~self.pending.mask).sum(-1)
-        return (committed - absent > 0)[:, None, None]
+        return (self.summed > 0)[:, None, None]
 
     def _summed(self, tokens: Tokens) -> "RidgeStatistics":
         """The tokens added to the sums; count, padding and pending stay."""
@@ -156,7 +188,7 @@ class RidgeStatistics(Memory):
     def _updated(self, z: Tensor) -> Inverse | None:
         """The inverse after keys z, or None when it had better be made again."""
         inverse, n = self.inverse, z.shape[2]
-        if inverse is None or self.peak is not None or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
+        if inverse is None or anchor_of(self.operator).moving or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
             return None
         if inverse.version != ridge_version(self.operator):
             return None
@@ -171,8 +203,12 @@ class RidgeStatistics(Memory):
 
     def ridge(self, bound: Bound) -> Tensor:
         """rho, broadcastable to (B, Hkv, 1, 1)."""
-        rho = anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1, 1)
-        return rho if self.peak is None else rho * self.peak.clamp_min(1e-12)[..., None, None]
+        anchor = anchor_of(self.operator)
+        rho = anchor.ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1, 1)
+        if not anchor.moving:
+            return rho
+        trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.form.key_dim)
 
     def solved(self, bound: Bound) -> Tensor:
         """P = (G + rho I)^-1, kept for the next read unless gradients flow through it."""
@@ -219,14 +255,10 @@ class RidgeStatistics(Memory):
         return self.settled()._looked_up(q, bound)
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
-        batch, heads, queries, dim = q.shape
-        x = q.double().view(batch, self.form.heads, queries * heads // self.form.heads, dim)
-        inverse = self.solved(bound)
-        x = x @ inverse
-        if self.shift is not None:
-            for _ in range(anchor_of(self.operator).shifts):
-                x = x @ self.shift.mT @ inverse
-        return (x @ self.cross.mT).view(batch, heads, queries, self.form.value_dim).to(q.dtype)
+        contracted = None
+        if self.shift is not None and anchor_of(self.operator).spectral:
+            contracted = contraction(with_ridge(self.gram, self.ridge(bound)), self.shift, "Memory.read")
+        return read_out(q, bound, self.solved(bound), self.shift, self.cross, contracted)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)
@@ -245,12 +277,11 @@ class RidgeStatistics(Memory):
         if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
             return merged
         mine, theirs = self._begun(), other._begun()
-        seams = self.seams + tuple(seam._replace(at=seam.at + self.count) for seam in other.seams)
+        seams = self.seams or other.seams
         if self.count and other.count:
-            border = Seam(self.count, self.last, other.first)
-            seams = tuple(sorted((*seams, border), key=lambda seam: seam.at))
+            seams = bordered(self.seams, self.count, self.real, self.last, other.seams, other.first, other.summed)
         return replace(
-            merged, seams=seams, shift=self.shift + other.shift + other.first[..., :, None] * self.last[..., None, :],
+            merged, seams=seams, shift=self.shift + other.shift + outer(other.first, self.last),
             first=torch.where(mine, self.first, other.first), last=torch.where(theirs, other.last, self.last),
         )
 
@@ -270,49 +301,44 @@ class RidgeStatistics(Memory):
             return rest
         if self.count == other.count:
             return replace(rest, shift=self.shift - other.shift, first=torch.zeros_like(self.first), last=torch.zeros_like(self.last), seams=())
-        left, right = self._borders(other)
-        shift = self.shift - other.shift
-        seams = [seam for seam in self.seams if seam not in (left, right)]
-        start = 0 if left is None else left.at
-        if left is not None:
-            shift = shift - left.right[..., :, None] * left.left[..., None, :]
-        if right is not None:
-            shift = shift - right.right[..., :, None] * right.left[..., None, :]
-        if left is not None and right is not None:
-            shift = shift + right.right[..., :, None] * left.left[..., None, :]
-            seams.append(Seam(start, left.left, right.right))
-        seams = [seam._replace(at=seam.at - other.count) if seam.at > start else seam for seam in seams if not start < seam.at < start + other.count]
-        return replace(
-            rest, shift=shift, seams=tuple(sorted(seams, key=lambda seam: seam.at)),
-            first=self.first if left is not None else _sure(right).right, last=self.last if right is not None else _sure(left).left,
-        )
-
-    def _borders(self, other: "RidgeStatistics") -> tuple[Seam | None, Seam | None]:
-        """The seams before and after the other's tokens in this memory; None where it begins or ends with them."""
-        assert self.first is not None
-        assert self.last is not None
-        assert other.first is not None
-        assert other.last is not None
-        starts = [(0, self.first, None), *((seam.at, seam.right, seam) for seam in self.seams)]
-        ends = {seam.at: (seam.left, seam) for seam in self.seams} | {self.count - (self.pending.length if self.pending else 0): (self.last, None)}
-        for at, key, before in starts:
-            stop = ends.get(at + other.count)
-            if stop is not None and torch.equal(key, other.first) and torch.equal(stop[0], other.last):
-                return before, stop[1]
+        tokens = self.count - (0 if self.pending is None else self.pending.length)
+        for start, stop in places(self.seams, tokens, other.count):
+            if holds(self.seams, self.summed, self.first, self.last, start, stop, (other.first, other.last, other.real)):
+                found = taken_out(self.seams, self.summed, start, stop, self.shift - other.shift, self.first, self.last, other.real)
+                if found is not None:
+                    return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
             "Memory.subtract: the border of these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
             "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be subtracted."
         )
 
-    def fork(self) -> Self:
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        if self.chunk is not None and n % self.chunk:
+            raise ArgumentError(f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come.")
+        seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
+        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.seams or self.chunk is not None:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
+
+    def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.clone()
 
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), shift=own(self.shift), first=own(self.first), last=own(self.last),
-            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(Seam(s.at, s.left.clone(), s.right.clone()) for s in self.seams),
+            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
             pending=None if self.pending is None else self.pending.map(torch.clone),
-            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
         )
 
     def bytes_at(self, length: int) -> int:
@@ -323,13 +349,12 @@ class RidgeStatistics(Memory):
         numbers += 2 * r * len(self.seams)
         waiting = 0 if self.chunk is None else length % self.chunk
         tokens = waiting * (r + form.value_dim) * form.statistics.itemsize
-        return form.batch * (form.heads * (8 * numbers + tokens) + 8)
+        return form.batch * (form.heads * (8 * numbers + tokens) + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
-        seams = {f"seam{i}.{side}": x for i, seam in enumerate(self.seams) for side, x in (("left", seam.left), ("right", seam.right))}
+        sums = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
         pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
-        return {name: x for name, x in named.items() if x is not None} | seams | pending
+        return {name: x for name, x in sums.items() if x is not None} | named(self.seams) | pending
 
     def plain(self) -> dict[str, int]:
         return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
@@ -340,17 +365,11 @@ class RidgeStatistics(Memory):
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        seams = tuple(Seam(plain[f"seam{i}"], tensors[f"seam{i}.left"], tensors[f"seam{i}.right"]) for i in range(len(plain)))
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=seams, pending=restored_pending(tensors))
-
-
-def _sure(seam: Seam | None) -> Seam:
-    assert seam is not None
-    return seam
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain), pending=restored_pending(tensors))
 
 
 def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "Seam", "anchor_of", "first_key", "last_key", "previous_keys", "ridge_version"]
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]

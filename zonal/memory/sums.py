@@ -1,5 +1,6 @@
 """FeatureSums and DecayedSums: S = sum phi(k) [v, 1]^T, all of the past of an operator whose kernel is a polynomial in a dot product."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -13,6 +14,7 @@ from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory.base import Form, Memory, served_by
+from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
 
@@ -94,8 +96,9 @@ def _more_padding(padding: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _checked_state(state: Tensor, padding: Tensor, operator: Operator, form: Form) -> None:
-    expected = _start(operator, form)
-    if state.shape != expected[0].shape or state.dtype != form.statistics or padding.shape != expected[1].shape:
+    size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
+    expected = (form.batch, form.heads, size, form.value_dim + (1 if operator.tags.normalises else 0))
+    if state.shape != expected or state.dtype != form.statistics or padding.shape != (form.batch,):
         raise ValueError("the tensors do not have the shapes of the header")
 
 
@@ -113,6 +116,7 @@ class FeatureSums(Memory):
     """
 
     kind: ClassVar[str] = "features"
+    roundings: ClassVar[int] = 1
 
     state: Tensor
     padding: Tensor
@@ -126,6 +130,14 @@ class FeatureSums(Memory):
     def real(self) -> Tensor:
         """Tokens that were not padding, (B,)."""
         return self.count - self.padding
+
+    def moved(self, tokens: int, state: Tensor) -> Self:
+        """The memory after so many more tokens that are real and wait for nothing. A decoder does this at each: ``replace`` takes thrice as long."""
+        after = object.__new__(type(self))
+        values = vars(after)
+        values.update(vars(self))
+        values["count"], values["state"] = self.count + tokens, state
+        return after
 
     def _sum(self, tokens: Tokens) -> Tensor:
         k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
@@ -146,7 +158,7 @@ class FeatureSums(Memory):
         if tokens.length == 0:
             return self
         if tokens.log_decay is not None:
-            return DecayedSums(self.operator, self.form, self.count, self.state, self.padding, _no_decay(self.form)).extended(tokens)
+            return fading(self).extended(tokens)
         count, padding = self.count + tokens.length, _more_padding(self.padding, tokens)
         if self.chunk is None:
             return replace(self, count=count, padding=padding, state=self._sum(tokens))
@@ -162,6 +174,8 @@ class FeatureSums(Memory):
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
+        if isinstance(other, DecayedSums):
+            return fading(self).followed_by(other)
         assert isinstance(other, FeatureSums)
         count, padding = self.count + other.count, self.padding + other.padding
         if self.pending is None:
@@ -179,9 +193,23 @@ class FeatureSums(Memory):
             raise ArgumentError(f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out.")
         return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=self.state - other.state)
 
-    def fork(self) -> Self:
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        if self.chunk is not None and n % self.chunk:
+            raise ArgumentError(f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come.")
+        return replace(self, count=self.count + n, padding=self.padding + n)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.chunk is not None:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def copied(self) -> Self:
         pending = None if self.pending is None else self.pending.map(torch.clone)
-        return replace(self, state=self.state.clone(), padding=self.padding.clone(), pending=pending)
+        return replace(self, state=self.state.clone(), padding=self.padding.clone(), pending=pending, parts=())
 
     def bytes_at(self, length: int) -> int:
         form = self.form
@@ -216,6 +244,17 @@ def restored_pending(tensors: dict[str, Tensor]) -> Tokens | None:
     return Tokens(**named) if named else None
 
 
+def fading(memory: FeatureSums) -> "DecayedSums":
+    """The same sums as a memory that decays, before any time has passed."""
+    return DecayedSums(memory.operator, memory.form, memory.count, memory.state, memory.padding, _no_decay(memory.form))
+
+
+def unpadded(count: int, padding: Tensor) -> tuple[int, Tensor]:
+    """count and padding without what all rows have of it."""
+    spare = int(padding.min())
+    return count - spare, padding - spare
+
+
 def _no_decay(form: Form) -> Tensor:
     return torch.zeros(form.batch, form.heads, dtype=torch.float64, device=form.device)
 
@@ -228,6 +267,7 @@ class DecayedSums(Memory):
     """
 
     kind: ClassVar[str] = "decayed"
+    roundings: ClassVar[int] = 4
 
     state: Tensor
     padding: Tensor
@@ -266,6 +306,7 @@ class DecayedSums(Memory):
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
+        other = fading(other) if isinstance(other, FeatureSums) else other
         assert isinstance(other, DecayedSums)
         faded = self.state * other.total.exp().to(self.state)[..., None, None]
         return replace(
@@ -280,8 +321,20 @@ class DecayedSums(Memory):
         state = self.state - other.state * later.exp().to(self.state)[..., None, None]
         return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=state, total=later)
 
-    def fork(self) -> Self:
-        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone())
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        return replace(self, count=self.count + n, padding=self.padding + n)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.chunk is not None:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def copied(self) -> Self:
+        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone(), parts=())
 
     def bytes_at(self, length: int) -> int:
         return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8
@@ -297,4 +350,4 @@ class DecayedSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"])
 
 
-__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "with_mass"]
+__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "unpadded", "with_mass"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -46,6 +47,14 @@ class Tokens(NamedTuple):
         """Each tensor changed alike."""
         mask, decay, bias = (None if x is None else change(x) for x in self[2:])
         return Tokens(change(self.k), change(self.v), mask, decay, bias)
+
+    def preceded(self, n: int) -> "Tokens":
+        """The tokens after n of padding."""
+        if n == 0:
+            return self
+        mask = torch.ones(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device) if self.mask is None else self.mask
+        decay, bias = (None if x is None else F.pad(x, (n, 0)) for x in (self.log_decay, self.key_bias))
+        return Tokens(F.pad(self.k, (0, 0, n, 0)), F.pad(self.v, (0, 0, n, 0)), F.pad(mask, (n, 0), value=False), decay, bias)
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""

@@ -14,9 +14,9 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
-from zonal.models.memory import ModelMemory
+from zonal.models.memory import ModelMemory, fingerprint
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, SwiGLU
+from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU, TokenMixer
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -35,6 +35,17 @@ class Predictions(NamedTuple):
     loss: Tensor
 
 
+class Continued(NamedTuple):
+    """A text that goes on: what was drawn, and where it stands.
+
+    tokens (B, n): −1 in rows after their stop. logits (B, V): what comes next. memory: after all of these tokens.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    memory: ModelMemory
+
+
 class CausalLM(nn.Module):
     """Embedding, pre-norm blocks, norm, head.
 
@@ -45,13 +56,14 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self._known_origin: tuple[tuple[tuple[int, int], ...], str] | None = None
         # one table of angles for all layers: Rotary holds no parameter
-        rotary = Rotary(config.size_of_head, config.rotary_base) if config.rotary else False
+        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             Block(
                 mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
-                SwiGLU(config.dim, config.mlp_hidden) if config.mlp == "swiglu" else None,
+                _mlp(config),
                 config.norm_eps,
             )
             for spec, width in zip(config.layers, config.conv_widths, strict=True)
@@ -63,8 +75,9 @@ class CausalLM(nn.Module):
     def _attention(self, spec: str, width: int, rotary: Rotary | bool) -> Attention:
         config = self.config
         return Attention(
-            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width
-        )
+            config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.head_dim, qk_dim=config.qk_dim, rotary=rotary,
+            qk_norm=config.qk_norm, conv=width,
+        )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
@@ -124,19 +137,33 @@ class CausalLM(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        piece: int | None = None,
     ) -> Predictions:
-        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``."""
+        """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``.
+
+        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The result is
+        the same but for rounding; no more than a piece and the memory are held.
+        """
         supervised = self._supervised("predict", tokens, targets)
-        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        if piece is None or piece >= tokens.shape[1]:
+            hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        elif piece < 1 or cu_seqlens is not None:
+            raise ArgumentError(f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}.")
+        else:
+            hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, path)
+        rows = hidden[supervised]
         wanted = targets[supervised]
         predicted, loss = predict_rows(rows, self._head_weight(), wanted)
         return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
 
     # --- memory --------------------------------------------------------------------------------------------------------
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's."""
-        return ModelMemory(tuple(block.empty_memory(batch, dtype, device) for block in self._blocks()))
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, *, position: int = 0
+    ) -> ModelMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's. position: of their first token."""
+        layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
+        return ModelMemory(tuple(layer.at(position) for layer in layers) if position else layers, self._origin())
 
     @torch.no_grad()
     def step(
@@ -162,12 +189,78 @@ class CausalLM(nn.Module):
             raise ArgumentError(
                 f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. Make it with empty_memory()."
             )
-        x = self._embed(tokens)
-        after = []
-        for block, before in zip(self.blocks, memory.layers, strict=True):
-            x, layer = block(x, before, key_padding_mask=key_padding_mask, path=path)
-            after.append(layer)
-        return self._logits(self.norm(x[:, -1:] if last_only else x)), ModelMemory(tuple(after))
+        hidden, after = self._read(tokens, memory, key_padding_mask, path)
+        return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        memory: ModelMemory | None = None,
+        *,
+        span: str | None = None,
+        chunk: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        path: str = "auto",
+    ) -> tuple[Tensor, ModelMemory]:
+        """Read a prompt.
+
+        Args:
+            tokens: (B, T). Shorter prompts are padded on the left, with ``key_padding_mask``.
+            memory: what came before, empty or not; it is not changed. None = nothing.
+            span: a name that the tokens can be forgotten by (``ModelMemory.forget``).
+            chunk: read so many tokens at a time, which bounds the memory that reading takes; None = all at once.
+            key_padding_mask: (B, T), True = real token.
+
+        Returns: logits (B, V) after the last token, and the memory after it.
+        """
+        self._check_tokens("prefill", tokens)
+        self._check_ends("prefill", key_padding_mask)
+        if chunk is not None and chunk < 1:
+            raise ArgumentError(f"CausalLM.prefill: chunk must be at least 1, received {chunk}.")
+        memory = self.empty_memory(tokens.shape[0]) if memory is None else memory
+        memory = memory if span is None else memory.open(span)
+        size = tokens.shape[1] if chunk is None else chunk
+        masks = [None] * -(-tokens.shape[1] // size) if key_padding_mask is None else key_padding_mask.split(size, 1)
+        logits = tokens
+        for piece, mask in zip(tokens.split(size, 1), masks, strict=True):
+            logits, memory = self.step(piece, memory, key_padding_mask=mask, last_only=True, path=path)
+        return logits[:, -1], memory if span is None else memory.close()
+
+    def continuation(
+        self,
+        logits: Tensor,
+        memory: ModelMemory,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int | Sequence[int]] = (),
+        seed: int | None = None,
+    ) -> Continued:
+        """Go on from where a text stands, and say where it stands then: ``model.continuation(*model.prefill(tokens), 20)``.
+
+        What was drawn is read as well, so that the result can go on, be forked or saved. A row that has met its stop reads no more.
+
+        Args: logits (B, V) and memory of ``prefill`` or of an earlier continuation, neither changed; the others as in ``generate``.
+        """
+        if max_new_tokens < 0:
+            raise ArgumentError(f"CausalLM.continuation: max_new_tokens must not be negative, received {max_new_tokens}.")
+        if tuple(logits.shape) != (memory.batch, self.config.vocab_size):
+            raise ArgumentError(f"CausalLM.continuation: logits must be {(memory.batch, self.config.vocab_size)} for this memory, received {tuple(logits.shape)}.")
+        sampler, rule = Sampler(temperature, top_k, top_p), StopRule(stop, memory.batch)
+        generator = None if seed is None else torch.Generator(logits.device).manual_seed(seed)
+        finished = torch.zeros(memory.batch, dtype=torch.bool, device=logits.device)
+        rows = [torch.empty(memory.batch, 0, dtype=torch.int64, device=logits.device)]
+        for _ in range(max_new_tokens):
+            drawn = sampler.draw(logits, generator)
+            rows.append(drawn.masked_fill(finished, FINISHED)[:, None])
+            mask = ~finished[:, None] if bool(finished.any()) else None
+            after, memory = self.step(drawn[:, None], memory, key_padding_mask=mask, last_only=True)
+            logits = torch.where(finished[:, None], logits, after[:, -1])
+            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=logits.device)
+            if bool(finished.all()):
+                break
+        return Continued(torch.cat(rows, 1), logits, memory)
 
     def generate(
         self,
@@ -200,8 +293,7 @@ class CausalLM(nn.Module):
         if max_new_tokens < 0:
             raise ArgumentError(f"generate: max_new_tokens must not be negative, received {max_new_tokens}.")
         self._check_tokens("generate", tokens)
-        if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
-            raise ArgumentError("generate: every prompt must end with a real token. Pad shorter prompts on the left.")
+        self._check_ends("generate", key_padding_mask)
         sampler = Sampler(temperature, top_k, top_p)
         rule = StopRule(stop, tokens.shape[0])
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
@@ -235,7 +327,8 @@ class CausalLM(nn.Module):
 
         Raises: FileFormatError when the file is missing, damaged, or belongs to another model.
         """
-        return ModelMemory(load_memories(path, self.empty_memory(1).layers))
+        empty = self.empty_memory(1)
+        return ModelMemory(load_memories(path, empty.layers, empty.origin), empty.origin)
 
     def memory_bytes(self, length: int) -> int:
         """Bytes that one sequence's memory takes after ``length`` tokens, all layers together."""
@@ -255,6 +348,14 @@ class CausalLM(nn.Module):
             {"layer": index, "operator": spec, **block.attention.learned()}
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
+
+    @torch.no_grad()
+    def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
+        """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T). Without gradients."""
+        x = self._embed(tokens)
+        for index, block in enumerate(self._blocks()):
+            yield index, block.attention, block.attention_norm(x)
+            x = block(x, path=path)
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
@@ -307,6 +408,23 @@ class CausalLM(nn.Module):
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
+    def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
+        """What the last block says after reading on from ``memory``, before the norm, and the memory after it."""
+        x = self._embed(tokens)
+        after = []
+        for block, before in zip(self.blocks, memory.layers, strict=True):
+            x, layer = block(x, before, key_padding_mask=mask, path=path)
+            after.append(layer)
+        return x, ModelMemory(tuple(after), memory.origin)
+
+    def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
+        memory, found = self.empty_memory(tokens.shape[0]), []
+        for begin in range(0, tokens.shape[1], piece):
+            part = slice(begin, begin + piece)
+            hidden, memory = self._read(tokens[:, part], memory, None if mask is None else mask[:, part], path)
+            found.append(self.norm(hidden))
+        return torch.cat(found, dim=1)
+
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -327,6 +445,19 @@ class CausalLM(nn.Module):
             if low < 0 or high >= self.config.vocab_size:
                 raise ArgumentError(f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}.")
 
+    def _check_ends(self, call: str, key_padding_mask: Tensor | None) -> None:
+        if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
+            raise ArgumentError(f"CausalLM.{call}: every prompt must end with a real token. Pad shorter prompts on the left.")
+
+    def _origin(self) -> str:
+        """The fingerprint of the weights, made again when one has changed; "" for weights without numbers."""
+        if self.embedding.weight.is_meta:
+            return ""
+        state = tuple((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in self.parameters())
+        if self._known_origin is None or self._known_origin[0] != state:
+            self._known_origin = (state, fingerprint(self))
+        return self._known_origin[1]
+
     def _embed(self, tokens: Tensor) -> Tensor:
         self._check_tokens("forward", tokens)
         return self.embedding(tokens)
@@ -341,6 +472,14 @@ class CausalLM(nn.Module):
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
             raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
         return supervised
+
+
+def _mlp(config: ModelConfig) -> SwiGLU | KoopmanMLP | None:
+    if config.mlp == "none":
+        return None
+    if config.mlp == "swiglu":
+        return SwiGLU(config.dim, config.mlp_hidden)
+    return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 
 def build(config: ModelConfig, seed: int) -> CausalLM:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
 
-Mlp = Literal["swiglu", "none"]
+Mlp = Literal["swiglu", "koopman", "koopman-gated", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +19,15 @@ class ModelConfig:
         vocab_size: number of tokens V.
         dim: width of the residual stream.
         layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a layer of
-            attention, or "mamba2" or "mamba3", which have sizes and a convolution of their own. One line such as
+            attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of their own. One line such as
             "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
         heads: query heads of every layer of attention.
         kv_heads: key and value heads; None = ``heads``.
         head_dim: size of one head; None = dim / heads.
-        mlp: "swiglu", or "none" for layers of attention alone.
-        mlp_ratio: hidden size of the SwiGLU over dim; rounded up to a multiple of 8.
+        qk_dim: size of q and k of one head; None = what the operator asks for, or the size of the head.
+        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three), or "none" for layers of
+            attention alone.
+        mlp_ratio: hidden size of the mlp over dim; rounded up to a multiple of 8.
         rotary: rotary positions in every layer of attention.
         rotary_base: their wavelength base.
         qk_norm: RMSNorm on q and k.
@@ -44,6 +46,7 @@ class ModelConfig:
     heads: int
     kv_heads: int | None = None
     head_dim: int | None = None
+    qk_dim: int | None = None
     mlp: Mlp = "swiglu"
     mlp_ratio: float = 8 / 3
     rotary: bool = False
@@ -62,7 +65,7 @@ class ModelConfig:
         for field in ("vocab_size", "dim", "heads"):
             if not _is_int(getattr(self, field)) or getattr(self, field) < 1:
                 raise refuse(field, "a positive integer")
-        for field in ("kv_heads", "head_dim", "max_len"):
+        for field in ("kv_heads", "head_dim", "qk_dim", "max_len"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):
                 raise refuse(field, "a positive integer or None")
@@ -87,8 +90,8 @@ class ModelConfig:
             raise ArgumentError(f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim.")
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")
-        if self.rotary and self.size_of_head % 2:
-            raise ArgumentError(f"ModelConfig: rotary needs an even head size, received {self.size_of_head}.")
+        if self.rotary and (self.qk_dim or self.size_of_head) % 2:
+            raise ArgumentError(f"ModelConfig: rotary needs an even head size, received {self.qk_dim or self.size_of_head}.")
         if not isinstance(self.conv, int):
             if not isinstance(self.conv, (tuple, list)) or len(self.conv) != len(self.layers):
                 raise refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
@@ -109,8 +112,8 @@ class ModelConfig:
 
     @property
     def mlp_hidden(self) -> int:
-        """The hidden size of the SwiGLU."""
-        return 8 * math.ceil(self.mlp_ratio * self.dim / 8)
+        """The hidden size of the mlp."""
+        return 8 * math.ceil(self.mlp_ratio * self.dim / 8 - 1e-9)  # so that a ratio of two sizes is that ratio
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""

@@ -9,9 +9,11 @@ import torch
 from zonal import mechanisms
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import spec as specs
-from zonal.nn import Mamba2, Mamba3, TokenMixer
+from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, TokenMixer
 
-_RECURRENCES: dict[str, Callable[..., TokenMixer]] = {"mamba2": Mamba2, "mamba3": Mamba3}
+_RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
+    "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet, "gated_deltanet": GatedDeltaNet,
+}  # fmt: skip
 _OPEN, _CLOSE = "([{", ")]}"
 
 

@@ -1,20 +1,23 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, norms, rotary positions, the short convolution, feed-forward layers and the block."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers and the block."""
 
 from zonal.nn import rewa
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block
 from zonal.nn.convolution import ShortConvolution
+from zonal.nn.gated_deltanet import GatedDeltaNet
+from zonal.nn.gated_kalmanet import GatedKalmaNet
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift, KoopmanMLP
 from zonal.nn.mamba2 import Mamba2
 from zonal.nn.mamba3 import Mamba3
 from zonal.nn.memory import LayerMemory
+from zonal.nn.mesanet import MesaNet
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
 
 __all__ = [
-    "Attention", "Block", "CGLift", "Draws", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "RMSNorm", "Rotary", "ShortConvolution",
-    "SwiGLU", "TokenMixer", "rewa",
+    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet",
+    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "rewa",
 ]  # fmt: skip

@@ -1,16 +1,19 @@
 """The attention layer: projections around any operator."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from zonal import mechanisms
-from zonal.algebra.operator import Operator
+from zonal.algebra.operator import LayerInit, Operator
+from zonal.algebra.prior import Decay
 from zonal.attention import attention
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, unknown_name
 from zonal.memory import Memory
+from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
+from zonal.nn.gates import DecayGate, KeyGate, fastest_decay
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift
 from zonal.nn.memory import LayerMemory
@@ -39,6 +42,8 @@ class Attention(TokenMixer):
             over all heads at once, None for none; "auto" takes what the operator declares.
         readout_eps: ε of that norm.
         conv: width of the short convolution of x before the projections; 0 = none.
+        key_gate: a learned gate a token and key head, by which the key is stored weakly or strongly (ridge and Koopman read-outs only).
+        init: how the projections start; "auto" takes what the operator declares (``reset_parameters`` has them).
         cg_lift: size r of queries and keys after a ``CGLift`` (behind norms and rotary positions); None = no lift.
         bias: biases in the four projections.
         causal: each token sees itself and the past, or the past alone where the operator says so.
@@ -61,6 +66,8 @@ class Attention(TokenMixer):
         readout_eps: float = 1e-6,
         conv: int = 0,
         cg_lift: int | None = None,
+        key_gate: bool = False,
+        init: LayerInit | Literal["auto"] = "auto",
         bias: bool = False,
         causal: bool = True,
     ) -> None:
@@ -91,6 +98,14 @@ class Attention(TokenMixer):
         self.lift = None if cg_lift is None else CGLift(qk_dim, cg_lift)
         self.key_dim = qk_dim if cg_lift is None else cg_lift
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
+        if init not in ("auto", *get_args(LayerInit)):
+            raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
+        self.init: LayerInit = self.operator.layer_init if init == "auto" else init
+        if self.init != "default" and max(qk_dim, head_dim if self.init == "orthogonal" else 0) > dim:
+            raise ArgumentError(
+                f"nn.Attention: projections that start orthogonal need heads of at most dim={dim} numbers, received qk_dim={qk_dim} and head_dim={head_dim}. "
+                "Choose smaller ones (a key of more than dim numbers has no more than dim directions), or init='default'."
+            )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
         one_map = self.operator.score.one_map
@@ -104,6 +119,10 @@ class Attention(TokenMixer):
             rotary = Rotary(qk_dim, rotary.base)
         self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
+        self.decay_gate = self._decay_gate()
+        self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
+        if key_gate and not self.operator.anchor.solves:
+            raise ArgumentError(f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out.")
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
         self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
         if self.readout_norm == "head":
@@ -114,20 +133,33 @@ class Attention(TokenMixer):
             self.readout = None
         self.reset_parameters(Draws())
 
+    def _decay_gate(self) -> DecayGate | None:
+        """The gate of an operator whose decay a layer is to make."""
+        declared = next((p for p in self.operator.prior if isinstance(p, Decay) and p.gated), None)
+        if declared is None:
+            return None
+        rates = declared.log_decay({}, self.kv_heads).exp()
+        return DecayGate(self.dim, rates, fastest_decay(self.key_dim) if self.operator.anchor.solves else None)
+
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights but the operator's own, which keep the values it declares.
 
-        An operator with ``layer_init = "zero_output"`` starts with orthogonal queries and keys, head by head, and
-        writes nothing: W_O = 0.
+        With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes nothing, W_O = 0, so that it
+        joins a residual stream without a jolt; with "zero_output" the values are drawn as usual.
         """
         for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
             draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
-        if self.operator.layer_init == "zero_output":
+        if self.init != "default":
             draws.orthogonal_(self.query.weight, "query.weight", self.heads)
             draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
             nn.init.zeros_(self.output.weight)
+        if self.init == "orthogonal":
+            draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
+        for name, gate in (("decay_gate", self.decay_gate), ("key_gate", self.key_gate)):
+            if gate is not None:
+                gate.reset_parameters(draws.child(name))
         if self.convolution is not None:
             self.convolution.reset_parameters(draws.child("convolution"))
         if self.lift is not None:  # μ starts at the mean of |k_j|² for inputs of unit size
@@ -158,10 +190,30 @@ class Attention(TokenMixer):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """Attend. Arguments, result and errors are those of ``TokenMixer.forward``."""
+        """Attend. Arguments, result and errors are those of ``TokenMixer.forward``.
+
+        action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
+        """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
-        length = x.shape[1]
+        q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
+        result = attention(
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
+            memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
+            key_gate=None if self.key_gate is None else self.key_gate(inner),
+        )  # fmt: skip
+        if memory is None:
+            assert isinstance(result, Tensor)
+            return self._read_out(result)
+        assert isinstance(result, tuple)  # a pair, since a memory was given
+        y, absorbed = result
+        return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    def _projected(
+        self, x: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values by head, what they were made from, and the convolution's tail."""
         tail = None
         inner = x
         if self.convolution is not None:
@@ -174,18 +226,18 @@ class Attention(TokenMixer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            positions = self._positions(length, memory, key_padding_mask, cu_seqlens)
+            positions = self._positions(x.shape[1], memory, key_padding_mask, cu_seqlens)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.lift is not None:
             q, k = self.lift(q), self.lift(k)
+        return q, k, v, inner, tail
 
-        if memory is None:
-            y = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-            return self._read_out(y)
-        result = attention(q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, memory=memory.memory, path=path)
-        assert isinstance(result, tuple)  # a pair, since a memory was given
-        y, absorbed = result
-        return self._read_out(y), memory.advance(absorbed, tail, length, key_padding_mask)
+    def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
+        """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
+        _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
+        k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
+        k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))
+        return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.nn.initialise import Draws
+from zonal.nn.koopman import KoopmanMLP
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
@@ -19,7 +20,7 @@ class Block(nn.Module):
         eps: ε of the two norms.
     """
 
-    def __init__(self, attention: TokenMixer, mlp: SwiGLU | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, attention: TokenMixer, mlp: SwiGLU | KoopmanMLP | None = None, eps: float = 1e-6) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(attention.dim, eps)
         self.attention = attention

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
+from zonal.kernels.cpp.mixer_library import WIDEST, Seen
+from zonal.nn.compiled import convolution, refusal
 from zonal.nn.initialise import Draws
-from zonal.nn.positions import check_masks, document_index
+from zonal.nn.positions import check_masks, document_index, document_positions
 
 
 def _windows(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,6 +54,8 @@ class ShortConvolution(nn.Module):
     Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters q, k and v
     after their projections, with SiLU, without bias. Here the layer input is filtered, without bias and without activation
     unless asked for. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
+
+    In float32 on a CPU more than one token goes through a compiled kernel, forward and backward (``ZONAL_KERNELS=off``: torch).
 
     Args:
         dim: channels.
@@ -102,24 +106,75 @@ class ShortConvolution(nn.Module):
 
         Raises: ArgumentError when shapes do not fit.
         """
+        (y,), tail = self.parts(x, [self.dim], tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return y.flatten(2), tail
+
+    def parts(
+        self,
+        x: Tensor,
+        sizes: list[int],
+        tail: Tensor | None = None,
+        *,
+        heads: int = 1,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """``forward`` with y in up to three parts of ``sizes`` channels, the first as (B, T, heads, size / heads): each is written and gets its
+        gradient where it is used. Other arguments and errors are those of ``forward``."""
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ArgumentError(f"ShortConvolution: x must be (batch, tokens, {self.dim}), received {tuple(x.shape)}.")
+        if not 1 <= len(sizes) <= 3 or sum(sizes) != self.dim or sizes[0] % heads:
+            raise ArgumentError(f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of heads; received {sizes}, {heads}.")
         batch, length, _ = x.shape
         check_masks("ShortConvolution", batch, length, key_padding_mask, cu_seqlens)
-        if tail is None:
-            tail = x.new_zeros(batch, self.width - 1, self.dim)
-        elif cu_seqlens is not None:
+        if tail is not None and cu_seqlens is not None:
             raise ArgumentError("ShortConvolution: packed documents (cu_seqlens) start afresh and take no tail. Pass one of the two.")
-        elif tail.shape != (batch, self.width - 1, self.dim):
+        if tail is not None and tail.shape != (batch, self.width - 1, self.dim):
             raise ArgumentError(f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}.")
-        tail = tail.to(x.dtype)
+        tail = None if tail is None else tail.to(x.dtype)
+        compiled = length > 1 and self.width <= WIDEST and refusal(x, tail, self.weight, self.bias) is None
+        filtered = self._compiled if compiled else self._by_torch
+        return filtered(x, sizes, tail, heads, key_padding_mask, cu_seqlens)
 
+    def _compiled(
+        self, x: Tensor, sizes: list[int], tail: Tensor | None, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """In one pass over x, without copies of what windows see."""
+        order = present = reach = None
+        if mask is not None:
+            order = torch.argsort(~mask, dim=1, stable=True).to(torch.int32)
+            present = mask.sum(dim=1, dtype=torch.int32)
         if cu_seqlens is not None:
-            return self._packed(x, cu_seqlens)
-        if key_padding_mask is not None:
-            return self._padded(x, tail, key_padding_mask)
-        extended = torch.cat((tail, x), dim=1)
-        return self._filter(extended), extended[:, length:].clone()
+            reach = document_positions(cu_seqlens, x.shape[1]).to(torch.int32)
+        y = convolution(x, tail, self.weight, self.bias, Seen(order, present, reach), self.activation == "silu", heads, sizes)
+        return y, self._after(x, tail, order, present, cu_seqlens)
+
+    def _after(self, x: Tensor, tail: Tensor | None, order: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The last w − 1 tokens that are there, of the last document, with the tail before them."""
+        gap = self.width - 1
+        tail = x.new_zeros(x.shape[0], gap, self.dim) if tail is None else tail
+        if order is None or present is None:
+            last = x[:, -gap:] if cu_seqlens is None else x[:, max(int(cu_seqlens[-2]), x.shape[1] - gap) :]
+            return torch.cat((tail[:, last.shape[1] :], last), dim=1)
+        # places in the tail and the tokens behind it
+        last = present[:, None] + torch.arange(gap, device=x.device)
+        token = order.gather(1, (last - gap).clamp(min=0)).long()
+        old = tail.gather(1, last.clamp(max=gap - 1)[..., None].expand(-1, -1, self.dim))
+        return torch.where((last < gap)[..., None], old, x.gather(1, token[..., None].expand(-1, -1, self.dim)))
+
+    def _by_torch(
+        self, x: Tensor, sizes: list[int], tail: Tensor | None, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        tail = x.new_zeros(x.shape[0], self.width - 1, self.dim) if tail is None else tail
+        if cu_seqlens is not None:
+            y, after = self._packed(x, cu_seqlens)
+        elif mask is not None:
+            y, after = self._padded(x, tail, mask)
+        else:
+            extended = torch.cat((tail, x), dim=1)
+            y, after = self._filter(extended), extended[:, x.shape[1] :].clone()
+        first, *others = y.split(sizes, dim=2)
+        return [first.unflatten(2, (heads, -1)), *others], after
 
     def _filter(self, extended: Tensor) -> Tensor:
         """(B, w − 1 + T, dim) -> (B, T, dim): every full window."""

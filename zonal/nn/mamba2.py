@@ -14,10 +14,7 @@ from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
-from zonal.nn.recurrence import Sizes, draw_log_uniform_, draw_steps_, ssd
-
-# rates A that heads start with
-_RATES = (1.0, 16.0)
+from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
 
 
 class Mamba2(TokenMixer):
@@ -84,7 +81,7 @@ class Mamba2(TokenMixer):
                 nn.init.zeros_(linear.bias)
         self.convolution.reset_parameters(draws.child("convolution"))
         draw_steps_(self.step_bias, draws, "step_bias")
-        draw_log_uniform_(self.log_rate, draws, "log_rate", *_RATES)
+        draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
         nn.init.ones_(self.skip)
         self.norm.reset_parameters()
 
@@ -112,29 +109,37 @@ class Mamba2(TokenMixer):
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         sizes = self.sizes
-        gate, mixed, step = self.input(x).split([sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads], dim=2)
-        mixed, tail = self.convolution(
-            mixed, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
-        )
+        gate, mixed, step = self._projected(x)
+        (values, keys, queries), tail = self.convolution.parts(
+            mixed, [sizes.inner, sizes.shared, sizes.shared], None if before is None else before.tail, heads=sizes.heads,
+            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(mixed.dtype)
-        values, keys, queries = mixed.to(dtype).split([sizes.inner, sizes.shared, sizes.shared], dim=2)
+        values, keys, queries = values.to(dtype), keys.to(dtype), queries.to(dtype)
         step = F.softplus(step.to(dtype) + self.step_bias.to(dtype))
         if self.step_limit is not None:
             step = step.clamp(*self.step_limit)
-        values = values.unflatten(2, (sizes.heads, sizes.head_dim))
         log_decay = -(step * self.log_rate.to(dtype).exp()).transpose(1, 2)
         result = attention(
-            sizes.by_head(queries), sizes.by_head(keys), (values * step.unsqueeze(-1)).transpose(1, 2), self.operator, causal=True,
-            key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path,
-            log_decay=log_decay,
+            sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2), self.operator, causal=True, key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
+            # what each token counts is its Δ, however small
+            key_bias=step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2),
         )  # fmt: skip
         y, absorbed = result if isinstance(result, tuple) else (result, None)
-        y = y.transpose(1, 2) + self.skip.to(dtype).unsqueeze(-1) * values
-        y = self.output(self.norm(y.flatten(2), gate))
+        y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))
         if before is None or absorbed is None:
             return y
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z, [x, B, C] and Δ. Three products: each result and its gradient lies by itself, and no pass puts gradients together."""
+        sizes = self.sizes
+        parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]
+        biases = [None] * 3 if self.input.bias is None else self.input.bias.split(parts)
+        gate, mixed, step = (F.linear(x, weight, bias) for weight, bias in zip(self.input.weight.split(parts), biases, strict=True))
+        return gate, mixed, step
 
     @torch.no_grad()
     def load_transformers(self, weights: Mapping[str, Tensor]) -> None:

@@ -11,21 +11,23 @@ from torch import Tensor
 from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.memory import DecayedSums, FeatureSums, Form, KeyValues, Memory, RidgeStatistics
+from zonal.memory import Memory, Span
 from zonal.memory.base import same_declaration
+from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"
-_MEMORIES: tuple[type[Memory], ...] = (KeyValues, FeatureSums, DecayedSums, RidgeStatistics)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
     """The past of a layer, as a value: nothing here is changed in place.
 
+    Each part of the memory remembers how the layer stood at its end (``mark``), so that to forget the newest span is to go back.
+
     Args:
         memory: what the operator remembers of keys and values.
         tail: (B, w − 1, dim), the last inputs of the short convolution; None where there is none.
-        length: tokens read, padding included.
+        length: tokens read, padding included; more where the first stood at a later position, or spans were forgotten.
         padding: (B,) how many of them were padding; None = none in any row.
         carried: what else a layer hands from token to token, by name, each (B, …).
     """
@@ -48,7 +50,7 @@ class LayerMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, all rows together."""
+        """Bytes held, all rows and spans together."""
         return self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes) + sum(value.nbytes for value in self.carried.values())
 
     def advance(
@@ -60,6 +62,100 @@ class LayerMemory:
             absent = (~key_padding_mask).sum(dim=1)
             padding = absent if padding is None else padding + absent
         return LayerMemory(memory, tail, self.length + tokens, padding, carried or {})
+
+    def at(self, position: int) -> "LayerMemory":
+        """This empty memory, its first token to stand at ``position``."""
+        if self.memory.count or self.memory.parts or position < 0:
+            raise ArgumentError(f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} tokens and {position}.")
+        return dataclasses.replace(self, length=position, padding=None)
+
+    # --- spans ---------------------------------------------------------------------------------------------------------
+
+    def spans(self) -> tuple[Span, ...]:
+        """The named spans, oldest first."""
+        return self.memory.spans()
+
+    def open(self, span: str) -> "LayerMemory":
+        """The memory with a new span begun: tokens that are read belong to it until ``close`` or the next ``open``."""
+        return dataclasses.replace(self, memory=self.memory.open(span, self._mark()))
+
+    def close(self) -> "LayerMemory":
+        """The memory with its open span ended."""
+        return dataclasses.replace(self, memory=self.memory.close(self._mark()))
+
+    def unnamed(self) -> "LayerMemory":
+        """The same memory without the record of its spans: smaller, and unable to forget them."""
+        return dataclasses.replace(self, memory=self.memory.unnamed())
+
+    def forget(self, span: str) -> "LayerMemory":
+        """The memory without the keys and values of a span; see ``Memory.forget``.
+
+        The newest span takes the layer back to where it stood before: tail, position and all. Without an older one, what came after
+        it keeps its keys, values and positions as they were computed, and so does the tail.
+        """
+        parts, memory = self.memory.parts, self.memory.forget(span)
+        index = [part.name for part in parts].index(span)
+        if not parts[0].mark:
+            raise ArgumentError(f"LayerMemory.forget: span {span!r} was begun by the operator's memory alone. Begin spans with LayerMemory.open, or read with prefill(span=…).")
+        rest = [*parts[:index], *parts[index + 1 :]]
+        # the first part tells where the layer began; the open one has no mark yet
+        marks = [part.mark for i, part in enumerate(rest) if part.mark and (part.count or i == 0)]
+        reached = [mark["length"] - mark["padding"] for mark in marks]
+        newest = not any(part.count for part in parts[index + 1 :])
+        if index < len(parts) - 1 and parts[-1].count:
+            reached.append(self._reached())
+        if newest:
+            return _marked(memory, marks[-1], torch.stack(reached).amax(0))
+        return _placed(dataclasses.replace(self, memory=memory), torch.stack(reached).amax(0))
+
+    def merge(self, other: "LayerMemory", *, span: str | None = None) -> "LayerMemory":
+        """The memory of what this one read and then what the other read, apart: neither saw the other.
+
+        Each keeps the positions that it was read at, and the next token stands behind the later of the two ends; the convolution goes
+        on from the other's tail. ``span`` names all that the other read.
+
+        Raises: ArgumentError for memories of unlike layers, for names that are taken, and for what a Mamba-3 layer read (its state
+        turns with all that came before).
+        """
+        if other.memory.operator is not self.memory.operator:
+            raise ArgumentError("LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or load both files with its load_memory().")
+        if self.carried and self.memory.count and other.memory.count:
+            raise ArgumentError(
+                f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which texts that were read apart do not have in common. "
+                "Read the second text from the first one's memory."
+            )
+        memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
+        last = other if other.memory.count else self
+        merged = LayerMemory(memory, last.tail, 0, None, last.carried)
+        return _placed(merged, torch.maximum(self._reached(), other._reached()))
+
+    # --- rows ----------------------------------------------------------------------------------------------------------
+
+    def gather(self, index: Sequence[int] | Tensor) -> "LayerMemory":
+        """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
+        memory = self.memory.gather(index)
+        return self._picked(memory, checked_index("LayerMemory.gather", index, self.batch))
+
+    def scatter(self, index: Sequence[int] | Tensor, other: "LayerMemory") -> "LayerMemory":
+        """This memory with the sequences ``index`` replaced by those of ``other``, one each."""
+        memory = self.memory.scatter(index, other.memory)
+        places = checked_index("LayerMemory.scatter", index, self.batch)
+        order = torch.arange(self.batch)
+        order[places] = self.batch + torch.arange(places.numel())
+        return _rows_of([self, other], memory)._picked(memory, order)
+
+    @staticmethod
+    def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
+        """One memory of the sequences of several, one after another; see ``Memory.stack``."""
+        if not memories or any(memory.memory.operator is not memories[0].memory.operator for memory in memories):
+            raise ArgumentError("LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model.")
+        return _rows_of(memories, Memory.stack([memory.memory for memory in memories]))
+
+    def unbind(self) -> "tuple[LayerMemory, ...]":
+        """A memory for each sequence, without the padding that ``stack`` gave it."""
+        return tuple(_placed(self._picked(memory, torch.tensor([row])), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
+
+    # --- files and copies ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, whole or not at all; read it with the layer's ``load_memory``."""
@@ -75,34 +171,66 @@ class LayerMemory:
             {name: value.clone() for name, value in self.carried.items()},
         )
 
+    # --- inside --------------------------------------------------------------------------------------------------------
 
-def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory]) -> None:
-    """Write the memories of layers to one safetensors file. Learned values of the operators stay with the layers."""
+    def _reached(self) -> Tensor:
+        """The position of the next token, (B,) int64."""
+        start = torch.full((self.batch,), self.length, dtype=torch.int64, device=self.memory.form.device)
+        return start if self.padding is None else start - self.padding
+
+    def _mark(self) -> dict[str, Tensor]:
+        """How the layer stands: what ``_marked`` goes back to."""
+        tail = {} if self.tail is None else {"tail": self.tail}
+        reached = self._reached()
+        return {"length": reached, "padding": torch.zeros_like(reached), **tail} | {f"carried.{name}": value for name, value in self.carried.items()}
+
+    def _picked(self, memory: Memory, index: Tensor) -> "LayerMemory":
+        index = index.to(memory.form.device)
+        return LayerMemory(
+            memory,
+            None if self.tail is None else self.tail[index],
+            self.length,
+            None if self.padding is None else self.padding[index],
+            {name: value[index] for name, value in self.carried.items()},
+        )
+
+
+def _placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:
+    """The layer with its next tokens at the positions ``reached`` (B,)."""
+    length = int(reached.max())
+    padding = length - reached
+    return dataclasses.replace(layer, length=length, padding=padding if bool(padding.any()) else None)
+
+
+def _marked(memory: Memory, mark: Mapping[str, Tensor], reached: Tensor) -> LayerMemory:
+    """The layer as it stood at a mark."""
+    carried = {name.removeprefix("carried."): value for name, value in mark.items() if name.startswith("carried.")}
+    return _placed(LayerMemory(memory, mark.get("tail"), carried=carried), reached)
+
+
+def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
+    """``memory`` with the rows of the layers one after another beside it."""
+    tails = [layer.tail for layer in layers if layer.tail is not None]
+    carried = {name: torch.cat([layer.carried[name] for layer in layers]) for name in layers[0].carried}
+    rows = LayerMemory(memory, torch.cat(tails) if tails else None, carried=carried)
+    return _placed(rows, torch.cat([layer._reached() for layer in layers]))
+
+
+def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], origin: str = "") -> None:
+    """Write the memories of layers to one safetensors file. Learned values of the operators stay with the layers. origin: of which weights."""
     tensors: dict[str, Tensor] = {}
     headers = []
     for index, layer in enumerate(layers):
-        memory, form = layer.memory, layer.memory.form
-        named = {f"memory.{name}": value for name, value in memory.tensors().items()}
+        named = {f"memory.{name}": value for name, value in layer.memory.contents().items()}
         named |= {name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None}
         named |= {f"carried.{name}": value for name, value in layer.carried.items()}
         tensors |= {f"{index}.{name}": value for name, value in named.items()}
-        shape = {"batch": form.batch, "heads": form.heads, "key_dim": form.key_dim, "value_dim": form.value_dim}
-        headers.append(
-            {
-                "memory": memory.kind,
-                "operator": memory.operator.config(),
-                "dtype": str(form.dtype).removeprefix("torch."),
-                "count": memory.count,
-                "plain": memory.plain(),
-                "length": layer.length,
-                **shape,
-            }
-        )
-    store.save_tensors(path, tensors, {"kind": _KIND, "layers": headers})
+        headers.append({**layer.memory.about(), "operator": layer.memory.operator.config(), "length": layer.length})
+    store.save_tensors(path, tensors, {"kind": _KIND, "layers": headers, "origin": origin})
 
 
-def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory]) -> tuple[LayerMemory, ...]:
-    """Read a file of ``save_memories`` for layers whose empty memories of one sequence are given.
+def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], origin: str = "") -> tuple[LayerMemory, ...]:
+    """Read a file of ``save_memories`` for layers whose empty memories of one sequence are given. origin: the layers' weights.
 
     Raises: FileFormatError when the file is missing, damaged, or belongs to other layers.
     """
@@ -111,6 +239,9 @@ def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory]) ->
     if not isinstance(headers, list) or len(headers) != len(empty):
         held = len(headers) if isinstance(headers, list) else "no"
         raise FileFormatError(f"load {_KIND}: {path} holds {held} layers, {len(empty)} were required. It belongs to another model.")
+    made_by = header.get("origin", "")
+    if origin and made_by and made_by != origin:
+        raise FileFormatError(f"load {_KIND}: {path} was made with other weights than this model's. Read the text again with prefill().")
     layers = []
     for index, (about, like) in enumerate(zip(headers, empty, strict=True)):
         start = f"{index}."
@@ -127,7 +258,6 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     form, operator = like.memory.form, like.memory.operator
     if not same_declaration(Operator.from_config(about["operator"]), operator):
         raise ValueError(f"the operator is {about['operator']['spec']!r}, the layer has {operator.spec!r}")
-    dtype = getattr(torch, about["dtype"])
     expected = {"memory": like.memory.kind, "heads": form.heads, "key_dim": form.key_dim, "value_dim": form.value_dim}
     for name, value in expected.items():
         if about[name] != value:
@@ -144,9 +274,7 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     asked = {name: ((about["batch"], *value.shape[1:]), value.dtype) for name, value in like.carried.items()}
     if found != asked:
         raise ValueError(f"what the layer carries is {found}, the layer has {asked}")
-    if not isinstance(about["length"], int) or about["length"] != about["count"]:
-        raise ValueError(f"{about['length']!r} tokens are announced and {about['count']!r} are held")
-    kind = next(memory for memory in _MEMORIES if memory.kind == about["memory"])
+    if not isinstance(about["length"], int) or about["length"] < 0:
+        raise ValueError(f"{about['length']!r} is no number of tokens")
     named = {name.removeprefix("memory."): value for name, value in tensors.items()}
-    whole = Form(about["batch"], form.heads, form.key_dim, form.value_dim, dtype, form.device)
-    return LayerMemory(kind.restored(operator, whole, about["count"], named, about["plain"]), tail, about["length"], padding, carried)
+    return LayerMemory(Memory.described(about, named, operator, form.device), tail, about["length"], padding, carried)

@@ -100,6 +100,8 @@ class TokenMixer(nn.Module, abc.ABC):
             raise ArgumentError(f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
         if set(memory.carried) != set(self.carries):
             raise ArgumentError(f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
+        if memory.memory.operator is not self.operator:
+            raise ArgumentError(f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory().")
         return memory
 
 

@@ -20,6 +20,8 @@ from zonal.nn.initialise import Draws
 
 # the range of steps Δ that heads start with, uniform in the logarithm, as both papers have it
 STEPS = (1e-3, 0.1)
+# rates A that heads start with, uniform in the logarithm
+RATES = (1.0, 16.0)
 
 
 def ssd() -> Operator:
@@ -97,4 +99,4 @@ def inverse_softplus(y: Tensor) -> Tensor:
     return y + torch.log(-torch.expm1(-y))
 
 
-__all__ = ["STEPS", "Sizes", "draw_log_uniform_", "draw_steps_", "inverse_softplus", "ssd"]
+__all__ = ["RATES", "STEPS", "Sizes", "draw_log_uniform_", "draw_steps_", "inverse_softplus", "ssd"]

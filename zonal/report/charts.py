@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.report import formats, style
+from zonal.report import diagnostics, formats, style, transfer
 from zonal.report.records import Point, Run
 from zonal.report.summary import METRIC_NAMES, Row, Summary
 
@@ -117,10 +117,16 @@ def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
     return panels
 
 
+def looked_into(summary: Summary, row: Row) -> Run | None:
+    """The run whose memories are drawn: that of the first seed which has diagnostics."""
+    return next((run for run in sorted(drawn_runs(summary, row), key=lambda run: run.seed) if run.diagnostics), None)
+
+
 def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> dict[str, Any]:
     """Everything the script draws for one operator."""
     runs = drawn_runs(summary, row)
     value = row.value(summary.data.metric)
+    seen = looked_into(summary, row)
     return {
         "key": key,
         "label": row.label,
@@ -134,6 +140,8 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "speed": row.tokens_per_second and rounded(row.tokens_per_second.mean),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(row, runs),
+        "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
+        "transfer": transfer.lines(row),
     }
 
 
@@ -144,6 +152,7 @@ def payload(summary: Summary, identifier: str, keys: Mapping[str, str], looks: M
         "metric": summary.data.metric,
         "metricName": METRIC_NAMES[summary.data.metric],
         "higher": summary.data.higher_is_better,
+        "trained": transfer.trained_length(summary),
         "operators": [operator_payload(summary, row, keys[row.operator], looks[row.operator]) for row in summary.rows],
     }
 

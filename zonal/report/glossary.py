@@ -15,10 +15,18 @@ HOW_TO_READ = (
     ("Memory a sequence", "what a model must keep to continue one sequence after 1k, 16k or 128k tokens, in bytes: a cache that grows with the text, or a state of fixed size."),
     ("Kernel curve Φ(x)", "how an operator turns x, the match of query and key (their cosine, or their scaled dot product), into an unnormalised weight."),
     ("η, γ, ridge, degrees", "learnt numbers of some operators: η scales the output, γ is the factor of each Koopman step, ridge is the regulariser of a least-squares fit, degrees are those of the polynomial in the kernel curve."),
+    ("Eigenvalues, condition, rank", "of the matrix that a least-squares memory inverts, its regulariser included: the smallest eigenvalue bounds how much an error is amplified, the condition number is the largest over the smallest, and the effective rank is how many directions the stored keys really use."),
+    ("Spectrum on the unit disk", "eigenvalues of the operator that leads from one step to the next: near the rim is remembered long, near the centre is forgotten, and nothing may lie outside."),
+    ("Leverage and capacity", "leverage is how much of its own value a key would return: near 1 it is recalled, near 0 it drowns in the others. Capacity is the number of stored keys estimated to be recalled; the dashed line is all of them."),
 )  # fmt: skip
 
 LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token"}
-SLICE_NAMES = {"pairs": "number of key-value pairs", "length": "sequence length"}
+DIAGNOSTIC_NAMES = {"smallest_eigenvalue": "Smallest eigenvalue", "condition": "Condition number", "effective_rank": "Effective rank"}
+SLICE_NAMES = {
+    "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR", "system-prompt": "system prompt",
+    "system-prompt-distractors": "system prompt, distractors", "tool-trace": "tool trace", "needle": "needle in a haystack", "two-hop": "two hops",
+    "two-hop-written": "two hops, the first written out", "common-word": "common word",
+}  # fmt: skip
 
 CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. The coloured names switch an operator off and on everywhere."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from zonal.report import charts, commands, formats, glossary, style, table
+from zonal.report import charts, commands, diagnostics, formats, glossary, style, table, transfer
 from zonal.report.summary import METRIC_NAMES, Summary
 
 _PLOTLY = "plotly-basic-4.1.1.min.js.gz"
@@ -56,6 +56,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     slices = [(name, glossary.slice_name(name), table.slices(summary, name)) for name in table.slice_names(summary)]
     values = [value for row in summary.rows for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None]
     strips = {row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows}
+    seen = [(row, run.diagnostics) for row in summary.rows if (run := charts.looked_into(summary, row)) is not None and run.diagnostics is not None]
     kernels = [row for row in summary.rows if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)]
     return {
         "id": identifier,
@@ -68,7 +69,13 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "strips": strips,
         "slices": slices,
         "learned": table.learned(summary),
+        "transfer": transfer.tables(summary),
+        "transfer_panels": transfer.panels(summary),
+        "transfer_pairs": transfer.slices(summary, "pairs"),
+        "published": data.published,
         "kernels": [keys[row.operator] for row in kernels],
+        "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
+        "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
         "settings": [("Task", table.settings(data.task)), ("Model", table.settings(data.model)), ("Training", table.settings(data.training))],
@@ -82,6 +89,16 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "command": data.command,
         "fixed_command": commands.fixed_command(data.command, data.steps),
         "row_commands": [(row.operator, row.label, commands.row_command(data.command, row.operator, row.learning_rate, data.steps)) for row in summary.rows],
+    }
+
+
+def _pictures(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Which pictures of the memories some operator has."""
+    return {
+        "spectra": any(each["spectra"] for each in payloads),
+        "bars": [(key, title) for key, title in glossary.DIAGNOSTIC_NAMES.items() if any(key in each["bars"] for each in payloads)],
+        "leverage": any(each["leverage"] for each in payloads),
+        "capacity": any(each["capacity"] for each in payloads),
     }
 
 

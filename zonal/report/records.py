@@ -1,6 +1,7 @@
 """What a comparison folder says, read from its files alone.
 
-A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``.
+A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``,
+and ``diagnostics.json`` where its memories were looked into.
 A run that was killed may leave a last line half written: that line is dropped. Anything else that does not fit is a
 FileFormatError which names the file and the key.
 """
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
+from zonal.report import diagnostics
+from zonal.report.diagnostics import Diagnostics
+from zonal.report.published import Published
 from zonal.store import read_json
 
 STATUSES = ("pending", "running", "done", "failed", "stopped")
@@ -32,13 +36,22 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Accuracy on one other task and length, named by its slices such as {"task": "needle", "pairs": 1, "length": 512}."""
+
+    slices: Mapping[str, int | str]
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Metrics:
-    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}."""
+    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks and lengths."""
 
     loss: float
     accuracy: float | None
     bits_per_byte: float | None
     slices: Mapping[str, Mapping[str, float]]
+    transfer: tuple[Transfer, ...] = ()
 
     def value(self, metric: str) -> float | None:
         """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
@@ -69,6 +82,7 @@ class Run:
     learned_before: tuple[Mapping[str, Any], ...]
     training: tuple[Point, ...]
     evaluations: tuple[Point, ...]
+    diagnostics: Diagnostics | None = None
 
     @property
     def done(self) -> bool:
@@ -97,6 +111,7 @@ class ComparisonData:
     metric: str
     runs: tuple[Run, ...]
     note: str = ""
+    published: Published | None = None
 
     @property
     def higher_is_better(self) -> bool:
@@ -135,7 +150,15 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
         name: {str(k): number for k, v in values.items() if (number := _number(v, f"{key}.slices.{name}.{k}", path)) is not None}
         for name, values in (record.get("slices") or {}).items()
     }
-    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices)
+    transfer = tuple(_transfer(cell, f"{key}.transfer", path) for cell in record.get("transfer") or ())
+    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices, transfer)
+
+
+def _transfer(cell: Any, key: str, path: Path) -> Transfer:
+    accuracy = _number(cell.get("accuracy"), f"{key}.accuracy", path) if isinstance(cell, dict) else None
+    if accuracy is None:
+        raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with an accuracy, got {cell!r}.")
+    return Transfer({name: value for name, value in cell.items() if name not in ("accuracy", "loss", "examples")}, accuracy)
 
 
 def _points(path: Path) -> dict[str, tuple[Point, ...]]:
@@ -199,6 +222,7 @@ def _run(path: Path) -> Run:
         learned_before=tuple(record.get("learned_before") or ()),
         training=curves["train"],
         evaluations=curves["eval"],
+        diagnostics=diagnostics.load(path.parent),
     )
 
 
@@ -252,4 +276,5 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         metric=_metric(record, path),
         runs=runs,
         note=str(record.get("note") or ""),  # what whoever ran it wants readers to know, put into comparison.json by hand
+        published=Published.from_dict(record["published"], path) if record.get("published") else None,
     )

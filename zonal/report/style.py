@@ -61,6 +61,11 @@ _KNOWN = {
     "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
     "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
     "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
+    "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
+    "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
+    "gated_deltanet": (12, "Gated DeltaNet", "a matrix that fades and is corrected at each token towards the token's value; constant memory."),
+    "mesanet": (13, "MesaNet", "each read solves a least-squares fit that fades, by conjugate gradients; constant memory."),
+    "gated_kalmanet": (14, "Gated KalmaNet", "each read solves a least-squares fit that fades, its regulariser following the keys; constant memory."),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}

@@ -1,10 +1,13 @@
 """The results table and the smaller ones as plain text cells, shared by the page and its Markdown twin."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zonal.evaluation.statistics import Spread
 from zonal.report import formats, glossary
+from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.summary import Row, Summary, slice_order
 
 
@@ -136,7 +139,7 @@ def slices(summary: Summary, name: str) -> Table:
         cells = [Cell(row.label)]
         cells += [_spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key]) for key in keys]
         rows.append((operator, tuple(cells)))
-    return Table(("Operator", *(f"{key} {_unit(name)}" for key in keys)), tuple(rows))
+    return Table(("Operator", *(f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys)), tuple(rows))
 
 
 def _unit(name: str) -> str:
@@ -175,6 +178,40 @@ def _numbers(value: object) -> str | None:
         texts = [formats.number(float(item)) for item in value]
         return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
     return None
+
+
+_DIAGNOSED = ("Operator", "Layer", "Smallest eigenvalue", "Condition", "Effective rank", "Largest |eigenvalue|", "Median leverage", "Capacity")
+
+
+def diagnostics(found: Sequence[tuple[str, str, Diagnostics]]) -> Table:
+    """What is inside the memories, by layer, from (operator, label, diagnostics): the worst head for the first two, means after them."""
+    rows = []
+    for operator, label, about in found:
+        for layer in dict.fromkeys(head.layer for head in about.heads):
+            heads = [head for head in about.heads if head.layer == layer]
+            rows.append((operator, (Cell(label), Cell(str(layer)), *_diagnosed(heads))))
+    return Table(_DIAGNOSED, tuple(rows))
+
+
+def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
+    def of(key: str) -> list[float]:
+        return [head.numbers[key] for head in heads if key in head.numbers]
+
+    def cell(value: float | None, note: str = "") -> Cell:
+        return Cell(formats.MISSING) if value is None else Cell(f"{value:.3g}", note)
+
+    ranks, sizes = of("effective_rank"), of("size")
+    radius = [math.hypot(*pair) for head in heads for pair in head.spectrum]
+    leverage = [value for head in heads for value in head.leverage]
+    last = [(head.stored[-1], head.estimate[-1]) for head in heads if head.stored]
+    return [
+        cell(min(of("smallest_eigenvalue"), default=None)),
+        cell(max(of("condition"), default=None)),
+        cell(statistics.fmean(ranks) if ranks else None, f"of {max(sizes):g}" if sizes else ""),
+        cell(max(radius, default=None)),
+        cell(statistics.median(leverage) if leverage else None),
+        cell(statistics.fmean(estimate for _, estimate in last) if last else None, f"of {max(stored for stored, _ in last):g} stored" if last else ""),
+    ]
 
 
 def runs(summary: Summary) -> Table:

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.tasks.grid import Retrieval, Shape, Stage, grid
 from zonal.tasks.mqar import MQAR, Segment
+from zonal.tasks.retrieval import KINDS
 from zonal.tasks.task import Task
 from zonal.tasks.text import Text
 
 _MQAR_ARGUMENTS = ("vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed")
 _TEXT_ARGUMENTS = ("data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes")
+
+_RETRIEVAL_ARGUMENTS = ("vocab_size", "length", "pairs", "test_examples", "seed")
+_MIXED_ARGUMENTS = ("test_examples", "seed")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,11 @@ _TASKS = {
     "mqar-8k": _Entry("vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS),
     "mqar-based-fig2": _Entry("figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs", ("seed",)),
     "mqar-iclr24-fig2": _Entry("figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples")),
+    **{name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS) for name, kind in KINDS.items() if name != "mqar"},
+    "mqar-gap": _Entry(f"retrieval: {KINDS['mqar'].about}", _RETRIEVAL_ARGUMENTS),
+    "mqar-grid": _Entry("mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens", _MIXED_ARGUMENTS),
+    "mixed": _Entry("system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens", _MIXED_ARGUMENTS),
+    "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS),
     "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS),
 }  # fmt: skip
 _ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
@@ -76,7 +86,60 @@ def resolve(
         return _based_figure_2(123 if seed is None else seed)
     if name == "mqar-iclr24-fig2":
         return _iclr24_figure_2(given.get("length", 64), given.get("train_examples", 100_000), given.get("test_examples", 3_000))
-    return _single(name, given)
+    if name in ("mixed", "mixed-needle"):
+        return _mixed(name, given)
+    if name == "mqar-grid":
+        return _mqar_grid(given)
+    if name in ("mqar", "mqar-demo", "mqar-8k"):
+        return _single(name, given)
+    return _retrieval(name, given)
+
+
+def _retrieval(name: str, given: dict[str, Any]) -> Retrieval:
+    """One kind at one shape, without transfer."""
+    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 16 if name.startswith("offset") else 4), given.get("length", 64))
+    return Retrieval(
+        [Stage(0, (shape,))], vocab_size=given.get("vocab_size", 128), test_examples=given.get("test_examples", 500), seed=given.get("seed", 0), name=name
+    )
+
+
+TRANSFER_KINDS = ("mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written", "common-word")
+"""The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
+MIXED_LENGTHS = (64, 128, 256, 512)
+NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""The lengths of its table 2: 1 to 64 times the length of training."""
+
+
+def _mixed(name: str, given: dict[str, Any]) -> Retrieval:
+    """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs, then with up to eight."""
+    kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
+    needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
+    several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
+    return Retrieval(
+        [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, grid(kinds, (1, 2, 4, 8), (length,)))],
+        test_shapes=grid(kinds, (1, 4, 8), (length,)),
+        transfer_shapes=needle if name == "mixed-needle" else tuple(dict.fromkeys((*several, *needle))),
+        test_examples=given.get("test_examples", 50),
+        transfer_examples=given.get("test_examples", 32),
+        seed=given.get("seed", 0),
+        name=name,
+    )
+
+
+def _mqar_grid(given: dict[str, Any]) -> Retrieval:
+    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell.
+
+    It begins with few pairs in 64 tokens: from many pairs alone, models of this size learn nothing for a long while.
+    """
+    shapes = tuple(Shape("mqar", pairs, 256 if pairs == 32 else 128) for pairs in (4, 8, 16, 32))
+    return Retrieval(
+        [Stage(0, grid(("mqar",), (1, 2, 4, 8), (64,))), Stage(200, shapes)],
+        transfer_shapes=grid(("mqar",), (4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096)),
+        test_examples=given.get("test_examples", 50),
+        transfer_examples=given.get("test_examples", 32),
+        seed=given.get("seed", 0),
+        name="mqar-grid",
+    )
 
 
 def _text(given: dict[str, Any]) -> Text:
@@ -139,7 +202,7 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what ``Text`` and ``MQAR`` raise, as when the text has changed.
     """
-    kinds = {"mqar": MQAR, "text": Text}
+    kinds = {"mqar": MQAR, "retrieval": Retrieval, "text": Text}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
         raise FileFormatError(f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}.")

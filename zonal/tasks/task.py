@@ -1,7 +1,7 @@
 """What a task is to training and reports: batches as a pure function of their number, a fixed evaluation, one headline metric."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
-    slices: dict[str, list[int]]
+    slices: Mapping[str, Sequence[int | str]]
 
 
 class Task(ABC):
@@ -55,6 +55,13 @@ class Task(ABC):
 
         Raises: ArgumentError when batch_size < 1.
         """
+
+    def transfer_batches(self, batch_size: int) -> Iterator[Batch]:
+        """What a finished run is measured on once more: other tasks, other lengths. All rows of a batch have equal slices; by default nothing.
+
+        Raises: ArgumentError when batch_size < 1.
+        """
+        return iter(())
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class TrainConfig:
         eval_batch_size: sequences at a time; None takes ``batch_size // accumulate``.
         thresholds: accuracies whose first evaluation is recorded as ``steps_to`` (tasks measured by accuracy).
         stop_at_accuracy: end the run at the first evaluation with at least this accuracy; None runs all steps.
+        transfer_piece: what a finished run is measured on once more, other tasks and lengths, is read so many tokens at a time from the
+            model's memory where it is longer; None reads it whole.
     Files
         checkpoint_every: updates between checkpoints; None leaves it to ``checkpoint_seconds``.
         checkpoint_seconds: seconds between checkpoints; None leaves it to ``checkpoint_every``. There is always one at
@@ -60,6 +62,7 @@ class TrainConfig:
     eval_batch_size: int | None = None
     thresholds: tuple[float, ...] = (0.5, 0.9, 0.99)
     stop_at_accuracy: float | None = None
+    transfer_piece: int | None = None
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = 60.0
     keep_best: bool = False
@@ -73,7 +76,7 @@ class TrainConfig:
         object.__setattr__(self, "thresholds", tuple(self.thresholds))
         for name in ("steps", "batch_size", "accumulate", "log_every"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("eval_every", "eval_batch_size", "checkpoint_every"):
+        for name in ("eval_every", "eval_batch_size", "transfer_piece", "checkpoint_every"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or None")
         self._require("accumulate", self.batch_size % self.accumulate == 0, f"a divisor of batch_size={self.batch_size}")

@@ -10,19 +10,19 @@ checkpoints; after a resume they go on from the checkpoint's. They are the only 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zonal.errors import ArgumentError, NonFiniteError
-from zonal.evaluation.metrics import Accumulator, accumulate
+from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces
 from zonal.models import CausalLM
 from zonal.models.layers import entry_of
-from zonal.tasks.task import Task
+from zonal.tasks.task import Batch, Task
 from zonal.training import checkpoint as checkpoints
-from zonal.training import events
+from zonal.training import events, inside
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.diagnose import locate_non_finite
@@ -159,7 +159,7 @@ class _Run:
             self._announce_end()
             raise
         self._checkpoint()
-        self.record.learned = self.model.learned()
+        self._look_inside()
         self._write(status, "Stopped on request; run the same again to go on." if status == "stopped" else None)
         self._announce_end()
         return self.record
@@ -251,20 +251,20 @@ class _Run:
         config, progress = self.config, self.progress
         started = time.perf_counter()
         total = Accumulator(self.task.bytes_per_token)
-        self.model.eval()
-        try:
-            with torch.no_grad(), autocast(self.device, config.dtype):
-                for index, batch in enumerate(self.task.evaluation_batches(config.evaluation_batch_size)):
-                    if self.should_stop():
-                        progress.evaluation_seconds += time.perf_counter() - started
-                        return False
-                    accumulate(self.model, batch, total, self.device)
-                    self.emit(events.EvaluationProgress(self.name, progress.step, index + 1))
-        finally:
-            self.model.train()
+        if not self._add_up((batch, total, None) for batch in self.task.evaluation_batches(config.evaluation_batch_size)):
+            progress.evaluation_seconds += time.perf_counter() - started
+            return False
         metrics = total.result()
         if not math.isfinite(metrics["loss"]):
             raise self._non_finite_error(f"the evaluation loss became {metrics['loss']} after step {progress.step}", self._locate_in_evaluation())
+        if progress.step >= config.steps or self._good_enough(metrics):
+            cells = Cells()
+            batches = self.task.transfer_batches(config.evaluation_batch_size)
+            if not self._add_up((batch, cells.of(batch), config.transfer_piece) for batch in batches):
+                progress.evaluation_seconds += time.perf_counter() - started
+                return False
+            if found := cells.result():
+                metrics["transfer"] = found
         progress.evaluated = progress.step
         progress.evaluation_seconds += time.perf_counter() - started
         self.log.append({"kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics})
@@ -273,6 +273,24 @@ class _Run:
         self._write("running")
         return True
 
+    def _add_up(self, work: Iterable[tuple[Batch, Accumulator, int | None]]) -> bool:
+        """Predict batches, each into its accumulator and in pieces of its size; False when that was broken off by a wish to stop."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), autocast(self.device, self.config.dtype):
+                for index, (batch, total, piece) in enumerate(work):
+                    if self.should_stop():
+                        return False
+                    accumulate_in_pieces(self.model, batch, total, self.device, piece)
+                    self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
+        finally:
+            self.model.train()
+        return True
+
+    def _good_enough(self, metrics: dict[str, Any]) -> bool:
+        stop = self.config.stop_at_accuracy
+        return self.task.metric == "accuracy" and stop is not None and metrics["accuracy"] >= stop
+
     def _judge(self, metrics: dict[str, Any]) -> None:
         """Keep final and best, note thresholds, and end the run where it is good enough."""
         progress = self.progress
@@ -280,14 +298,14 @@ class _Run:
         value = metrics[self.task.metric]
         best = None if progress.best is None else progress.best[self.task.metric]
         if best is None or (value > best if self.task.metric == "accuracy" else value < best):
-            progress.best = {"step": progress.step, **metrics}
+            progress.best = {"step": progress.step, **{name: value for name, value in metrics.items() if name != "transfer"}}
             if self.config.keep_best:
                 checkpoints.save_weights(self.folder / checkpoints.BEST, self.model, self.identity, progress.step)
         if self.task.metric == "accuracy":
             for threshold, step in progress.steps_to.items():
                 if step is None and value >= float(threshold):
                     progress.steps_to[threshold] = progress.step
-            progress.stopped_early = self.config.stop_at_accuracy is not None and value >= self.config.stop_at_accuracy
+            progress.stopped_early = self._good_enough(metrics)
 
     def _locate_in_evaluation(self) -> str:
         self.model.eval()
@@ -341,6 +359,12 @@ class _Run:
         record.final, record.best, record.steps_to = progress.final, progress.best, progress.steps_to
         record.write(self.folder)
 
+    def _look_inside(self) -> None:
+        """What the model learned, into the record; once it is done, what its memories hold, into a file of its own."""
+        self.record.learned = self.model.learned()
+        if self._finished():
+            inside.write(self.folder, self.model, self.task)
+
     def _finish_quietly(self) -> RunResult:
         """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
@@ -349,7 +373,7 @@ class _Run:
         else:
             self._describe_model()
             self.memory = PeakMemory(self.device)
-            self.record.learned = self.model.learned()
+            self._look_inside()
             self._write("done")
         self._announce_end(skipped=True)
         return self.record

@@ -78,6 +78,7 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
         model.eval()
         total = Accumulator()
         batches: list[float] = []
+        tokens: list[int] = []
         started = time.perf_counter()
         making = 0.0
         with torch.no_grad(), autocast(device, config.dtype):
@@ -91,7 +92,12 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
                     started = time.perf_counter()
                     accumulate(model, batch, total, device)
                     batches.append(time.perf_counter() - started)
+                    tokens.append(batch.tokens.numel())
                 started = time.perf_counter()
+            # what a finished run is measured on is long; its time is taken from its tokens
+            started = time.perf_counter()
+            transferred = sum(batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size))
+            overhead += time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
     return Timing(median(updates[1:]), making + count * median(batches), overhead)
 
 

@@ -10,6 +10,7 @@ from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.models.layers import entry_of, is_list, layer_list, layers_for
+from zonal.report.published import Published
 from zonal.store import read_json
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
@@ -45,6 +46,7 @@ class ComparisonSpec:
     labels: names for people, one an operator; empty takes the specs.
     device: "cpu", "cuda" or "cuda:1".
     title, command: for the report; the command is what remakes the comparison.
+    published: for the report: what a paper prints, to stand beside.
 
     Raises: ArgumentError naming the field.
     """
@@ -60,6 +62,7 @@ class ComparisonSpec:
     device: str = "cpu"
     title: str = "Comparison of attention operators"
     command: str = ""
+    published: Published | None = None
 
     def __post_init__(self):
         # one name for one model, as its runs record it
@@ -132,6 +135,7 @@ class ComparisonSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The part of comparison.json that says what was asked; ``from_file`` reverses it."""
+        published = {} if self.published is None else {"published": self.published.to_dict()}
         return {
             "schema": SCHEMA,
             "title": self.title,
@@ -141,6 +145,7 @@ class ComparisonSpec:
             "labels": list(self.labels or self.operators),
             "task_description": self.task.describe(),
             "metric": self.task.metric,
+            **published,
         }
 
 
@@ -175,6 +180,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
             device=stored["run_on"],
             title=stored["title"],
             command=stored["command"],
+            published=Published.from_dict(stored["published"], path) if "published" in stored else None,
         )
     except KeyError as error:
         raise FileFormatError(f"compare: {path} lacks the key {error}. It was edited or written by another version; choose another folder.") from error

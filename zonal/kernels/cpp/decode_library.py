@@ -20,6 +20,7 @@ _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("scale", "weights", "roots", "tails")
 _SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "positive", "normalise", "include_self")
 _STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
+_OFF = 2
 
 
 class _Decoder(ctypes.Structure):
@@ -69,33 +70,36 @@ class Decoder:
             F=weights.shape[1], degree=spec.degree, lowest=spec.lowest, heads_weigh=weights.shape[0] > 1, anchor=_ANCHORS[spec.anchor],
             positive=spec.positive, normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
         )  # fmt: skip
-        self._address = ctypes.byref(self._rules)
+        self._address, self._square = ctypes.addressof(self._rules), dim == value_dim
         function = library.load(CODE, SOURCE).zonal_decode
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
         self._function = function
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor) -> tuple[Tensor, Tensor] | None:
+        """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed. None where the environment
+        says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
 
         q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
         or one more with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding included.
         """
-        batch, heads, _, dim, value_dim = self.spec.shape
-        at, tokens = (q.stride(), k.stride(), v.stride()), q.shape[2]
-        if not at[0][3] == at[1][3] == at[2][3] == 1:
+        qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
+        if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
-            at = (q.stride(), k.stride(), v.stride())
+            qs, ks, vs = q.stride(), k.stride(), v.stride()
         # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
         after = torch.empty_like(state)
         # like another tensor is made in half the time, which is a good part of a short step
-        y = torch.empty_like(q) if dim == value_dim and q.is_contiguous() else torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+        y = torch.empty_like(q) if self._square and q.is_contiguous() else torch.empty((batch, heads, tokens, self.spec.shape[4]), dtype=q.dtype)
         step = _STEP.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], tokens, q.dtype == torch.bfloat16, state.data_ptr(), after.data_ptr(),
-            count, padding.data_ptr(), y.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *qs, *ks, *vs, tokens, q.dtype is torch.bfloat16, state.data_ptr(), after.data_ptr(), count,
+            padding.data_ptr(), y.data_ptr(),
         )  # fmt: skip
-        if self._function(self._address, step):
-            raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
-        return y, after
+        failed = self._function(self._address, step)
+        if not failed:
+            return y, after
+        if failed == _OFF:
+            return None
+        raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
 __all__ = ["CODE", "DTYPES", "SOURCE", "DecodeSpec", "Decoder"]

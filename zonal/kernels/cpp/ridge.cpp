@@ -40,10 +40,11 @@ extern "C" {
 struct Ridge {
   const float *q, *k, *v, *scale;  // scale (H) of the queries
   const double* ridge;             // (Hkv)
+  const int64_t* powers;           // (H), none above power
   const int32_t *index, *lo, *hi, *edges;
   const double *gram, *cross, *shift, *last;
   Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;
+  int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;  // power: the largest of all heads
   double limit;  // longer keys are shortened to it; 0: none
   float* y;      // (B, H, T, P)
   int32_t* outcome;  // (tasks)
@@ -265,6 +266,7 @@ struct Task {
   }
 
   int64_t head(int64_t g) const { return kv * groups + g; }
+  int64_t power(int64_t g) const { return c.powers[head(g)]; }
   const float* key(int32_t s) const { return c.k + b * c.ks.batch + kv * c.ks.head + index[s] * c.ks.token; }
   const float* value(int32_t s) const { return c.v + b * c.vs.batch + kv * c.vs.head + index[s] * c.vs.token; }
   const float* query(int64_t g, int64_t t) const { return c.q + b * c.qs.batch + head(g) * c.qs.head + t * c.qs.token; }
@@ -440,7 +442,6 @@ struct Walk {
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
-      finite = finite && std::isfinite(dot(v, v, P));
       if (s + BLOCK < task.spans.back().to) {
         fetch(task.key(s + BLOCK), r);
         fetch(task.value(s + BLOCK), P);
@@ -448,6 +449,9 @@ struct Walk {
     }
     std::memset(keys + (n + 1) * rw, 0, sizeof(F) * (BLOCK - n) * rw);
     std::memset(values + n * Pw, 0, sizeof(F) * (BLOCK - n) * Pw);
+    typename Lane<F>::Vector nothing = {};  // NaN times nothing is NaN, and so is infinity
+    for (int64_t i = 0; i < n * Pw; i += l) nothing += at(values + i) * F(0);
+    for (int i = 0; i < l; ++i) finite = finite && nothing[i] == 0;
     if (!across) return;
     turn(keys + rw, rw, BLOCK, r, keys_t, BLOCK);
     if (c.power > 0) turn(keys, rw, BLOCK, r, earlier_t, BLOCK);
@@ -548,7 +552,7 @@ struct Walk {
     const Seen seen(task, span, t0, count);
     put_queries(g, t0, count, rows);
     apply(rows, count, seen, more);
-    for (int64_t k = 0; k < c.power; ++k) {
+    for (int64_t k = 0; k < task.power(g); ++k) {
       move(more, count, seen, rows);
       apply(rows, count, seen, more);
     }
@@ -659,7 +663,7 @@ struct Back {
   // forwards: gradients of some queries, and what they do to the keys of their own block
   void rows(const Span& span, int64_t g, int64_t t0, int64_t count) {
     const Seen seen(task, span, t0, count);
-    const int64_t last = c.power, n = walk.n;
+    const int64_t last = task.power(g), n = walk.n;
     F *dz = dkeys + rw, *z = walk.block_keys();
     F* x = kept(xs, 0, g, t0);
     walk.put_queries(g, t0, count, walk.rows);
@@ -775,8 +779,8 @@ struct Back {
       for (int64_t t = span.t0; t < span.t1; t += BLOCK) {
         const int64_t count = std::min<int64_t>(BLOCK, span.t1 - t);
         put_gradients(g, t, count);
-        whole<ADD, true>(P, count, rw, dy, Pw, kept(xs, c.power, g, t), rw, cross, rw);
-        for (int64_t k = 0; k <= c.power; ++k) {
+        whole<ADD, true>(P, count, rw, dy, Pw, kept(xs, task.power(g), g, t), rw, cross, rw);
+        for (int64_t k = 0; k <= task.power(g); ++k) {
           whole<ADD, true>(r, count, rw, kept(us, k, g, t), rw, kept(xs, k, g, t), rw, turned, rw);
           if (k > 0) whole<ADD, true>(r, count, rw, kept(us, k, g, t), rw, kept(xs, k - 1, g, t), rw, shift, rw);
         }
@@ -862,9 +866,11 @@ extern "C" {
 
 int64_t zonal_version() { return 5; }
 
-// Returns 0, or 1 when memory ran out.
+// Returns 0, 1 when memory ran out, or 2 where a matrix that is inverted is not positive definite or not a number.
 int zonal_ridge_forward(const Ridge* call) {
-  return each_task(*call, [&](int64_t i, Scratch& room) { forward_task(*call, i, room); });
+  if (each_task(*call, [&](int64_t i, Scratch& room) { forward_task(*call, i, room); })) return 1;
+  const int64_t tasks = call->B * call->Hkv * call->segments;
+  return std::find(call->outcome, call->outcome + tasks, INDEFINITE) == call->outcome + tasks ? 0 : 2;
 }
 
 // Returns 0, or 1 when memory ran out. outcome: as forward left it.

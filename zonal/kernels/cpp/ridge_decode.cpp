@@ -31,6 +31,7 @@ struct Step {
   int64_t B, H, Hkv, T, r, P, power, bfloat16, include_self;
   double limit;         // longer keys are shortened to it; 0: none
   const double* scale;  // (H) of the queries
+  const int64_t* powers;  // (H); power: whether any is past 0
   const double *gram, *cross, *inverse, *shift, *first, *last;
   double *gram_after, *cross_after, *inverse_after, *shift_after, *first_after, *last_after;
   int64_t count;
@@ -85,7 +86,7 @@ void read(const Step& c, const Now& now, int64_t b, int64_t h, int64_t t, double
   const T* q = static_cast<const T*>(c.q) + b * c.qs.batch + h * c.qs.head + t * c.qs.token;
   for (int64_t d = 0; d < c.r; ++d) y[d] = c.scale[h] * number(q[d]);
   times(now.inverse, y, c.r, c.r, x);
-  for (int64_t k = 0; k < c.power; ++k) {
+  for (int64_t k = 0; k < c.powers[h]; ++k) {
     times(now.shift, x, c.r, c.r, y);
     times(now.inverse, y, c.r, c.r, x);
   }

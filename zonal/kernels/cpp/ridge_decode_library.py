@@ -16,7 +16,7 @@ SOURCE = "ridge_decode"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
 DTYPES = (torch.float32, torch.bfloat16)
-_STEP = struct.Struct("=24qd16q")  # ``Step`` of ridge_decode.cpp
+_STEP = struct.Struct("=24qd17q")  # ``Step`` of ridge_decode.cpp
 
 
 class Sums(NamedTuple):
@@ -43,12 +43,12 @@ def _address(x: Tensor | None) -> int:
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, limit: float, power: int, include_self: bool, before: Sums, count: int, padding: Tensor
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, limit: float, powers: Tensor, include_self: bool, before: Sums, count: int, padding: Tensor
 ) -> tuple[Tensor, Sums]:
     """y (B, H, T, P) in the type of q, and the sums after the tokens; those before them are not changed.
 
-    q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), all of one of ``DTYPES``. scale (H,) float64 of the queries. limit: longer keys are
-    shortened to it (0: none). count: tokens before, of which padding (B,) int64 are none.
+    q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), all of one of ``DTYPES``. scale (H,) float64 and powers (H,) int64 of the queries.
+    limit: longer keys are shortened to it (0: none). count: tokens before, of which padding (B,) int64 are none.
 
     Raises: BuildError when the kernel does not compile.
     """
@@ -59,11 +59,12 @@ def step(
         q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
         at = (q.stride(), k.stride(), v.stride())
     before = Sums(*(None if x is None else x.contiguous() for x in before))  # type: ignore[arg-type]
-    y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+    # first of all, in the place that the sums before the last ones have left: a small y there would push all of them to new pages
     after = Sums(*(None if x is None else torch.empty_like(x) for x in before))  # type: ignore[arg-type]
+    y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
     packed = _STEP.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], batch, heads, kv_heads, tokens, dim, value_dim, power,
-        q.dtype == torch.bfloat16, include_self, limit, scale.data_ptr(), *map(_address, before), *map(_address, after), count, padding.data_ptr(), y.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], batch, heads, kv_heads, tokens, dim, value_dim, before.shift is not None,
+        q.dtype == torch.bfloat16, include_self, limit, scale.data_ptr(), powers.data_ptr(), *map(_address, before), *map(_address, after), count, padding.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     if function(packed):
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")

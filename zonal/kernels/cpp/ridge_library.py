@@ -1,6 +1,9 @@
 """Calls the compiled kernel for ridge and Koopman read-outs (ridge.cpp) on float32 tensors of the CPU; any strides but the last."""
 
 import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,15 +12,15 @@ from torch import Tensor
 from zonal.errors import NonFiniteError
 from zonal.formula import FORMULAS
 from zonal.kernels.cpp import library
-from zonal.kernels.cpp.sums_library import places
+from zonal.kernels.cpp.sums_library import Places, plain
 
 SOURCE = "ridge"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
-_INPUTS = ("q", "k", "v", "scale", "ridge", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
+_INPUTS = ("q", "k", "v", "scale", "ridge", "powers", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
 _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "segments", "by_batch", "power")
 _RESULTS = ("y", "outcome", "dy", "dq", "dk", "dv", "dscale", "dridge", "dgram", "dcross", "dshift", "dlast")
-_GOOD, _DOUBLE, _INDEFINITE = range(3)
+_GOOD, DOUBLE, _INDEFINITE = range(3)
 
 
 class _Strides(ctypes.Structure):
@@ -33,6 +36,16 @@ class _Ridge(ctypes.Structure):
     ]  # fmt: skip
 
 
+_PACKED = struct.Struct(f"={len(_INPUTS) + 9 + len(_SIZES)}qd{8 * len(_RESULTS)}x")
+"""``_Ridge`` as long as its results are not pointed to: field by field it takes five times as long, a good part of a short call."""
+assert _PACKED.size == ctypes.sizeof(_Ridge)
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(powers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(powers, dtype=torch.int64)
+
+
 class Before(NamedTuple):
     """A memory before the first key, float64: gram (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r, r) and last (B, Hkv, r)."""
 
@@ -46,52 +59,44 @@ class _Arguments:
     """A filled-in ``_Ridge`` and the tensors it points to, which must live as long."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-        before: Before, power: int, limit: float,
-    ) -> None:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
+    ) -> None:
         batch, heads, queries, dim = q.shape
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-        seen = places(key_mask, lo, hi, segment_start, keys)
-        memory = {name: None if x is None else x.double().contiguous() for name, x in before._asdict().items()}
-        self.kept: dict[str, Tensor | None] = {
-            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "ridge": ridge.double().contiguous(), "index": seen.index, "lo": seen.lo,
-            "hi": seen.hi, "edges": seen.edges, **memory,
-        }  # fmt: skip
-        self.tasks = batch * k.shape[1] * (seen.edges.shape[0] - 1)
-        self.call = _Ridge(
-            **{name: None if x is None else x.data_ptr() for name, x in self.kept.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
-            vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, segments=seen.edges.shape[0] - 1,
-            by_batch=key_mask is not None, power=power, limit=limit,
-        )  # fmt: skip
+        memory = (None if x is None else plain(x, torch.float64) for x in before)
+        tensors = (q, k, v, plain(scale, torch.float32), plain(ridge, torch.float64), _powers(tuple(powers)), seen.index, seen.lo, seen.hi, seen.edges, *memory)
+        segments = seen.edges.shape[0] - 1
+        sizes = (batch, heads, k.shape[1], queries, keys, dim, value_dim, segments, seen.lo.shape[0] > 1, max(powers))
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        self.tasks = batch * k.shape[1] * segments
+        self.kept: list[object] = [tensors]
+        self.call = _Ridge.from_buffer_copy(_PACKED.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides, *sizes, limit))
 
     def point(self, tensors: dict[str, Tensor | None]) -> None:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept[name] = x
+            self.kept.append(x)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    before: Before, power: int, limit: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (B, H, T, P) float32, bool (B, Hkv, documents): which of them ran in float64, because float32 would have lost three digits).
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
+) -> tuple[Tensor, Tensor]:
+    """(y (B, H, T, P) float32, int32 (B * Hkv * documents,): ``DOUBLE`` for those that ran in float64, because float32 would have lost three digits).
 
-    y_t = C_t P_t (M_t P_t)^power scale_h q_t over the keys [lo_t, hi_t) that ``key_mask`` (B, S) leaves, P = (G + ridge I)^-1; keys longer than ``limit``
-    are shortened to it (0: none are). scale (H,), ridge (Hkv,). lo, hi: int64 (T,), rising. segment_start (T,): where each query's document begins,
-    None = there is only one.
+    y_t = C_t P_t (M_t P_t)^powers_h scale_h q_t over the keys that each query sees, P = (G + ridge I)^-1; keys longer than ``limit``
+    are shortened to it (0: none are). scale (H,), ridge (Hkv,).
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3])
-    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, power, limit)
-    outcome = torch.zeros(arguments.tasks, dtype=torch.int32)
+    arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
+    outcome = torch.empty(arguments.tasks, dtype=torch.int32)
     arguments.point({"y": y, "outcome": outcome})
-    _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments)
-    if bool((outcome == _INDEFINITE).any()):
+    if _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments) == _INDEFINITE:
         raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
-    return y, (outcome == _DOUBLE).view(batch, k.shape[1], -1)
+    return y, outcome
 
 
 class Gradients(NamedTuple):
@@ -106,19 +111,19 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, doubled: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, before: Before, power: int, limit: float, started: bool,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, doubled: Tensor, seen: Places, before: Before, powers: Sequence[int],
+    limit: float, started: bool,
 ) -> Gradients:  # fmt: skip
-    """The gradients of ``forward``, where ``doubled`` is its second result. started: whether the memory gets some."""
+    """The gradients of ``forward``, where ``doubled``, bool (B, Hkv, documents), tells which ran in float64. started: whether the memory gets some."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    arguments = _Arguments(q, k, v, scale, ridge, key_mask, lo, hi, segment_start, before, power, limit)
+    arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
     memory = Before(*(torch.zeros(x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
     # an unfinished sum a task, so that the order of threads does not matter
     dscale, dridge = torch.zeros(arguments.tasks, heads // kv_heads, dtype=torch.float64), torch.zeros(arguments.tasks, dtype=torch.float64)
     dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     arguments.point(
         {
-            "outcome": torch.where(doubled, _DOUBLE, _GOOD).to(torch.int32).contiguous(), "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv,
+            "outcome": torch.where(doubled, DOUBLE, _GOOD).to(torch.int32).contiguous(), "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv,
             "dscale": dscale, "dridge": dridge, **{f"d{name}": x for name, x in memory._asdict().items()},
         }
     )  # fmt: skip
@@ -128,9 +133,11 @@ def backward(
     )
 
 
-def _run(function: object, arguments: _Arguments) -> None:
-    if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
+def _run(function: Callable[..., int], arguments: _Arguments) -> int:
+    code = function(ctypes.byref(arguments.call))
+    if code == 1:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+    return code
 
 
-__all__ = ["CODE", "SOURCE", "Before", "Gradients", "backward", "forward"]
+__all__ = ["CODE", "DOUBLE", "SOURCE", "Before", "Gradients", "backward", "forward"]

@@ -663,6 +663,23 @@ int zonal_sums_forward(const Sums* call) {
   return each_task(*call, [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
 }
 
+// out (B, H, T) = the products of rows of a and b, of P numbers each
+struct Dots {
+  const float *a, *b;
+  Strides as, bs;
+  int64_t B, H, T, P;
+  double* out;
+};
+
+int zonal_sums_dots(const Dots* call) {
+  const Dots& c = *call;
+#pragma omp parallel for schedule(static) if (c.B * c.H * c.T * c.P > (1 << 16))
+  for (int64_t i = 0; i < c.B * c.H; ++i)
+    for (int64_t t = 0; t < c.T; ++t)
+      c.out[i * c.T + t] = dot(c.a + i / c.H * c.as.batch + i % c.H * c.as.head + t * c.as.token, c.b + i / c.H * c.bs.batch + i % c.H * c.bs.head + t * c.bs.token, c.P);
+  return 0;
+}
+
 // Returns 0, or 1 when memory ran out. Gradients of raw queries and keys end up in part 0 of dq and dk.
 int zonal_sums_backward(const Sums* call) {
   const Sums& c = *call;

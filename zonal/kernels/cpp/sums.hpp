@@ -88,14 +88,14 @@ struct Task {
     plan();
   }
 
-  // While few keys are behind, all of them are seen directly, which is less work than to read the state; and to the end where the state
-  // would never pay.
+  // While few keys are behind, all of them are seen directly, which is less work than to read the state; so are those that few queries have
+  // still to see, which is less work than to take them in; and all of them where the state would never pay.
   void plan() {
     const int64_t first = c.edges[segment], end = c.edges[segment + 1];
     start = end > first ? lo[first] : 0;
-    const bool carries = c.initial != nullptr || c.final != nullptr || c.dfinal != nullptr;
     const double each = static_cast<double>(c.F) * (width + FEATURE), pair = static_cast<double>(groups) * (c.D + width);
     const int64_t near = std::max<int64_t>(BLOCK, static_cast<int64_t>(each / (c.D + width)));
+    const bool ends = c.final == nullptr && c.dfinal == nullptr;
     double direct = 0, carried = 0;
     int32_t done = start;
     bool begun = c.initial != nullptr;
@@ -103,16 +103,16 @@ struct Task {
       const int64_t t1 = std::min<int64_t>(t0 + BLOCK, end);
       const int32_t last = std::max(hi[t1 - 1], done);
       int32_t to = std::max(hi[t0], done);
-      if (!begun && last - start <= near) to = done;
+      if ((!begun && last - start <= near) || (ends && pair * (end - t0) <= each)) to = done;
       begun = begun || to > done;
       spans.push_back({t0, t1, done, to, last, begun});
       direct += pair * (t1 - t0) * (last - start);
       carried += pair * (t1 - t0) * (last - to) + each * ((to - done) + groups * (t1 - t0) * begun);
       done = to;
     }
-    if (!carries && direct <= carried)
+    if (ends && c.initial == nullptr && direct <= carried)
       for (Span& span : spans) span = {span.t0, span.t1, start, start, span.last, false};
-    if (c.final != nullptr || c.dfinal != nullptr) spans.push_back({end, end, done, present, present, false});
+    if (!ends) spans.push_back({end, end, done, present, present, false});
   }
 
   int64_t keys() const { return spans.empty() ? 0 : spans.back().last - start; }  // of the segment that anybody sees, or that are kept
@@ -396,14 +396,23 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
           EACH_ROW
             for (int64_t i = 0; p + i < body; ++i) add(state + r * width + p + i, missing + r * width + p + i, sums[r * C + i]);
         }
-        if (apart)
-          EACH_ROW {
-            V total = V{};
-            for (int64_t i = 0; i < columns; ++i)
-              total += load(at + (i * SLICE + r) * C) * load(last + i * last_step) + load(at + (i * SLICE + r) * C + L) * load(last + i * last_step + L);
-            add(state + r * width + width - 1, missing + r * width + width - 1, sum(total));
-          }
       });
+    for (int64_t a = s0; apart && a < s1; a += L) {  // a vector of features at once, so that their lanes are summed by one transposition
+      const int64_t count = std::min<int64_t>(L, s1 - a);
+      V totals[L] = {};
+      for (int64_t i = 0; i < columns; ++i) {
+        const V first = load(last + i * last_step), second = load(last + i * last_step + L);
+        const float* at = room + (i * SLICE + a - s0) * C;
+        for (int64_t r = 0; r < L; ++r) totals[r] += load(at + r * C) * first + load(at + r * C + L) * second;
+      }
+      transpose(totals);
+      V masses = V{};
+      for (int r = 0; r < L; ++r) masses += totals[r];
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t place = (a - a0 + r) * width + width - 1;
+        add(strip + place, lost + place, masses[r]);
+      }
+    }
   }
 }
 

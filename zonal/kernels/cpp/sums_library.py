@@ -4,6 +4,7 @@ import ctypes
 import functools
 import itertools
 import math
+import struct
 from collections import Counter
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from zonal.kernels.sums_spec import SumsSpec
 SOURCE = "sums"
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _INPUTS = ("q", "k", "v", "scale", "coefficients", "monomials", "squares", "roots", "running", "favour")
-_TABLES = ("left", "right", "run_end", "degree", "place", "low_left", "low_right", "index", "present", "lo", "hi", "edges")
+_OF_MAP = ("left", "right", "run_end", "degree", "place", "low_left", "low_right")
+_TABLES = (*_OF_MAP, "index", "present", "lo", "hi", "edges")
 _SIZES = (
     "B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split", "offset", "guards",
 )  # fmt: skip
@@ -33,6 +35,20 @@ class _Sums(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_INPUTS, *_TABLES, "initial", "before")), *((name, _Strides) for name in ("qs", "ks", "vs")),
         *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float), *((name, ctypes.c_void_p) for name in _RESULTS),
+    ]  # fmt: skip
+
+
+_PACKED = struct.Struct(f"={len(_INPUTS) + len(_TABLES) + 2 + 9 + len(_SIZES)}qf4x{8 * len(_RESULTS)}x")
+"""``_Sums`` as long as its results are not pointed to."""
+assert _PACKED.size == ctypes.sizeof(_Sums)
+
+
+class _Dots(ctypes.Structure):
+    """``Dots`` of sums.cpp."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("as_", _Strides), ("bs", _Strides), *((name, ctypes.c_int64) for name in ("B", "H", "T", "P")),
+        ("out", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -133,26 +149,31 @@ class _Arguments:
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
         table = tables(spec.degree, spec.lowest, dim)
-        tensors = {
-            "q": q, "k": k, "v": v, "scale": scale.float().contiguous(), "coefficients": coefficients.float().contiguous(),
-            "monomials": monomials.float().contiguous(), **table._asdict(), **seen._asdict(),
-            "running": None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous(),
-            "favour": None if key_bias is None else key_bias.double().exp().float().contiguous(),
-            "initial": None if initial is None else initial.float().contiguous(), "before": None if before is None else before.double().contiguous(),
-        }  # fmt: skip
-        self.kept = tensors
-        self.call = _Sums(
-            **{name: None if x is None else x.data_ptr() for name, x in tensors.items()}, qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]),
-            vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries, S=keys, D=dim, P=value_dim, F=table.left.shape[0],
-            low=table.low_left.shape[0], powers=monomials.shape[1], segments=seen.edges.shape[0] - 1, by_batch=seen.lo.shape[0] > 1,
-            numbers=coefficients.shape[1], learned=0, anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=split,
-            offset=keys - queries, guards=spec.guards,
+        running = None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
+        favour = None if key_bias is None else plain(key_bias.double().exp(), torch.float32)
+        small = (scale, coefficients, monomials)
+        tensors = (
+            q, k, v, *(plain(x, torch.float32) for x in small), table.squares, table.roots, running, favour, *(getattr(table, name) for name in _OF_MAP), *seen,
+            None if initial is None else plain(initial, torch.float32), None if before is None else plain(before, torch.float64),
         )  # fmt: skip
+        sizes = (
+            batch, heads, k.shape[1], queries, keys, dim, value_dim, table.left.shape[0], table.low_left.shape[0], monomials.shape[1],
+            seen.edges.shape[0] - 1, seen.lo.shape[0] > 1, coefficients.shape[1], 0, _ANCHORS[spec.anchor], spec.normalise, split, keys - queries, spec.guards,
+        )  # fmt: skip
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        self.kept: list[object] = [tensors]
+        # a structure is filled in field by field in five times the time, a good part of a short call
+        self.call = _Sums.from_buffer_copy(_PACKED.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides, *sizes, spec.eps))
 
     def point(self, tensors: dict[str, Tensor | None]) -> None:
         for name, x in tensors.items():
             setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept[name] = x
+            self.kept.append(x)
+
+
+def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as the kernels read small tensors: contiguous, of one type."""
+    return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
@@ -250,22 +271,40 @@ def backward(
         return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
 
     # log of what each key counts
-    counted = (v * dv).sum(-1).double() + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
+    counted = _dots(v, dv, spec) + (0 if dmass is None else dmass) if asked.log_decay or asked.key_bias else None
     ddecay = None
     if asked.log_decay:
-        # a row's weights scale with e^c_t, which changes nothing where it is divided by their sum, and each key's with e^-c_s
         assert counted is not None
-        running, offset = -counted, keys - queries
-        if spec.anchor != "row":
-            rows = (dy.double() * y).sum(-1).unflatten(1, (kv_heads, groups)).sum(2)
-            running[..., max(offset, 0) :] += rows[..., max(-offset, 0) :]
-        if dfinal is not None and keys:
-            running[..., -1] += (dfinal.double() * final).sum((-1, -2))
-        ddecay = running.flip(-1).cumsum(-1).flip(-1)
+        rows = None if spec.anchor == "row" else _dots(library.dense_last(dy, torch.float32), y, spec)
+        ddecay = decay_gradient(counted, rows, queries, dfinal, final)
     return Gradients(
         dq[0], dk[0], dv, None if dscale is None else dscale.sum(0), by_head(dcoefficients), by_head(dmonomials), dinitial, ddecay,
         counted if asked.key_bias else None,
     )  # fmt: skip
+
+
+def decay_gradient(counted: Tensor, rows: Tensor | None, queries: int, dfinal: Tensor | None, final: Tensor) -> Tensor:
+    """(B, Hkv, S) float64: the gradient of log decays from ``counted`` (B, Hkv, S), that of the logarithm of what each key counts.
+
+    A row's weights scale with e^c_t, which changes nothing where it is divided by their sum (``rows`` is None there), and each key's with e^-c_s.
+    rows: (B, H, T) float64, dy . y of each row.
+    """
+    kv_heads, keys = counted.shape[1:]
+    running, offset = -counted, keys - queries
+    if rows is not None:
+        running[..., max(offset, 0) :] += rows.unflatten(1, (kv_heads, -1)).sum(2)[..., max(-offset, 0) :]
+    if dfinal is not None and keys:
+        running[..., -1] += (dfinal.double() * final).sum((-1, -2))
+    return running.flip(-1).cumsum(-1).flip(-1)
+
+
+def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
+    """Σ_p a_tp b_tp of two float32 tensors (B, H, T, P), float64 (B, H, T)."""
+    batch, heads, length, width = a.shape
+    out = torch.empty(batch, heads, length, dtype=torch.float64)
+    call = _Dots(a.data_ptr(), b.data_ptr(), _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr())
+    library.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
+    return out
 
 
 def _run(function: object, arguments: _Arguments) -> None:
@@ -273,4 +312,4 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "forward", "places", "state_shape", "tables"]
+__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "plain", "state_shape", "tables"]

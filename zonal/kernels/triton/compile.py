@@ -89,7 +89,7 @@ MASKS: dict[str, Mask] = {
 # masks that ask for least and for most; the link with most to hold: six coefficients and their gradients
 _ENDS, _FULLEST = ("causal", "all"), "horner"
 _TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
     python -m zonal.kernels.triton.compile_sums --out report.json [--device 90] [--dtype bfloat16] [--dim 64] [--mask packed] [--link identity]
 
 Without choices every link with the causal mask, and with every mask the link with most features, in every type and head size for every device.
+--sample: what results/benchmarks/triton_sums_aot.json holds, some twenty minutes of two cores.
 """
 
 import argparse
@@ -33,8 +34,19 @@ LINKS: dict[str, tuple[Link, int, int]] = {
     "squared_affine": (Link(FORMULAS["squared_affine"], 1, "row", True), 2, 0),
     "gegenbauer": (Link(replace(FORMULAS["polynomial"], domain=(-1.0, 1.0)), 3, "count", True), 2, 0),
     "identity": (Link(FORMULAS["identity"], 0, "row", False), 1, 1),
+    "ssd": (Link(FORMULAS["identity"], 0, "raw", False), 1, 1),
 }
-MASKS = ("causal", "padding", "packed", "gqa", "memory")
+MASKS = ("causal", "padding", "packed", "gqa", "memory", "decay")  # decay: of sums that a memory goes on from
+# (link, masks, head sizes) of --sample: sums that stay and that fade, and the state of Mamba
+SAMPLE = (("squared_affine", ("packed", "decay"), (16, 32, 64)), ("ssd", ("decay",), (64, 128)))
+
+
+def sample() -> list[Variant]:
+    """``SAMPLE`` in every type on every device."""
+    return [
+        Variant(link, mask, dtype, dim, device)
+        for link, masks, dims in SAMPLE for mask, dtype, dim, device in itertools.product(masks, DTYPES, dims, DEVICES)
+    ]  # fmt: skip
 
 
 def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
@@ -47,7 +59,7 @@ def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[st
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     """The kernels of a forward and a backward with all gradients."""
     (link, degree, lowest), dtype = LINKS[variant.link], getattr(torch, variant.dtype)
-    memory, packed = variant.mask == "memory", variant.mask == "packed"
+    memory, packed = variant.mask in ("memory", "decay"), variant.mask == "packed"
     spec = SumsSpec(link.code, degree, lowest, link.anchor, link.normalise, keeps=memory)
     batch, heads, dim = 1 if packed else 2, 8, variant.dim
     kv_heads = heads // 4 if variant.mask == "gqa" else heads
@@ -64,10 +76,11 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     mask = meta(batch, tokens, kind=torch.bool) if variant.mask == "padding" else None
     initial = meta(batch, kv_heads, spec.dimension(dim), dim + (spec.anchor == "row"), kind=torch.float32) if memory else None
     before = meta(batch, kind=torch.float64) if memory else None
+    decay = meta(batch, kv_heads, tokens, kind=torch.float32) if variant.mask == "decay" else None
     seen = mask, lo if starts is None else starts, hi, starts
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, spec)
-        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, spec, link.learned)
+        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, decay, None, spec)
+        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, decay, None, spec, link.learned)
     # the same kernel for keys and for queries, for pairs and for the rest, forwards and backwards
     return list({(launch.kernel, *(launch.constants.get(name) for name in ("OF_KEYS", "SQUARES", "REVERSE"))): launch for launch in found}.values())
 
@@ -97,11 +110,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--dim", type=int, action="append")
     parser.add_argument("--kernel", action="append", help="absorb, carry, read, read_back, keys_back or row_products")
+    parser.add_argument("--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
+    wanted = sample() if chosen.sample else cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
     with contextlib.ExitStack() as stack:
         spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
         rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))

@@ -46,4 +46,15 @@ def chunk_of(rows: int, key_dim: int, value_dim: int, itemsize: int) -> int:
     return min(max(power_of_two(ceil_div(state, token)), _CHUNKS[0]), _CHUNKS[1])
 
 
-__all__ = ["SHARED", "block_of", "ceil_div", "chunk_of", "padded", "pairs_of", "power_of_two", "rows_of"]
+# ---- ridge read-outs (see ridge_state) ----
+
+# the widest keys and values of which all tiles stay in registers
+RIDGE_LARGEST = 64
+
+
+def ridge_block(dim: int) -> int:
+    """Keys of a block: as many as a key has numbers, so that the block's own matrices are as large as those of its state."""
+    return 32 if dim <= 32 else 64
+
+
+__all__ = ["RIDGE_LARGEST", "SHARED", "block_of", "ceil_div", "chunk_of", "padded", "pairs_of", "power_of_two", "ridge_block", "rows_of"]

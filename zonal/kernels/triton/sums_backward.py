@@ -6,7 +6,7 @@ neighbours it goes as in the tile kernels. Each number is written by one program
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
-from zonal.kernels.triton.backward import add_keys, add_queries, row_terms, through_norm
-from zonal.kernels.triton.sums_state import against, columns, mass_places, narrowed, products, strip_blocks, sums_of
-from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys, weighted
+from zonal.kernels.triton.backward import row_terms, through_norm
+from zonal.kernels.triton.sums_near import add_keys, add_queries, marks
+from zonal.kernels.triton.sums_state import against_sums, columns, mass_places, narrowed, plus_sums, products, strip_blocks
+from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys
 
 
 @triton.jit
@@ -34,21 +35,34 @@ def strip_gradient(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """(gradient of a (ROWS, LEFT), of b (ROWS, BLOCK)) from those of their products: M rows + m number."""
-    state = sums_of(place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
-    slope = against(rows, state, traits)
+    slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
     if traits.anchor == "row":
         slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
     slope = tl.reshape(slope, [ROWS, LEFT, BLOCK])
     return tl.sum(slope * b[:, None, :], 2), tl.sum(slope * a[:, :, None], 1)
 
 
+@triton.constexpr_function
+def part_of(width: int, kind: tl.dtype) -> int:
+    """How many of the features that are the vector itself are taken at a time: each thread holds whole rows of what the matrix units do not take."""
+    return 16 if width >= 128 and kind == tl.float32 else width
+
+
 @triton.jit
 def vector_gradient(
-    rows, number, place, line, border, like, sizes, traits: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
-):
+    rows, number, place, line, border, like, sizes, traits: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
     """(ROWS, KEY_WIDTH): what the features that are the vector itself get."""
     row = place.pairs * (BLOCK * BLOCK)
-    slope = against(rows, sums_of(place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH), traits)
+    PART: tl.constexpr = part_of(KEY_WIDTH, like.start.dtype.element_ty)
+    if PART == KEY_WIDTH:
+        slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, KEY_WIDTH, VALUE_WIDTH)
+    else:
+        slope = tl.zeros([ROWS, KEY_WIDTH], tl.float32)
+        for first in tl.range(0, KEY_WIDTH, PART):
+            part = against_sums(rows, place, line, border, row + first, sizes.value_dim, like, traits, PART, VALUE_WIDTH)
+            slope += placed(part, first, ROWS, PART, KEY_WIDTH)
     if traits.anchor == "row":
         slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
     return slope
@@ -73,7 +87,8 @@ def constant_mass(place, line, border, width, BLOCK: tl.constexpr, KEY_WIDTH: tl
 @triton.jit
 def read_back_kernel(
     q, k, v, dy, dq, place, border_of, dscale, dcoefficients, dweights, factor, delta, scale, coefficients, weights, q_inverse, k_inverse, key_mask,
-    edges, sizes, from_border, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr,
+    edges, fade_rows, fade_keys, sizes, from_border, value: tl.constexpr, derivative: tl.constexpr, base: tl.constexpr, traits: tl.constexpr,
+    FADED: tl.constexpr, LEARNED: tl.constexpr,
     LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -120,15 +135,19 @@ def read_back_kernel(
         grad += times * (placed(da, left, QUERIES, LEFT, KEY_WIDTH) + placed(db, right, QUERIES, BLOCK, KEY_WIDTH))
     grad = grad * tl.load(w + 2)
     if reads:
-        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, QUERIES, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         grad += slope * tl.load(w + 1)
         firsts = tl.sum(slope * columns(q, batch, head, begin, there, 0, sizes.key_dim, QUERIES, KEY_WIDTH), 1) * gain
         ones = tl.sum(dy_tile.to(tl.float32) * constant_sums(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :], 1)
         if traits.anchor == "row":
             ones += number * constant_mass(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
     by = kept
+    whole_mark, rest_mark = kept, kept
+    if FADED:
+        by = kept * row_numbers(fade_rows, kv_line * 3 + 2, begin, sizes.queries, QUERIES, 0.0)
+        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES)
     if traits.packed:
-        by = tl.where(lo < known, kept, 0.0)
+        by = tl.where(lo < known, by, 0.0)
     grad = tl.where((by != 0)[:, None], grad * by[:, None], 0.0)
     part = tl.cast(line, tl.int64) * blocks + block
     tl.store(dweights + part * 3, tl.sum(tl.where(by != 0, ones * by, 0.0), 0))
@@ -144,17 +163,17 @@ def read_back_kernel(
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
         grad, sums = add_keys(
-            grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse,
-            key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+            grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head,
+            k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
     grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse,
-        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+        grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head,
+        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
     )  # fmt: skip
     grad, sums = add_keys(
-        grad, sums, q_tile, dy_tile, gain, kept, taken, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse,
-        key_mask, c, sizes, value, derivative, base, traits, LEARNED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        grad, sums, q_tile, dy_tile, gain, kept, taken, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head,
+        k, v, k_inverse, key_mask, fade_keys, c, sizes, value, derivative, base, traits, LEARNED, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     for j in tl.static_range(LEARNED):
         tl.store(dcoefficients + part * LEARNED + j, tl.sum(sums[j], 0))
@@ -174,11 +193,14 @@ def read_back_kernel(
 
 @triton.jit
 def keys_back_kernel(
-    q, k, v, dy, dk, dv, place, known_keys, readers, seeing, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges, sizes,
-    value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    q, k, v, dy, dk, dv, counted, place, known_keys, readers, seeing, factor, delta, scale, coefficients, q_inverse, k_inverse, key_mask, edges,
+    fade_rows, fade_keys, sizes, value: tl.constexpr, derivative: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys. place: the sums that come back from borders; known_keys, readers: ``keys``, ``queries`` of ``Borders``."""
+    """dK and dV of one block of keys. place: the sums that come back from borders; known_keys, readers: ``keys``, ``queries`` of ``Borders``.
+
+    counted (B, Hkv, S): where something fades, the gradient of the logarithm of what each key counts.
+    """
     blocks = tl.cdiv(sizes.keys, KEYS)
     line = tl.program_id(0) // blocks
     kv_heads = sizes.heads // sizes.groups
@@ -199,26 +221,42 @@ def keys_back_kernel(
     number = there.to(tl.float32)
     dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    brought = tl.zeros([KEYS], tl.float32)
     for strip in tl.range(0, tl.where(behind, place.pairs * (BLOCK // LEFT), 0)):
         left, right, _ = strip_blocks(place, strip, BLOCK, LEFT)
         a = columns(k, batch, kv_head, begin, there, left, sizes.key_dim, KEYS, LEFT) * gain[:, None]
         b = columns(k, batch, kv_head, begin, there, right, sizes.key_dim, KEYS, BLOCK) * gain[:, None]
         at = strip * (LEFT * BLOCK)
         made = narrowed(products(a, b, KEYS, LEFT, BLOCK), v, traits)
-        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH), dv_tile, traits)
+        dv_tile = plus_sums(dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH)
+        if FADED and traits.anchor == "row":
+            brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
         da, db = strip_gradient(a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         dk_tile += placed(da, left, KEYS, LEFT, KEY_WIDTH) + placed(db, right, KEYS, BLOCK, KEY_WIDTH)
     if behind:
-        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, BLOCK, KEY_WIDTH, VALUE_WIDTH)
-        made = narrowed(columns(k, batch, kv_head, begin, there, 0, sizes.key_dim, KEYS, KEY_WIDTH) * gain[:, None], v, traits)
+        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, KEYS, BLOCK, KEY_WIDTH, VALUE_WIDTH)
         at = place.pairs * (BLOCK * BLOCK)
-        dv_tile = weighted(made, sums_of(place, line, border, at, sizes.value_dim, v, traits, KEY_WIDTH, VALUE_WIDTH), dv_tile, traits)
+        PART: tl.constexpr = part_of(KEY_WIDTH, v.start.dtype.element_ty)
+        for first in tl.range(0, KEY_WIDTH, PART):
+            made = narrowed(columns(k, batch, kv_head, begin, there, first, sizes.key_dim, KEYS, PART) * gain[:, None], v, traits)
+            dv_tile = plus_sums(dv_tile, made, place, line, border, at + first, sizes.value_dim, v, traits, PART, VALUE_WIDTH)
+            if FADED and traits.anchor == "row":
+                brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at + first, sizes.value_dim, PART, BLOCK, KEY_WIDTH))[None, :], 1)
+        if FADED and traits.anchor == "row":
+            brought += constant_mass(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
         dv_tile += constant_sums(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :]
+    whole_mark, rest_mark = brought, brought
+    if FADED:
+        share = row_numbers(fade_keys, line * 3 + 2, begin, sizes.keys, KEYS, 0.0)
+        dk_tile, dv_tile, brought = dk_tile * share[:, None], dv_tile * share[:, None], brought * share
+        whole_mark, rest_mark = marks(fade_keys, line, begin, sizes.keys, KEYS)
     if traits.packed:
         # of documents that end before the border nothing is in its sum
         inside = row >= tl.where(behind, tl.load(known_keys + border), sizes.keys)
         dk_tile = tl.where(inside[:, None], dk_tile, 0.0)
         dv_tile = tl.where(inside[:, None], dv_tile, 0.0)
+        brought = tl.where(inside, brought, 0.0)
+    lost = tl.zeros([KEYS], tl.float32)
     # queries in [outer, stop) read an earlier border and meet some of the keys directly, in [inner, whole) all of them
     stop = tl.where(behind, tl.load(readers + border), sizes.queries)
     outer = tl.load(seeing + begin) // QUERIES * QUERIES
@@ -227,22 +265,27 @@ def keys_back_kernel(
     if not traits.packed:
         whole = tl.maximum(inner, stop // QUERIES * QUERIES)
     gain = gain[:, None]
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, gain, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    dk_tile, dv_tile, lost = add_queries(
+        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, outer, tl.minimum(inner, stop), batch, kv_head, q, dy,
+        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
     )  # fmt: skip
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, gain, begin, inner, tl.minimum(whole, stop), batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
+    dk_tile, dv_tile, lost = add_queries(
+        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, inner, tl.minimum(whole, stop), batch, kv_head, q, dy,
+        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, False,
     )  # fmt: skip
-    dk_tile, dv_tile = add_queries(
-        dk_tile, dv_tile, k_tile, v_tile, gain, begin, whole, stop, batch, kv_head, q, dy, q_inverse, factor, delta, scale,
-        coefficients, edges, sizes, value, derivative, traits, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
+    dk_tile, dv_tile, lost = add_queries(
+        dk_tile, dv_tile, lost, k_tile, v_tile, gain, whole_mark, rest_mark, begin, whole, stop, batch, kv_head, q, dy,
+        q_inverse, factor, delta, scale, coefficients, edges, fade_rows, sizes, value, derivative, traits, FADED, QUERIES, KEYS, KEY_WIDTH, VALUE_WIDTH, STRIDE, True,
     )  # fmt: skip
     if traits.key_mask:
         real = real_keys(begin, batch, key_mask, sizes, KEYS)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
         dv_tile = tl.where(real, dv_tile, 0.0)
+    if FADED:
+        found = tl.sum(v_tile.to(tl.float32) * dv_tile, 1) + brought - lost
+        if traits.key_mask:
+            found = tl.where(real_keys(begin, batch, key_mask, sizes, KEYS), found, 0.0)
+        tl.store(counted + tl.cast(line, tl.int64) * sizes.keys + row, found, mask=there)
     put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     if traits.normalise:
         raw = tile_rows_again(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, ".cg")
@@ -253,7 +296,10 @@ def keys_back_kernel(
 
 
 class Gradients(NamedTuple):
-    """Of q, k, v as they came; of scale (H,), coefficients (H, learned) and monomials (H, degree + 1) float64; of the memory before, or None."""
+    """Of q, k, v as they came; of scale (H,), coefficients (H, learned) and monomials (H, degree + 1) float64; of the memory before, or None.
+
+    counted (B, Hkv, S) float64: of the logarithm of what each key counts, which is that of its bias; None where nothing fades.
+    """
 
     q: Tensor
     k: Tensor
@@ -262,11 +308,13 @@ class Gradients(NamedTuple):
     coefficients: Tensor
     monomials: Tensor
     initial: Tensor | None
+    counted: Tensor | None
 
 
 def backward(
     dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
-    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, spec: SumsSpec, learned: int,
+    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None,
+    spec: SumsSpec, learned: int,
 ) -> Gradients:  # fmt: skip
     """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients."""
     # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
@@ -276,14 +324,15 @@ def backward(
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
         scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)
+        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec)
         tile, found = call.tile, call.borders
         delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
         sums = sums_state.known(call, k, v, scale, initial)
         inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
-        common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes
-        code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "STRIDE": coefficients.shape[1], **call.widths()}
-        strips = sums_state.choose("read_back", q, v, tile.traits)
+        common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes
+        code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "FADED": call.faded, "STRIDE": coefficients.shape[1],
+                **call.widths()}
+        strips = sums_state.choose("read_back", q, v, tile.traits, call.faded)
         blocks = tiles.ceil_div(queries, strips.rows)
         scale_parts, weight_parts, parts = (
             torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device) for more in ((), (3,), (learned,))
@@ -306,11 +355,12 @@ def backward(
             if dfinal is not None:
                 back[:, :, -1] += sums_layout.from_rows(sums_layout.from_memory_gradient(dfinal, call.form), width)
             sums_state.carry(call, back, True)
-        strips = sums_state.choose("keys_back", q, v, tile.traits)
+        counted = torch.empty(batch, k.shape[1], keys, dtype=torch.float32, device=q.device) if call.faded else None
+        strips = sums_state.choose("keys_back", q, v, tile.traits, call.faded)
         tiles.launch(
             keys_back_kernel,
             batch * k.shape[1] * tiles.ceil_div(keys, strips.rows),
-            (*inputs, tiles.rows_of(dk), tiles.rows_of(dv), call.place(back), found.keys, found.queries, found.seeing, factor, delta, scale, coefficients,
+            (*inputs, tiles.rows_of(dk), tiles.rows_of(dv), counted, call.place(back), found.keys, found.queries, found.seeing, factor, delta, scale, coefficients,
              *common),
             {**code, "LEFT": call.left(strips), "KEYS": strips.rows, "QUERIES": strips.others},
             strips.tiling(),
@@ -320,7 +370,7 @@ def backward(
         dinitial = None
         if initial is not None:
             dinitial = sums_layout.to_memory_gradient(sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form)
-    return Gradients(dq, dk, dv, dscale, dcoefficients, dweights[:, : monomials.shape[1]], dinitial)
+    return Gradients(dq, dk, dv, dscale, dcoefficients, dweights[:, : monomials.shape[1]], dinitial, None if counted is None else counted.double())
 
 
 __all__ = ["Gradients", "backward", "keys_back_kernel", "read_back_kernel"]

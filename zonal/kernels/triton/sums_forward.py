@@ -13,9 +13,9 @@ from torch import Tensor
 
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
-from zonal.kernels.triton.forward import absorb
-from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, products, strip_blocks, sums_of
-from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys, weighted
+from zonal.kernels.triton.sums_near import add_values, marks
+from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
+from zonal.kernels.triton.tiles import put_rows, row_numbers, tile_rows, visible_keys
 
 
 @triton.jit
@@ -32,9 +32,10 @@ def read(
         a = columns(q, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * (gain * gain * (tl.load(c + 2) * times))[:, None]
         made = products(a, columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
         row = strip * (LEFT * BLOCK)
-        total = weighted(narrowed(made, like, traits), sums_of(place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH), total, traits)
+        made = narrowed(made, like, traits)
+        total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH)
         if traits.anchor == "row":
-            mass += tl.sum(made * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
+            mass += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
     return total, mass
 
 
@@ -47,22 +48,23 @@ def read_rest(
     width = sizes.value_dim
     row = place.pairs * (BLOCK * BLOCK)
     made = columns(q, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * (gain * tl.load(c + 1))[:, None]
-    total = weighted(narrowed(made, like, traits), sums_of(place, kv_line, border, row, width, like, traits, KEY_WIDTH, VALUE_WIDTH), total, traits)
+    made = narrowed(made, like, traits)
+    total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, KEY_WIDTH, VALUE_WIDTH)
     column = tl.arange(0, VALUE_WIDTH)
     start = place.sums + (tl.cast(kv_line, tl.int64) * (place.count + 1) + border) * place.size
     constant = tl.load(c)
     total += constant * tl.load(start + (row + KEY_WIDTH) * width + column, mask=column < width, other=0.0)[None, :]
     if traits.anchor == "row":
         at = mass_places(place, kv_line, border, row, width, KEY_WIDTH, BLOCK, KEY_WIDTH)
-        mass += tl.sum(made * tl.load(at)[None, :], 1)
+        mass += tl.sum(made.to(tl.float32) * tl.load(at)[None, :], 1)
         mass += constant * tl.load(start + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH)
     return total, mass
 
 
 @triton.jit
 def read_kernel(
-    q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges, sizes, from_border,
-    value: tl.constexpr, traits: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, y, factor, place, border_of, scale, coefficients, weights, q_inverse, k_inverse, key_mask, edges, fade_rows, fade_keys,
+    sizes, from_border, value: tl.constexpr, traits: tl.constexpr, FADED: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, STRIDE: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head. from_border: the first one whose sums are not all zero. factor: written for the row anchor, else read."""
@@ -95,28 +97,32 @@ def read_kernel(
             total, mass, q, place, batch, head, kv_line, begin, there, border, gain, weights + head * 3, sizes, v, traits, QUERIES, BLOCK, KEY_WIDTH,
             VALUE_WIDTH,
         )  # fmt: skip
+    whole_mark, rest_mark = mass, mass
+    if FADED:
+        share = row_numbers(fade_rows, kv_line * 3 + 2, begin, sizes.queries, QUERIES, 0.0)
+        total, mass = total * share[:, None], mass * share
+        whole_mark, rest_mark = marks(fade_rows, kv_line, begin, sizes.queries, QUERIES)
     if traits.packed:
         total = tl.where((lo < known)[:, None], total, 0.0)
         mass = tl.where(lo < known, mass, 0.0)
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
     gain = gain[:, None]
-    top = tl.zeros([QUERIES], tl.float32)
     outer = tl.maximum(known, lo_first // KEYS * KEYS)
     inner = outer
     if traits.edged:
         inner = tl.maximum(outer, tl.cdiv(lo_last, KEYS) * KEYS)
-        total, mass, top = absorb(
-            total, mass, top, q_tile, gain, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-            value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+        total, mass = add_values(
+            total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, outer, tl.minimum(inner, hi_last), batch, kv_head, k, v, k_inverse, key_mask,
+            fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
         )  # fmt: skip
     whole = tl.maximum(inner, hi_first // KEYS * KEYS)
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
+    total, mass = add_values(
+        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, inner, whole, batch, kv_head, k, v, k_inverse, key_mask,
+        fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, False,
     )  # fmt: skip
-    total, mass, top = absorb(
-        total, mass, top, q_tile, gain, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask, c, sizes,
-        value, traits, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
+    total, mass = add_values(
+        total, mass, q_tile, gain, whole_mark, rest_mark, lo, hi, whole, hi_last, batch, kv_head, k, v, k_inverse, key_mask,
+        fade_keys, c, sizes, value, traits, FADED, KEYS, KEY_WIDTH, VALUE_WIDTH, True,
     )  # fmt: skip
     if traits.anchor == "row":
         by = tl.where(mass != 0, 1 / tl.where(mass != 0, mass, 1.0), 0.0)
@@ -131,7 +137,7 @@ def read_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, spec: SumsSpec,
+    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
 
@@ -141,17 +147,17 @@ def forward(
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
         scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, spec)
+        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec)
         factor = row_factors(call, q, before, spec)
         sums = sums_state.known(call, k, v, scale, initial)
         tile = call.tile
-        strips = sums_state.choose("read", q, v, tile.traits)
+        strips = sums_state.choose("read", q, v, tile.traits, call.faded)
         tiles.launch(
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),
             (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
-             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, tile.sizes, int(initial is None)),
-            {"value": tile.functions.value, "traits": tile.traits, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
+             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes, int(initial is None)),
+            {"value": tile.functions.value, "traits": tile.traits, "FADED": call.faded, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
              "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
             strips.tiling(),
         )  # fmt: skip

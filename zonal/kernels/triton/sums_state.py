@@ -74,21 +74,17 @@ def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def sums_of(place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Rows of the sums as a side of a product."""
-    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
-    found = tl.load(at, mask=inside, other=0.0)
-    if traits.wide:
-        return found
-    else:
-        return found.to(like.start.dtype.element_ty)
+def to_tf32(x):
+    """float32 rounded to the digits that products of tf32 read, halves away from zero."""
+    rounded = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit
 def narrowed(x, like, traits: tl.constexpr):
-    """A side of a product in the type in which products are made."""
+    """A side of a product as products read it: rows are divided by the sums of what is in their products."""
     if traits.wide:
-        return x.to(tl.float32)
+        return to_tf32(x.to(tl.float32))
     else:
         return x.to(like.start.dtype.element_ty)
 
@@ -102,10 +98,40 @@ def against(a, b, traits: tl.constexpr):
         return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
+@triton.constexpr_function
+def in_two(traits: Traits, kind: tl.dtype) -> bool:
+    """Whether sums are two short numbers each: those of the row anchor, as rows are divided by sums that are not rounded."""
+    return traits.anchor == "row" and (traits.wide or kind != tl.float32)
+
+
+@triton.jit
+def plus_sums(total, made, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """total + made M over rows of the sums."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    side = narrowed(found, like, traits)
+    total = weighted(made, side, total, traits)
+    if in_two(traits, like.start.dtype.element_ty):
+        total = weighted(made, narrowed(found - side.to(tl.float32), like, traits), total, traits)
+    return total
+
+
+@triton.jit
+def against_sums(rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """rows M^T over rows of the sums."""
+    at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
+    found = tl.load(at, mask=inside, other=0.0)
+    side = narrowed(found, like, traits)
+    slope = against(rows, side, traits)
+    if in_two(traits, like.start.dtype.element_ty):
+        slope += against(rows, narrowed(found - side.to(tl.float32), like, traits), traits)
+    return slope
+
+
 @triton.jit
 def token_terms(
-    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, sizes, tokens, place, traits: tl.constexpr,
-    OF_KEYS: tl.constexpr, ROWS: tl.constexpr,
+    first, stop, line, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens, place, traits: tl.constexpr,
+    OF_KEYS: tl.constexpr, FADED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(which tokens are there, what their vectors are multiplied by, what their features are, what they bring for v = 1)."""
     row = first + tl.arange(0, ROWS)
@@ -125,13 +151,15 @@ def token_terms(
         kept = tl.where(there, row_numbers(factor, line, first, tokens, ROWS, 0.0), 0.0)
         if traits.anchor == "row":
             number = -tl.where(there, row_numbers(delta, line, first, tokens, ROWS, 0.0), 0.0)
+    if FADED:
+        kept = tl.where(there, kept * row_numbers(fade, line // groups * 3 + 2, first, tokens, ROWS, 0.0), 0.0)
     return there, gain, kept, number
 
 
 @triton.jit
 def absorb_kernel(
-    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, sizes, tokens, heads, groups, from_border,
-    traits: tl.constexpr, OF_KEYS: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
+    x, rows, place, ranges, inverse, key_mask, factor, delta, scale, weights, edges, fade, sizes, tokens, heads, groups, from_border,
+    traits: tl.constexpr, OF_KEYS: tl.constexpr, FADED: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What tokens bring to one strip of a key head's sums at one border: of keys psi(k) [v, 1], of queries w psi(q) [dy, -delta] factor.
@@ -159,8 +187,8 @@ def absorb_kernel(
         head = kv_head * groups + index // tl.maximum(blocks, 1)
         first = start + index % tl.maximum(blocks, 1) * ROWS
         there, gain, kept, number = token_terms(
-            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges, sizes, tokens, place, traits,
-            OF_KEYS, ROWS,
+            first, stop, batch * heads + head, batch, head, border, inverse, key_mask, factor, delta, scale, edges, fade, groups, sizes, tokens, place,
+            traits, OF_KEYS, FADED, ROWS,
         )  # fmt: skip
         row_tile = columns(rows, batch, head, first, there, 0, sizes.value_dim, ROWS, VALUE_WIDTH)
         if SQUARES:
@@ -176,9 +204,10 @@ def absorb_kernel(
             made = columns(x, batch, head, first, there, 0, sizes.key_dim, ROWS, KEY_WIDTH) * by[:, None]
             constant += tl.sum(row_tile * one[:, None], 0)
             constant_mass += tl.sum(number * one, 0)
-        total = weighted(tl.trans(narrowed(made, rows, traits)), narrowed(row_tile, rows, traits), total, traits)
+        made = narrowed(made, rows, traits)
+        total = weighted(tl.trans(made), narrowed(row_tile, rows, traits), total, traits)
         if traits.anchor == "row":
-            mass += tl.sum(made * number[:, None], 0)
+            mass += tl.sum(made.to(tl.float32) * number[:, None], 0)
     row = strip * FEATURES if SQUARES else place.pairs * (BLOCK * BLOCK)
     width = sizes.value_dim
     at, inside = places(place, kv_line, border, row, width, FEATURES, VALUE_WIDTH)
@@ -194,17 +223,25 @@ def absorb_kernel(
 
 
 @triton.jit
-def carry_kernel(sums, kept, size, count, PACKED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
-    """Parts become sums in place: at border b those of b and all before it (REVERSE: after it) as far as they go on into each other."""
+def carry_kernel(sums, kept, steps, size, count, PACKED: tl.constexpr, FADED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """Parts become sums in place: at border b those of b and all before it (REVERSE: after it) as far as they go on into each other.
+
+    steps (B Hkv, count + 1): what is left at each border of the one before it.
+    """
     blocks = tl.cdiv(size, WIDTH)
     column = tl.program_id(0) % blocks * WIDTH + tl.arange(0, WIDTH)
     line = sums + tl.cast(tl.program_id(0) // blocks, tl.int64) * (count + 1) * size
+    left = steps
+    if FADED:
+        left = steps + tl.program_id(0) // blocks * (count + 1)
     running = tl.load(line + tl.cast(count if REVERSE else 0, tl.int64) * size + column, mask=column < size, other=0.0)
     for step in tl.range(0, count):
         border = count - 1 - step if REVERSE else step + 1
         if PACKED:
             goes_on = tl.load(kept + (border if REVERSE else border - 1)) != 0
             running = tl.where(goes_on, running, 0.0)
+        if FADED:
+            running = running * tl.load(left + (border + 1 if REVERSE else border))
         at = line + tl.cast(border, tl.int64) * size + column
         running += tl.load(at, mask=column < size, other=0.0)
         tl.store(at, running, mask=column < size)
@@ -218,16 +255,17 @@ _CARRIED = 1024
 
 class Strips(NamedTuple):
     """Tile sizes of a kernel over strips: tokens, coordinates on the left of a strip (of at most a block), tokens on the other side of scores
-    (0 = it makes none), warps, stages of loads in flight."""
+    (0 = it makes none), warps, stages of loads in flight, and how many registers a thread may take (None = the compiler's choice)."""
 
     rows: int
     left: int
     others: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def tiling(self) -> Tiling:
-        return Tiling(self.rows, self.others, self.warps, self.stages)
+        return Tiling(self.rows, self.others, self.warps, self.stages, self.registers)
 
 
 # by (kernel, how products are made, padded width): the largest tiles whose numbers stay in registers (see compile_sums.py)
@@ -235,28 +273,28 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
     ("absorb", "half", 64): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 128): Strips(32, 8, 0, 8, 2),
     ("absorb", "half", 256): Strips(32, 2, 0, 8, 1),
-    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read", "half", 64): Strips(128, 2, 64, 8, 2),
     ("read", "half", 128): Strips(64, 4, 32, 8, 1),
     ("read", "half", 256): Strips(32, 2, 16, 8, 1),
-    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("read_back", "half", 64): Strips(32, 4, 64, 8, 1),
     ("read_back", "half", 128): Strips(32, 4, 32, 8, 1),
     ("read_back", "half", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 64): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 128): Strips(32, 4, 32, 8, 1),
     ("keys_back", "half", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "wide", 64): Strips(32, 4, 0, 8, 1),
+    ("absorb", "wide", 64): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 128): Strips(32, 2, 0, 8, 1),
     ("absorb", "wide", 256): Strips(16, 2, 0, 8, 1),
-    ("read", "wide", 64): Strips(64, 4, 32, 8, 1),
+    ("read", "wide", 64): Strips(32, 4, 32, 8, 1),
     ("read", "wide", 128): Strips(32, 2, 16, 8, 1),
     ("read", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("read_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("read_back", "wide", 64): Strips(16, 4, 32, 8, 1),
     ("read_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("read_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("keys_back", "wide", 64): Strips(32, 4, 32, 8, 1),
+    ("keys_back", "wide", 64): Strips(16, 4, 16, 8, 1),
     ("keys_back", "wide", 128): Strips(16, 2, 16, 8, 1),
     ("keys_back", "wide", 256): Strips(16, 2, 16, 8, 1),
-    ("absorb", "single", 64): Strips(32, 4, 0, 8, 2),
+    ("absorb", "single", 64): Strips(16, 4, 0, 8, 2, 255),
     ("absorb", "single", 128): Strips(16, 2, 0, 8, 1),
     ("absorb", "single", 256): Strips(16, 1, 0, 8, 1),
     ("read", "single", 64): Strips(16, 4, 16, 8, 1),
@@ -271,10 +309,40 @@ _STRIPS: dict[tuple[str, str, int], Strips] = {
 }
 
 
-def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Strips:
+# Hopper's matrix instruction takes both sides from shared memory, and blocks of 64 rows
+_HOPPER: dict[tuple[str, str, int], Strips] = {
+    ("read", "half", 64): Strips(128, 4, 64, 8, 2),
+    ("read_back", "half", 64): Strips(64, 4, 64, 8, 1),
+    ("keys_back", "half", 64): Strips(64, 4, 64, 8, 1),
+}
+# marks of decays and key biases, and what their gradients sum, take registers of their own
+_FADED: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 128): Strips(16, 2, 32, 8, 1)}
+_FADED_HOPPER: dict[tuple[str, str, int], Strips] = {("keys_back", "half", 64): Strips(16, 4, 32, 8, 1)}
+
+
+def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits, faded: bool) -> Strips:
     """Tile sizes of a kernel ("absorb", "read", "read_back", "keys_back")."""
     kind = "wide" if traits.wide else "half" if q.element_size() == 2 else "single"
-    return _STRIPS[kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))]
+    key = kernel, kind, max(64, padded(q.shape[3]), padded(v.shape[3]))
+    tables = [_STRIPS]
+    hopper = tiles.capability_of(q) >= (9, 0)
+    if hopper:
+        tables.append(_HOPPER)
+    if faded:
+        tables += [_FADED, _FADED_HOPPER] if hopper else [_FADED]
+    return next(table[key] for table in reversed(tables) if key in table)
+
+
+class Fade(NamedTuple):
+    """What decays and key biases make of weights; None where there are neither.
+
+    rows (B Hkv, 3, T), keys (B Hkv, 3, S): the two numbers of each mark (see sums_near), and what a row has left of the border it reads, or what
+    a border has of a key before it. steps (B Hkv, count + 1): what is left at a border of the one before it.
+    """
+
+    rows: Tensor | None
+    keys: Tensor | None
+    steps: Tensor | None
 
 
 class Call(NamedTuple):
@@ -285,6 +353,11 @@ class Call(NamedTuple):
     borders: Borders
     weights: Tensor
     mass: bool
+    fade: Fade
+
+    @property
+    def faded(self) -> bool:
+        return self.fade.rows is not None
 
     @property
     def size(self) -> int:
@@ -311,7 +384,7 @@ def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, fac
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
     form, tile = call.form, call.tile
-    strips = choose("absorb", x, rows, tile.traits)
+    strips = choose("absorb", x, rows, tile.traits, call.faded)
     line_borders = batch * kv_heads * (call.borders.count + 1 - from_border)
     for squares in (True, False):
         programs = line_borders * (form.pairs * (form.block // call.left(strips)) if squares else 1)
@@ -319,9 +392,10 @@ def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, fac
             absorb_kernel,
             programs,
             (tiles.rows_of(x), tiles.rows_of(rows), call.place(sums), call.borders.keys if of_keys else call.borders.queries,
-             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights, call.borders.edges, tile.sizes,
+             tile.k_inverse if of_keys else tile.q_inverse, tile.key_mask, factor, delta, scale, call.weights, call.borders.edges,
+             call.fade.keys if of_keys else call.fade.rows, tile.sizes,
              x.shape[2], x.shape[1], x.shape[1] // kv_heads, from_border),
-            {"traits": tile.traits, "OF_KEYS": of_keys, "SQUARES": squares, "ROWS": strips.rows, "LEFT": call.left(strips), **call.widths()},
+            {"traits": tile.traits, "OF_KEYS": of_keys, "FADED": call.faded, "SQUARES": squares, "ROWS": strips.rows, "LEFT": call.left(strips), **call.widths()},
             strips.tiling(),
         )  # fmt: skip
 
@@ -331,15 +405,15 @@ def carry(call: Call, sums: Tensor, reverse: bool) -> None:
     tiles.launch(
         carry_kernel,
         sums.shape[0] * sums.shape[1] * ceil_div(call.size, _CARRIED),
-        (sums, call.borders.kept, call.size, call.borders.count),
-        {"PACKED": call.tile.traits.packed, "REVERSE": reverse, "WIDTH": _CARRIED},
+        (sums, call.borders.kept, call.fade.steps, call.size, call.borders.count),
+        {"PACKED": call.tile.traits.packed, "FADED": call.faded, "REVERSE": reverse, "WIDTH": _CARRIED},
         Tiling(_CARRIED, 0, 4, 1),
     )
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, spec: SumsSpec,
+    segment_start: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
 ) -> Call:  # fmt: skip
     """What the kernels of a call are told."""
     form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
@@ -348,7 +422,32 @@ def prepare(
     tile = tiles.call(q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False))
     tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))
     weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
-    return Call(tile, form, found, weights, spec.anchor == "row")
+    return Call(tile, form, found, weights, spec.anchor == "row", fade_of(log_decay, key_bias, q.shape[2], k, found))
+
+
+def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: Tensor, found: Borders) -> Fade:
+    """The numbers of ``Fade``, from running sums in float64. log_decay (B or 1, Hkv, S), key_bias (B, Hkv, S)."""
+    if log_decay is None and key_bias is None:
+        return Fade(None, None, None)
+    batch, kv_heads, keys, _ = k.shape
+    running = torch.zeros(batch, kv_heads, keys + 1, dtype=torch.float64, device=k.device)
+    if log_decay is not None:
+        running[..., 1:] = log_decay.double().cumsum(-1)
+    of_keys = running[..., 1:] if key_bias is None else running[..., 1:] - key_bias.double()
+    at = (torch.arange(queries, device=k.device) + (keys - queries + 1)).clamp(0, keys)
+    of_rows = running[..., at]
+    ends = (torch.arange(found.count + 1, device=k.device) * found.chunk).clamp(max=keys)
+    of_borders = running[..., ends]
+    behind = ((torch.arange(keys, device=k.device) // found.chunk + 1) * found.chunk).clamp(max=keys)
+
+    def numbers(mark: Tensor, share: Tensor) -> Tensor:
+        exponent = mark * tiles.LOG2E.value
+        whole = exponent.round()
+        return torch.stack([whole, exponent - whole, share.exp()], 2).flatten(0, 1).float().contiguous()
+
+    rows = numbers(of_rows, of_rows - of_borders[..., found.border.clamp(max=found.count).long()])
+    steps = torch.nn.functional.pad(of_borders.diff(dim=-1), (1, 0)).exp().float().flatten(0, 1).contiguous()
+    return Fade(rows, numbers(of_keys, running[..., behind] - of_keys), steps)
 
 
 def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
@@ -361,4 +460,4 @@ def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | Non
     return sums
 
 
-__all__ = ["Call", "Place", "Strips", "absorb", "absorb_kernel", "carry", "carry_kernel", "choose", "known", "prepare"]
+__all__ = ["Call", "Fade", "Place", "Strips", "absorb", "absorb_kernel", "carry", "carry_kernel", "choose", "known", "prepare"]

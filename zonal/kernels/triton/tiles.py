@@ -1,4 +1,4 @@
-"""What the tile kernels share: how tensors are passed, who sees whom, how a tile becomes scores, and how large tiles are.
+"""What the tile kernels share: how tensors are passed, who sees whom, and how a tile becomes scores.
 
 Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves back as t grows. So the tiles of a block of queries
 (or keys) are one range, of which the inner part is visible throughout and needs no mask.
@@ -9,7 +9,7 @@ Query t sees the keys of one interval [lo_t, hi_t), and neither end ever moves b
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from zonal.formula import Formula
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton.sizes import ceil_div, padded
+from zonal.kernels.triton.tilings import Tiling, tiling_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -105,20 +106,6 @@ class Traits:
     def edged(self) -> bool:
         """Whether a query's first visible key is not always key 0."""
         return self.window or self.packed
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """One choice of tile sizes: rows of queries, rows of keys, warps, and stages of loads in flight.
-
-    registers: what a thread may take; where nothing is said, the assembler may spill some to have room for one more block.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
 
 
 # ---- on the device ----
@@ -463,75 +450,17 @@ def document_edges(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 # tiles have up to 256 rows and columns
 _WIDEST_STRIDE = 2**31 // 512
 
-# by (kernel, bytes an element, padded width): a small table rather than a search at run time, and nothing depends on the length.
-# The largest tiles that stay in registers (see compile.py). On Hopper eight warps share 128 rows: with 64 they would repeat work.
-_TILINGS: dict[tuple[str, int, int], Tiling] = {
-    ("forward", 2, 64): Tiling(128, 64, 4, 3),
-    ("forward", 2, 128): Tiling(128, 64, 8, 3),
-    ("forward", 2, 256): Tiling(64, 32, 8, 2),
-    ("forward", 4, 64): Tiling(32, 32, 8, 2, 255),
-    ("forward", 4, 128): Tiling(32, 16, 8, 1, 128),
-    ("forward", 4, 256): Tiling(16, 32, 8, 1),
-    ("decode", 2, 64): Tiling(64, 32, 4, 4, 255),
-    ("decode", 2, 128): Tiling(32, 32, 4, 3, 255),
-    ("decode", 2, 256): Tiling(16, 32, 4, 2),
-    ("decode", 4, 64): Tiling(16, 32, 4, 1, 255),
-    ("decode", 4, 128): Tiling(16, 32, 8, 1, 128),
-    ("decode", 4, 256): Tiling(16, 32, 4, 1),
-    ("keys", 2, 64): Tiling(32, 128, 8, 2),
-    ("keys", 2, 128): Tiling(32, 128, 8, 2),
-    ("keys", 2, 256): Tiling(32, 32, 8, 1),
-    ("keys", 4, 64): Tiling(32, 32, 8, 1, 255),
-    ("keys", 4, 128): Tiling(16, 32, 8, 1, 128),
-    ("keys", 4, 256): Tiling(16, 16, 8, 1),
-    ("queries", 2, 64): Tiling(128, 64, 8, 2),
-    ("queries", 2, 128): Tiling(128, 64, 8, 2),
-    ("queries", 2, 256): Tiling(32, 32, 8, 1),
-    ("queries", 4, 64): Tiling(32, 32, 8, 1, 255),
-    ("queries", 4, 128): Tiling(32, 16, 8, 1, 255),
-    ("queries", 4, 256): Tiling(16, 16, 8, 1),
-}
-# before Hopper the matrix units take one side from registers
-_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {
-    ("forward", 2, 64): Tiling(128, 64, 8, 3),
-    ("keys", 2, 128): Tiling(32, 64, 8, 2),
-    ("queries", 2, 128): Tiling(128, 32, 8, 2),
-}
-# loads that stop short of the padded width take registers of their own
-_NARROWER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(32, 128, 8, 1)}
-# so do a key mask, a first key that moves, and weights that stay float32
-_CROWDED: dict[tuple[str, int, int], Tiling] = {
-    ("forward", 2, 64): Tiling(128, 64, 8, 3),
-    ("forward", 2, 128): Tiling(128, 32, 8, 3),
-    ("keys", 2, 128): Tiling(16, 128, 8, 2),
-    ("queries", 2, 64): Tiling(128, 32, 8, 2),
-    ("queries", 2, 128): Tiling(128, 32, 8, 2),
-}
-_CROWDED_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("keys", 2, 128): Tiling(16, 64, 8, 2)}
-# float16 whose weights stay float32, for triton 3.6
-_WIDE: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(64, 32, 8, 2)}
-_WIDE_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): Tiling(32, 32, 8, 2)}
-# shared memory of a block on other devices is too small for several stages of loads
-_ROOMY = ((8, 0), (9, 0), (10, 0))
+def capability_of(q: Tensor) -> tuple[int, int]:
+    """The compute capability of the device that launches are for."""
+    record = _record.get()
+    return record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and what its inner loop has to do."""
-    key = kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3]))
-    record = _record.get()
-    capability = record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-    tables = [_TILINGS]
-    if any(padded(x.shape[3]) != x.shape[3] for x in (q, v)):
-        tables.append(_NARROWER)
-    old = capability < (9, 0)
-    if old:
-        tables.append(_BEFORE_HOPPER)
-    if traits.edged or traits.key_mask or traits.wide:
-        tables += [_CROWDED, _CROWDED_BEFORE_HOPPER] if old else [_CROWDED]
-    if traits.wide:
-        tables.append(_WIDE_BEFORE_HOPPER if old else _WIDE)
-    tiling = next(table[key] for table in reversed(tables) if key in table)
-    return tiling if capability in _ROOMY else replace(tiling, stages=1)
+    narrow = any(padded(x.shape[3]) != x.shape[3] for x in (q, v))
+    crowded = traits.edged or traits.key_mask or traits.wide
+    return tiling_of(kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3])), capability_of(q), narrow=narrow, crowded=crowded, wide=traits.wide)
 
 
 def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:

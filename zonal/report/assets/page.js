@@ -137,6 +137,27 @@
     return [traces, { xaxis: { ...axis, title: title({ pairs: "Key-value pairs", length: "Tokens" }[name] || name) }, yaxis: { title: title("Accuracy"), tickformat: ".2~f" } }];
   }
 
+  // accuracy against length on one task, for the chosen number of pairs; a dotted line ends what training saw
+  function transfer(comparison, section, element) {
+    const chosen = section.querySelector(`input[name="${section.id}-pairs"]:checked`), task = element.dataset.task, traces = [], lengths = new Set();
+    for (const operator of visible(comparison)) {
+      const found = operator.transfer.find((line) => line.task === task && (!chosen || line.pairs === Number(chosen.value)));
+      if (!found) continue;
+      found.x.forEach((v) => lengths.add(v));
+      traces.push({
+        x: found.x, y: found.mean, mode: "lines+markers", line: { color: colour(operator), width: 2, dash: operator.dash }, marker: marker(operator, 7),
+        error_y: { type: "data", array: found.sd.map((v) => v || 0), visible: found.sd.some((v) => v), color: colour(operator), thickness: 1, width: 2 },
+        hoverinfo: "text", text: found.mean.map((v, i) => `<b>${operator.label}</b><br>${found.pairs} pairs, ${found.x[i]} tokens<br>${spread(v, found.sd[i])}`),
+      });
+    }
+    const ticks = [...lengths].sort((a, b) => a - b);
+    const shapes = comparison.trained ? [{ type: "line", x0: comparison.trained, x1: comparison.trained, y0: 0, y1: 1, yref: "paper", line: { color: css("--soft"), width: 1, dash: "dot" } }] : [];
+    return [traces, {
+      shapes: shapes, margin: { l: 34, r: 6, t: 6, b: 38 },
+      xaxis: { type: "log", tickvals: ticks, ticktext: ticks.map(tokens), title: title("Tokens") }, yaxis: { range: [-0.04, 1.04], tickformat: ".1~f" },
+    }];
+  }
+
   function memory(comparison, section, element) {
     const shown = visible(comparison).filter((operator) => operator.memory.x.length);
     const all = comparison.operators.flatMap((operator) => operator.memory.y);
@@ -231,29 +252,104 @@
     return [traces, { margin: { l: 34, r: 6, t: 6, b: 26 }, xaxis: { nticks: 5, zeroline: true, zerolinecolor: css("--line") }, yaxis: { nticks: 5, zeroline: true, zerolinecolor: css("--line") } }];
   }
 
+  function addPanel(holder, operator, where, kind, index) {
+    const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
+    caption.textContent = `${operator.label}, ${where}`;
+    caption.style.color = `var(--${operator.key})`;
+    chart.className = "chart";
+    Object.assign(chart.dataset, { chart: kind, operator: operator.key, panel: String(index) });
+    figure.dataset.panelOf = operator.key;
+    figure.append(caption, chart);
+    holder.append(figure);
+  }
+
   // one small panel for each operator and layer; one for all layers where nothing differs
-  function addPanels(comparison, holder) {
+  function addKernels(comparison, holder) {
     for (const operator of comparison.operators) {
       if (!operator.kernels.length) continue;
       const same = operator.kernels.length > 1 && new Set(operator.kernels.map((p) => JSON.stringify([p.heads, p.before]))).size === 1;
-      operator.kernels.slice(0, same ? 1 : undefined).forEach((panel, index) => {
-        const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
-        caption.textContent = `${operator.label}, ${same ? "every layer" : `layer ${panel.layer}`}`;
-        caption.style.color = `var(--${operator.key})`;
-        chart.className = "chart";
-        Object.assign(chart.dataset, { chart: "kernel", operator: operator.key, panel: String(index) });
-        figure.dataset.panelOf = operator.key;
-        figure.append(caption, chart);
-        holder.append(figure);
-      });
+      operator.kernels.slice(0, same ? 1 : undefined).forEach((panel, index) => addPanel(holder, operator, same ? "every layer" : `layer ${panel.layer}`, "kernel", index));
     }
   }
 
-  const builders = { curve, slice, memory, tradeoff, sweep, kernel };
+  function addSpectra(comparison, holder) {
+    for (const operator of comparison.operators) {
+      const spectra = operator.diagnostics ? operator.diagnostics.spectra : [];
+      spectra.forEach((panel, index) => addPanel(holder, operator, `layer ${panel.layer}`, "spectrum", index));
+    }
+  }
+
+  // ---- inside the memories ----------------------------------------------------------------------------------------
+  const looked = (comparison) => visible(comparison).filter((operator) => operator.diagnostics);
+
+  function spectrum(comparison, section, element) {
+    const operator = comparison.operators.find((o) => o.key === element.dataset.operator);
+    const { heads } = operator.diagnostics.spectra[Number(element.dataset.panel)];
+    const turn = Array.from({ length: 121 }, (_, i) => (2 * Math.PI * i) / 120);
+    const traces = [{ x: turn.map(Math.cos), y: turn.map(Math.sin), mode: "lines", line: { color: css("--soft"), width: 1 }, hoverinfo: "skip" }];
+    heads.forEach(({ head, re, im }, i) => {
+      const tone = faint(colour(operator), 1 - (0.6 * i) / Math.max(1, heads.length - 1));
+      traces.push({
+        x: re, y: im, mode: "markers", marker: { size: 6, color: tone, line: { width: 0.5, color: css("--raised") } },
+        hoverinfo: "text", text: re.map((x, j) => `head ${head}<br>${x} ${im[j] < 0 ? "−" : "+"} ${Math.abs(im[j])}i<br>modulus ${short(Math.hypot(x, im[j]))}`),
+      });
+    });
+    const far = Math.max(1.12, ...heads.flatMap(({ re, im }) => re.map((x, j) => 1.06 * Math.hypot(x, im[j]))));
+    const axis = { range: [-far, far], nticks: 5, zeroline: true, zerolinecolor: css("--line") };
+    return [traces, { margin: { l: 30, r: 6, t: 6, b: 26 }, xaxis: axis, yaxis: { ...axis, scaleanchor: "x", scaleratio: 1 } }];
+  }
+
+  function bars(comparison, section, element) {
+    const quantity = element.dataset.quantity, shown = looked(comparison).filter((operator) => operator.diagnostics.bars[quantity]);
+    const log = quantity !== "effective_rank", names = new Set();
+    const values = shown.flatMap((operator) => operator.diagnostics.bars[quantity].y).filter((v) => v > 0);
+    const traces = shown.map((operator) => {
+      const { x, y } = operator.diagnostics.bars[quantity];
+      x.forEach((name) => names.add(name));
+      return { type: "bar", x: x, y: y, marker: { color: colour(operator) }, hoverinfo: "text", textposition: "none", text: y.map((v, i) => `<b>${operator.label}</b><br>layer ${x[i].split(".")[0]}, head ${x[i].split(".")[1]}<br>${v}`) };
+    });
+    const most = Math.max(0, ...shown.map((operator) => operator.diagnostics.bars[quantity].most || 0));
+    const shapes = most ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: most, y1: most, line: { color: css("--soft"), width: 1, dash: "dash" } }] : [];
+    // bars on a logarithmic axis begin a little below the smallest
+    const low = Math.log10(Math.min(...values)), high = Math.log10(Math.max(...values));
+    const y = log && values.length ? { type: "log", ...logTicks(values), range: [low - Math.max(0.2, (high - low) * 0.15), high + 0.1] } : { rangemode: "tozero", ...(most ? { range: [0, most * 1.06] } : {}) };
+    return [traces, { barmode: "group", shapes: shapes, xaxis: { type: "category", categoryorder: "array", categoryarray: [...names].sort((a, b) => Number(a.split(".")[0]) - Number(b.split(".")[0]) || Number(a.split(".")[1]) - Number(b.split(".")[1])), title: title("Layer.head") }, yaxis: y }];
+  }
+
+  function leverage(comparison) {
+    const traces = looked(comparison).filter((operator) => operator.diagnostics.leverage).map((operator) => {
+      const { x, y } = operator.diagnostics.leverage, half = (x[1] - x[0]) / 2;
+      const text = y.map((v, i) => `<b>${operator.label}</b><br>leverage ${+(x[i] - half).toFixed(3)} to ${+(x[i] + half).toFixed(3)}<br>${(100 * v).toFixed(1)}% of keys`);
+      // the outer bins reach to 0 and 1
+      const whole = (each, first, last) => [first, ...each, last];
+      return {
+        x: whole(x, 0, 1), y: whole(y, y[0], y.at(-1)), mode: "lines", line: { color: colour(operator), width: 2, dash: operator.dash, shape: "hvh" }, fill: "tozeroy", fillcolor: faint(colour(operator), 0.12),
+        hoverinfo: "text", text: whole(text, text[0], text.at(-1)),
+      };
+    });
+    return [traces, { xaxis: { range: [0, 1], title: title("Leverage") }, yaxis: { rangemode: "tozero", tickformat: ".0%", title: title("Share of keys") } }];
+  }
+
+  function capacity(comparison) {
+    const traces = [], shown = looked(comparison).filter((operator) => operator.diagnostics.capacity), all = [], best = [];
+    for (const operator of shown) {
+      const { x, mean, low, high } = operator.diagnostics.capacity;
+      all.push(...x);
+      best.push(...high);
+      if (high.some((v, i) => v !== low[i])) traces.push({ x: [...x, ...[...x].reverse()], y: [...high, ...[...low].reverse()], fill: "toself", fillcolor: faint(colour(operator), 0.16), line: { width: 0 }, mode: "lines", hoverinfo: "skip" });
+      traces.push({ x: x, y: mean, mode: "lines+markers", line: { color: colour(operator), width: 2, dash: operator.dash }, marker: marker(operator, 8), hoverinfo: "text", text: mean.map((v, i) => `<b>${operator.label}</b><br>${x[i]} keys stored<br>${v} recalled (${low[i]} to ${high[i]} over heads)`) });
+    }
+    const most = Math.max(0, ...all), top = Math.max(0, ...best);
+    traces.unshift({ x: [0, most], y: [0, most], mode: "lines", line: { color: css("--soft"), width: 1, dash: "dash" }, hoverinfo: "skip" });
+    return [traces, { xaxis: { rangemode: "tozero", title: title("Keys stored") }, yaxis: { range: [0, top * 1.12 || 1], title: title("Keys recalled, estimate") } }];
+  }
+
+  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, spectrum, bars, leverage, capacity };
   const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
   for (const [comparison, section] of sections) {
-    const holder = section.querySelector("[data-panels]");
-    if (holder) addPanels(comparison, holder);
+    const kernels = section.querySelector("[data-panels]"), spectra = section.querySelector("[data-spectra]");
+    if (kernels) addKernels(comparison, kernels);
+    if (spectra) addSpectra(comparison, spectra);
   }
 
   async function draw(only) {
@@ -273,12 +369,12 @@
       const key = chip.dataset.operator;
       if (!hidden.delete(key)) hidden.add(key);
       chip.setAttribute("aria-pressed", String(!hidden.has(key)));
-      draw((element) => element.dataset.chart !== "kernel");
+      draw((element) => !["kernel", "spectrum"].includes(element.dataset.chart));
     });
   }
   for (const [, section] of sections) {
     for (const controls of section.querySelectorAll(".controls")) {
-      controls.addEventListener("change", () => draw((element, within) => within === section && element.dataset.chart === "curve"));
+      controls.addEventListener("change", () => draw((element, within) => within === section && element.dataset.chart === controls.dataset.forChart));
     }
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());

@@ -1,0 +1,112 @@
+"""Calls that run as they ran before: the same bits, and the usual way again as soon as anything has changed."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import zonal
+from zonal import mechanisms as m
+from zonal.execution import native, repeated
+from zonal.kernels.cpp import build
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+
+
+def draw(tokens=200, dim=8, heads=4, kv_heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, h, tokens, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Whether each call was run again, in order."""
+    found = []
+    again = repeated.again
+
+    def watched(*arguments):
+        y = again(*arguments)
+        found.append(y is not None)
+        return y
+
+    monkeypatch.setattr(repeated, "again", watched)
+    return found
+
+
+@pytest.mark.parametrize("path", ["chunked", "auto"])
+@pytest.mark.parametrize("make", [m.squared_affine, m.polynomial_square, lambda: m.sko(degrees=(2.0,))], ids=["sq", "polynomial", "sko"])
+@torch.no_grad()
+def test_same_bits(make, path, seen):
+    operator, (q, k, v) = make(), draw(900)
+    first = zonal.attention(q, k, v, operator, causal=True, path=path)
+    for scale in (1.0, 2.0):
+        q2, k2, v2 = (x * scale for x in draw(900, seed=1))
+        got = zonal.attention(q2, k2, v2, operator, causal=True, path=path)
+        expected = zonal.attention(q2, k2, v2, make(), causal=True, path=path)
+        assert torch.equal(got, expected)
+        assert not torch.equal(got, first)
+    kept = path == "chunked" or operator in repeated._kept  # the planner may think another path cheaper
+    assert seen == [False, kept, False, kept, False]
+
+
+def changed_weights(operator, q, k, v):
+    with torch.no_grad():
+        next(operator.parameters()).mul_(1.5)
+    return {}
+
+
+def other_shape(operator, q, k, v):
+    return {"q": q[:, :, 1:]}
+
+
+def gradients(operator, q, k, v):
+    return {"q": q.clone().requires_grad_()}
+
+
+def other_type(operator, q, k, v):
+    return {"q": q.double(), "k": k.double(), "v": v.double()}
+
+
+def with_mask(operator, q, k, v):
+    return {"key_padding_mask": torch.arange(k.shape[2]).expand(2, -1) < 150}
+
+
+def both_ways(operator, q, k, v):
+    return {"causal": False}
+
+
+@pytest.mark.parametrize("change", [changed_weights, other_shape, gradients, other_type, with_mask, both_ways], ids=lambda change: change.__name__)
+def test_what_changed_is_seen(change, seen):
+    operator, (q, k, v) = m.sko(degrees=(2.0,)), draw()
+    with torch.no_grad():
+        for _ in range(2):
+            zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    assert seen == [False, True]
+    call = {"q": q, "k": k, "v": v, "operator": operator, "causal": True} | change(operator, q, k, v)
+    with torch.set_grad_enabled(change is gradients):
+        got = zonal.attention(**call, path="chunked")
+        expected = zonal.attention(**call, path="dense")
+    assert not any(seen[2:])
+    assert got.requires_grad == (change is gradients)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_switched_off_and_looked_at(seen, monkeypatch):
+    operator, (q, k, v) = m.squared_affine(), draw()
+    for _ in range(2):
+        zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    with FlopCounterMode(display=False):
+        zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    monkeypatch.setenv(native.VARIABLE, "off")
+    zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    assert seen == [False, True, False, False]
+
+
+def test_learned_operator_is_not_cut_off(seen):
+    """Queries without gradients do not mean that nobody asks for the operator's."""
+    operator, (q, k, v) = m.sko(degrees=(2.0,)), draw()
+    with torch.no_grad():
+        zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    y = zonal.attention(q, k, v, operator, causal=True, path="chunked")
+    assert y.requires_grad
+    assert seen == [False, False]

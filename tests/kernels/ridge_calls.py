@@ -1,0 +1,158 @@
+"""Ridge and Koopman read-outs in many shapes, and how near to float64 they must come: memories, padding and documents among them."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kernels.sums_calls import DTYPES, Inputs, Shape
+from torch import Tensor
+
+import zonal
+from zonal import Memory, Operator, anchor, link, prior, score
+from zonal import mechanisms as m
+
+OPERATORS: dict[str, Callable[[], Operator]] = {
+    "ridge": m.ridge,
+    "ska-0": lambda: m.ska(power=0),
+    "ska-1": lambda: m.ska(power=1),
+    "ska-2": lambda: m.ska(power=2),
+    "fixed": lambda: m.ridge(learn_ridge=False),
+    "limited": lambda: Operator(score.Dot(scale=1.0, key_limit=1.5), link.Identity(), anchor.Koopman(power=1)),
+    "with-itself": lambda: m.ska(power=1).replace(prior=prior.Causal(include_self=True)),
+    "short-chunks": lambda: m.ska(power=1, chunk=5),
+    "long-chunks": lambda: m.ska(power=2, chunk=21),
+    "steep": lambda: m.ska(power=1, eps=1e-2),
+}
+SHAPES: dict[str, Shape] = {
+    "odd": Shape(),
+    "whole": Shape(queries=48, keys=48, key_dim=16, value_dim=16),
+    "r24": Shape(queries=37, keys=37, key_dim=24, value_dim=20),
+    "r56": Shape(queries=19, keys=19, key_dim=56, value_dim=40),
+    "gqa": Shape(heads=4, kv_heads=2, queries=17, keys=17),
+    "padding": Shape(batch=2, padding=True, queries=25, keys=25),
+    "late": Shape(queries=9, keys=60, strided=True),
+    "early": Shape(queries=44, keys=30),
+    "packed": Shape(packed=(0, 1, 5, 25, 28), queries=28, keys=28),
+    "one": Shape(queries=1, keys=1),
+    "short": Shape(queries=23, keys=23),
+    "many": Shape(queries=120, keys=120, key_dim=8, value_dim=4),
+    "memory": Shape(queries=37, keys=37, cuts=(0, 16, 17, 37)),
+    "padded-memory": Shape(queries=30, keys=30, cuts=(0, 10, 30), batch=2, padding=True),
+}
+# for a device, in the blocks that calls have
+LARGE: dict[str, Shape] = {
+    "long-24": Shape(queries=1500, keys=1500, key_dim=24, value_dim=64, heads=4, kv_heads=2),
+    "long-56": Shape(queries=2000, keys=2000, key_dim=56, value_dim=64, batch=2, padding=True),
+    "long-64": Shape(queries=3000, keys=3000, key_dim=64, value_dim=64, heads=2),
+    "long-packed": Shape(packed=(0, 1, 130, 1400, 1401, 3000), queries=3000, keys=3000, key_dim=48, value_dim=32),
+    "long-memory": Shape(queries=1500, keys=1500, key_dim=32, value_dim=32, cuts=(0, 1000, 1500), heads=2),
+    "long-late": Shape(queries=70, keys=2500, key_dim=64, value_dim=64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    shape: str
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator}/{self.shape}/{self.dtype}"
+
+    @property
+    def rules(self) -> Shape:
+        return (SHAPES | LARGE)[self.shape]
+
+
+def _cases() -> dict[str, Case]:
+    """Powers in turn over the shapes, the second where keys are padded, documents begin and memories are handed on; every operator; every type."""
+    powers = {"r56": 2, "padding": 2, "packed": 2, "memory": 2, "r24": 1, "gqa": 1, "late": 1, "odd": 1}
+    found = [Case(f"ska-{powers.get(shape, 0)}", shape) for shape in SHAPES if shape != "many"]
+    found += [Case(operator, "short") for operator in OPERATORS if operator[:3] != "ska" and operator != "steep"]
+    found += [Case("steep", "many")]
+    found += [Case("ska-1", "short", dtype) for dtype in ("bfloat16", "float16")]
+    return {case.name: case for case in found}
+
+
+CASES = _cases()
+LONG = {
+    case.name: case
+    for case in itertools.starmap(Case, itertools.product(("ska-0", "ska-1", "ska-2"), LARGE, DTYPES))
+    if case.dtype == "float32" or case.operator != "ska-2"
+}  # fmt: skip
+
+
+def inputs(case: Case) -> Inputs:
+    """Tensors of a case; what the operator learns is away from where it begins."""
+    generator, rules = torch.Generator().manual_seed(0), case.rules
+
+    def draw(heads: int, tokens: int, dim: int) -> Tensor:
+        if rules.strided:  # every axis has a stride of its own
+            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
+        else:
+            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
+        return (x / dim**0.25).to(DTYPES[case.dtype])  # some keys are longer than their limit
+
+    q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
+    v = draw(rules.kv_heads, rules.keys, rules.value_dim)
+    if case.operator == "steep":  # keys along three directions: G grows to some hundred thousand ridges, and beside them P stays at one over it
+        basis = torch.linalg.qr(torch.randn(rules.key_dim, rules.key_dim, generator=generator))[0]
+        k = k[..., :3] @ basis[:3] * rules.key_dim**0.25
+        v = k @ torch.randn(rules.key_dim, rules.value_dim, generator=generator) + 0.1 * v
+    mask = None
+    if rules.padding:
+        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
+        mask[0, :4] = False
+    operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
+    with torch.no_grad():
+        for parameter in operator.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return Inputs(q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator)
+
+
+def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
+    """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
+    rules = case.rules
+    if rules.cuts and path == "chunked":
+        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
+        parts = []
+        for start, stop in itertools.pairwise(rules.cuts):
+            part = slice(start, stop)
+            y, memory = zonal.attention(
+                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory, causal=True, path=path,
+                key_padding_mask=None if data.mask is None else data.mask[:, part],
+            )  # fmt: skip
+            parts.append(y)
+        y = torch.cat(parts, 2)
+    else:
+        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, causal=True, path=path)
+    assert isinstance(y, Tensor)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
+    leaves = [data.q, data.k, data.v, *data.operator.parameters()]
+    found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
+    return [x.detach().cpu() for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))]
+
+
+def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
+    """Where ``got`` is further from float64 than rounding: of the inputs' type, and of float32 through P <= 1 / rho = 10; None if nowhere."""
+    truth = attended(case, data.to(torch.float64, "cpu"), "dense")
+    names = ["y", "dq", "dk", "dv"]
+    for index, (a, t) in enumerate(zip(got, truth, strict=True)):
+        name = names[index] if index < len(names) else f"parameter {index - len(names)}"
+        if a.shape != t.shape or not bool(torch.isfinite(a).all()):
+            return f"{case.name}: {name} is {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
+        size = max(1.0, t.abs().max().item())
+        # a gradient of a parameter sums over all rows
+        terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
+        # float32 products of P, and of its products with gradients
+        allowed = (64 if name == "y" else 512) * terms * torch.finfo(torch.float32).eps * size
+        if case.operator == "steep":  # P is ten times as large, and so is x
+            allowed *= 20
+        if case.dtype != "float32":
+            allowed += (1 if name == "y" else 4) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
+        error = (a.double() - t).abs().max().item()
+        if error > allowed:
+            return f"{case.name}: {name} is off by {error:.3g}, {allowed:.3g} is allowed, of {size:.3g}"
+    return None

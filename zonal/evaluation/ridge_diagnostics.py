@@ -1,0 +1,69 @@
+"""What the statistics of a ridge or Koopman read-out say of it: how well it is conditioned, how full it is, and what its dynamics keep."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class RidgeDiagnostics:
+    """Of the sums G and M of each sequence and key head, (B, Hkv) unless said otherwise; float64.
+
+    smallest, largest: eigenvalues of A = G + the ridge. condition: largest / smallest.
+    effective_rank: e to the entropy of the eigenvalues of G as shares of their sum, 1 … r (0 without keys): along how many directions keys spread.
+    used: tr(G A^-1), the sum of all keys' leverage: how many keys of its r the state holds, as the ridge sees it.
+    free: r - used: about how many more keys in new directions come back exactly.
+    norm: the largest singular value of the whitened step L^-1 M L^-T, A = L L^T; below one always. None without M (power 0).
+    spectrum: its eigenvalues, complex (B, Hkv, r), the longest first: |l| near one persists from step to step, the angle is what it turns by.
+    """
+
+    smallest: Tensor
+    largest: Tensor
+    condition: Tensor
+    effective_rank: Tensor
+    used: Tensor
+    free: Tensor
+    norm: Tensor | None = None
+    spectrum: Tensor | None = None
+
+
+@torch.no_grad()
+def diagnose(gram: Tensor, regular: Tensor, shift: Tensor | None = None) -> RidgeDiagnostics:
+    """The diagnostics of sums G, A = G + the ridge and M, each (…, r, r).
+
+    Raises: ArgumentError when A is not positive definite or not finite.
+    """
+    gram, regular = gram.double(), regular.double()
+    lower, info = torch.linalg.cholesky_ex(regular)
+    if bool((info > 0).any()) or not bool(torch.isfinite(lower).all()):
+        raise ArgumentError("diagnose: G + the ridge must be positive definite and finite. Raise the ridge, or look for keys that are not finite.")
+    eigenvalues = torch.linalg.eigvalsh(regular)
+    spread = torch.linalg.eigvalsh(gram).clamp_min(0)
+    total = spread.sum(-1)
+    shares = spread / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+    rank = torch.where(total > 0, torch.special.entr(shares).sum(-1).exp(), 0)
+    used = torch.cholesky_solve(gram, lower).diagonal(dim1=-2, dim2=-1).sum(-1)
+    norm = spectrum = None
+    if shift is not None:
+        half = torch.linalg.solve_triangular(lower, shift.double(), upper=False)
+        step = torch.linalg.solve_triangular(lower, half.mT, upper=False).mT
+        norm = torch.linalg.matrix_norm(step, 2)
+        spectrum = torch.linalg.eigvals(step)
+        spectrum = spectrum.gather(-1, spectrum.abs().argsort(-1, descending=True))
+    return RidgeDiagnostics(
+        smallest=eigenvalues[..., 0], largest=eigenvalues[..., -1], condition=eigenvalues[..., -1] / eigenvalues[..., 0], effective_rank=rank, used=used,
+        free=gram.shape[-1] - used, norm=norm, spectrum=spectrum,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def leverage(keys: Tensor, regular: Tensor) -> Tensor:
+    """z A^-1 z of keys (…, n, r), (…, n) in [0, 1) for keys that are in A: near one where a direction is a key's own, near zero where many share it."""
+    lower = torch.linalg.cholesky(regular.double())
+    return torch.linalg.solve_triangular(lower, keys.double().mT, upper=False).square().sum(-2)
+
+
+__all__ = ["RidgeDiagnostics", "diagnose", "leverage"]

@@ -1,0 +1,81 @@
+"""y_t = C_t P_t (M_t P_t)^power scale q_t of all queries at once, from what ``ridge_state`` knows of each block of keys."""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.triton import ridge_state, tiles
+from zonal.kernels.triton.ridge_state import choose, given_places, matrix, product, through
+from zonal.kernels.triton.tiles import tile_rows
+
+
+@triton.jit
+def moved_on(
+    x, rows, start, index, line, first, stop, limit, shape, SLICE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Each row times its A_t: M_t P_t x."""
+    tokens = shape.keys
+    out = product(x, tl.trans(matrix(start, index, WIDTH + VALUE_WIDTH, shape.size, WIDTH, WIDTH)))
+    out = through(out, x, rows.half, rows.moved, line, first, stop, limit, tokens, -1.0, SLICE, WIDTH, WIDTH)
+    return through(out, x, rows.after, rows.z, line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, WIDTH)
+
+
+@triton.jit
+def block_of_queries(scale, table, shape):
+    """(block, query line, key line, first key, its end, first query, its end, the queries' scale) of a program over heads and blocks."""
+    block, line = tl.program_id(0) % shape.blocks, tl.program_id(0) // shape.blocks
+    batch, head = line // shape.heads, line % shape.heads
+    kv_line = batch * (shape.heads // shape.groups) + head // shape.groups
+    begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
+    return block, line, kv_line, tl.load(table + block), tl.load(table + shape.blocks + block), begin, end, tl.load(scale + head)
+
+
+@triton.jit
+def read_kernel(
+    q, y, rows, start, cut, scale, hi, table, shape, POWER: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The queries of one head that start from one block."""
+    block, line, kv_line, first, stop, begin, end, gain = block_of_queries(scale, table, shape)
+    tokens, index = shape.keys, kv_line * shape.blocks + block
+    good = tl.load(cut + index)
+    for t in tl.range(begin, end, ROWS):
+        limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
+        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        if POWER > 0:
+            for _ in tl.range(0, POWER):
+                x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
+        out = product(x, tl.trans(matrix(start, index, WIDTH, shape.size, VALUE_WIDTH, WIDTH)))
+        out = through(out, x, rows.half, rows.gain, kv_line, first, stop, limit, tokens, 1.0, SLICE, WIDTH, VALUE_WIDTH)
+        out = tl.where((limit > good)[:, None], float("nan"), out)
+        at, inside = given_places(y, line, t, end, shape.queries, shape.value_dim, ROWS, VALUE_WIDTH)
+        tl.store(at, out, mask=inside)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
+    before: Before, power: int, limit: float, documents: int,
+) -> Tensor:  # fmt: skip
+    """y (B, H, T, P) float32; arguments as ``zonal.kernels.cpp.ridge_library.forward`` takes them, q, k, v of one of float32, bfloat16, float16.
+
+    Where G + rho I is not positive definite, which keys that are not finite cause, rows that see those are NaN: to raise would wait for the device.
+    """
+    y = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
+    with tiles.on(q.device):
+        call = ridge_state.prepare(q, k, v, key_mask, lo, hi, segment_start, before, power, limit, documents)
+        found = ridge_state.known(call, rho, before)
+        tiles.launch(
+            read_kernel,
+            q.shape[0] * q.shape[1] * call.shape.blocks,
+            (tiles.rows_of(q), y, found.rows, found.start, found.cut, scale.float().contiguous(), call.places.hi, call.places.table, call.shape),
+            {"POWER": power, **call.tiles()},
+            choose(call.shape),
+        )
+    return y
+
+
+__all__ = ["block_of_queries", "forward", "moved_on", "read_kernel"]

@@ -1,0 +1,253 @@
+"""FadingStatistics: the sums of ridge and Koopman read-outs whose past fades by a rate a token, and how much of the ridge is left.
+
+With the rate l_t = e^{g_t} of token t: G <- l_t G + z z^T, M <- l_t M + z_t z_{t-1}^T, C <- l_t C + v z^T, and for each direction of
+the keys its level, D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1: the ridge is rho diag(D), which each step gives back in one direction
+what has faded. Nothing of it depends on the learned rho.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.operator import Bound
+from zonal.errors import ArgumentError
+from zonal.memory.base import Form, Memory
+from zonal.memory.inverse import positive_inverse
+from zonal.memory.ridge import (
+    REMAKE,
+    Inverse,
+    anchor_of,
+    first_key,
+    kept_inverse,
+    last_key,
+    previous_keys,
+    read_out,
+    ridge_version,
+)
+from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
+from zonal.memory.spans import Part
+from zonal.memory.sums import unpadded
+from zonal.memory.tokens import Tokens
+
+
+def directions(mask: Tensor | None, before: Tensor, tokens: int, width: int) -> Tensor:
+    """(B, n): the direction t mod r whose ridge each token gives back, t the number of real tokens before it, ``before`` (B,) ahead of the first."""
+    if mask is None:
+        place = torch.arange(tokens, device=before.device)[None]
+    else:
+        place = mask.long().cumsum(-1) - mask.long()
+    return (before[:, None] + place) % width
+
+
+def given_back(direction: Tensor, amount: Tensor, width: int) -> Tensor:
+    """sum over the last axis of amount_t e_{direction_t}: amount (…, n), direction as many or fewer -> (…, r)."""
+    return amount.new_zeros(*amount.shape[:-1], width).scatter_add(-1, direction.expand(amount.shape), amount)
+
+
+def turned(back: Tensor, steps: Tensor) -> Tensor:
+    """What was given back to each direction (B, Hkv, r), as it were ``steps`` (B,) tokens later."""
+    r = back.shape[-1]
+    place = (torch.arange(r, device=steps.device) - steps[:, None]) % r
+    return back.gather(2, place[:, None].expand(back.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class FadingStatistics(Memory):
+    """Sums in float64, (B, Hkv, …): gram G (r, r); cross C (P, r); level D (r); total (), the sum of log decays; for powers past 0 shift M (r, r),
+    last key (r), and first, the first key faded as everything is. padding (B,): tokens that were none, in which no time passes.
+
+    merge(a, b) fades a by what passed in b and turns the levels of b to where they would have been given back: exact, associative, not
+    commutative. subtract takes out the oldest tokens: subtract(merge(a, b), a) = b, for powers past 0 where ``merge`` made the border.
+    """
+
+    kind: ClassVar[str] = "fading"
+    roundings: ClassVar[int] = 4
+    double: ClassVar[bool] = True
+
+    gram: Tensor
+    cross: Tensor
+    level: Tensor
+    total: Tensor
+    shift: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    padding: Tensor
+    seams: tuple[Seam, ...] = ()  # right keys faded as everything is
+    inverse: Inverse | None = None
+
+    @classmethod
+    def start(cls, operator: Operator, form: Form) -> Self:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(form.batch, form.heads, *shape, dtype=torch.float64, device=form.device)
+
+        r, moves = form.key_dim, anchor_of(operator).shifts > 0
+        return cls(
+            operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r) + 1, zeros(), zeros(r, r) if moves else None,
+            zeros(r) if moves else None, zeros(r) if moves else None, torch.zeros(form.batch, dtype=torch.int64, device=form.device),
+        )  # fmt: skip
+
+    @property
+    def real(self) -> Tensor:
+        """Tokens that were not padding, (B,)."""
+        return self.count - self.padding
+
+    def extended(self, tokens: Tokens) -> Memory:
+        n, r = tokens.length, self.form.key_dim
+        if n == 0:
+            return self
+        absent = tokens.padded()
+        silent = tokens.silent()
+        z, v = silent.k.double(), silent.v.double()
+        decay = z.new_zeros(z.shape[:3]) if tokens.log_decay is None else tokens.log_decay.expand(z.shape[:3])
+        later = (decay.flip(-1).cumsum(-1).flip(-1) - decay).exp()  # what is left of each token at the end
+        whole = decay.sum(-1)
+        keep = whole.exp()[..., None]
+        faded = z * later[..., None]
+        back = given_back(directions(tokens.mask, self.real, n, r)[:, None], -r * torch.expm1(decay) * later, r)
+        changed = {
+            "count": self.count + n, "padding": self.padding if absent is None else self.padding + absent, "total": self.total + whole,
+            "gram": self.gram * keep[..., None] + faded.mT @ z, "cross": self.cross * keep[..., None] + v.mT @ faded, "level": self.level * keep + back,
+            "inverse": self._updated(z, decay, tokens.mask),
+        }  # fmt: skip
+        if self.shift is not None and self.first is not None and self.last is not None:
+            changed["shift"] = self.shift * keep[..., None] + faded.mT @ previous_keys(z, tokens.mask, self.last)
+            changed["first"] = torch.where((self.real > 0)[:, None, None], self.first * keep, first_key(faded, tokens.mask))
+            changed["last"] = last_key(z, tokens.mask, self.last)
+            changed["seams"] = tuple(seam._replace(right=seam.right * keep) for seam in self.seams)
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def _updated(self, z: Tensor, decay: Tensor, mask: Tensor | None) -> Inverse | None:
+        """The inverse after one key z, or None when it had better be made again."""
+        inverse = self.inverse
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (z, decay, self.gram))
+        if inverse is None or z.shape[2] > 1 or mask is not None or inverse.age >= REMAKE or recorded or inverse.version != ridge_version(self.operator):
+            return None
+        r = self.form.key_dim
+        rho = anchor_of(self.operator).ridge(self.operator.bind(self.form.heads, self.form.heads).anchor_params, self.form.heads).to(z)
+        pseudo = (-r * rho.view(1, -1, 1) * torch.expm1(decay)).sqrt()[..., None] * torch.nn.functional.one_hot(self.real % r, r).to(z)[:, None, None]
+        rows = torch.cat([z, pseudo], 2)
+        matrix = inverse.matrix * (-decay).exp()[..., None]
+        spread = rows @ matrix
+        block = spread @ rows.mT + torch.eye(2, dtype=z.dtype, device=z.device)
+        return Inverse(matrix - spread.mT @ torch.linalg.solve(block, spread), inverse.age + 1, inverse.version)
+
+    def regularised(self, bound: Bound) -> Tensor:
+        """G + rho diag(D)."""
+        rho = anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1)
+        return self.gram + torch.diag_embed(rho * self.level)
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        version = ridge_version(self.operator)
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (self.gram, self.level, *self.operator.learned_parts.values()))
+        if not recorded and self.inverse is not None and self.inverse.version == version:
+            matrix = self.inverse.matrix
+        else:
+            matrix = positive_inverse(self.regularised(bound), "Memory.read")
+            if not recorded:  # a derived value: what this memory is does not change
+                object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
+        return read_out(q, bound, matrix, self.shift, self.cross)
+
+    def followed_by(self, other: Memory) -> Memory:
+        assert isinstance(other, FadingStatistics)
+        if other.count == 0 or self.count == 0:
+            return self if other.count == 0 else replace(other, operator=self.operator)
+        keep = other.total.exp()[..., None]
+        merged = replace(
+            self, count=self.count + other.count, padding=self.padding + other.padding, total=self.total + other.total, inverse=None,
+            gram=self.gram * keep[..., None] + other.gram, cross=self.cross * keep[..., None] + other.cross,
+            level=self.level * keep + turned(other.level - keep, self.real),
+        )  # fmt: skip
+        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+            return merged
+        mine, theirs = (self.real > 0)[:, None, None], (other.real > 0)[:, None, None]
+        mine_faded = [seam._replace(right=seam.right * keep) for seam in self.seams]
+        seams = bordered(mine_faded, self.count, self.real, self.last, other.seams, other.first, other.real)
+        return replace(
+            merged, seams=seams, shift=self.shift * keep[..., None] + other.shift + outer(other.first, self.last),
+            first=torch.where(mine, self.first * keep, other.first), last=torch.where(theirs, other.last, self.last),
+        )  # fmt: skip
+
+    def without(self, other: Memory) -> Memory:
+        assert isinstance(other, FadingStatistics)
+        later = self.total - other.total
+        if bool((later > 1e-9 * (1 + self.total.abs())).any()):
+            raise ArgumentError("Memory.subtract: the other memory has faded more than this one; it is not its beginning.")
+        if bool((other.padding > self.padding).any()):
+            raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
+        if other.count == 0:
+            return self
+        if self.count == other.count:
+            return type(self).start(self.operator, self.form)
+        keep = later.exp()[..., None]
+        rest = replace(
+            self, count=self.count - other.count, padding=self.padding - other.padding, total=later, inverse=None,
+            gram=self.gram - other.gram * keep[..., None], cross=self.cross - other.cross * keep[..., None],
+            level=keep + turned(self.level - other.level * keep, -other.real),
+        )  # fmt: skip
+        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.last is None:
+            return rest
+        if (0, other.count) in places(self.seams, self.count, other.count) and holds(
+            self.seams, self.real, self.first, self.last, 0, other.count, (None, other.last, other.real)
+        ):
+            found = taken_out(self.seams, self.real, 0, other.count, self.shift - other.shift * keep[..., None], self.first, self.last, other.real)
+            if found is not None:
+                return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
+        raise ArgumentError(
+            "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 the oldest tokens can always be subtracted."
+        )
+
+    def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
+        return self.folded(kept)
+
+    def preceded(self, n: int) -> Self:
+        # levels stay: directions are counted by real tokens
+        seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
+        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
+
+    def trimmed(self) -> Self:
+        if self.parts or self.seams:
+            return self
+        count, padding = unpadded(self.count, self.padding)
+        return replace(self, count=count, padding=padding)
+
+    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
+        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
+
+    def copied(self) -> Self:
+        def own(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.clone()
+
+        return replace(
+            self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
+            last=own(self.last), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
+        )  # fmt: skip
+
+    def bytes_at(self, length: int) -> int:
+        form, r = self.form, self.form.key_dim
+        numbers = 2 * r * r + form.value_dim * r + r + 1  # G, its inverse, C, levels, total
+        numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams)
+        return form.batch * (form.heads * 8 * numbers + 8 + 9 * len(self.seams))
+
+    def tensors(self) -> dict[str, Tensor]:
+        names = ("gram", "cross", "level", "total", "shift", "first", "last", "padding")
+        return {name: x for name in names if (x := getattr(self, name)) is not None} | named(self.seams)
+
+    def plain(self) -> dict[str, int]:
+        return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
+
+    @classmethod
+    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+        empty = cls.start(operator, form)
+        for name, x in empty.tensors().items():
+            if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
+                raise ValueError("the tensors do not have the shapes of the header")
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain))
+
+
+__all__ = ["FadingStatistics", "directions", "given_back", "turned"]

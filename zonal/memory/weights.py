@@ -1,0 +1,51 @@
+"""Weights on keys, z_t <- w_t z_t: which tokens are stored at all (an action mask), and how strongly (a gate)."""
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.link import Identity
+from zonal.errors import ArgumentError
+
+
+def check_weights(
+    call: str, operator: Operator, shape: tuple[int, int, int], action_mask: Tensor | None, key_gate: Tensor | None, real: Tensor | None, past: int
+) -> None:
+    """Raise ArgumentError, beginning with ``call``, unless the weights fit keys of (batch, key heads, tokens) that follow ``past`` tokens.
+
+    real: the padding mask. A mask that stores no token of a sequence is refused, but for a single token after others.
+    """
+    batch, _, tokens = shape
+    for name, given in (("action_mask", action_mask), ("key_gate", key_gate)):
+        plain = operator.anchor.solves and operator.score.plain and isinstance(operator.link, Identity)
+        if given is not None and not plain:
+            raise ArgumentError(
+                f"{call}: {name} weighs the keys of ridge and Koopman read-outs of the plain product (mechanisms.ridge, ska), and operator {operator.name!r} "
+                f"is none; leave it out, or hide tokens with key_padding_mask."
+            )
+    if key_gate is not None and (tuple(key_gate.shape) != shape or not key_gate.dtype.is_floating_point):
+        raise ArgumentError(f"{call}: key_gate must be floating, of shape (batch, key heads, tokens) = {shape}, received {key_gate.dtype} of shape {tuple(key_gate.shape)}.")
+    if action_mask is None:
+        return
+    if action_mask.dtype != torch.bool or tuple(action_mask.shape) != (batch, tokens):
+        raise ArgumentError(
+            f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens that are stored, "
+            f"received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
+        )
+    stored = (action_mask if real is None else action_mask & real).any(-1)
+    if not past and tokens > 1 and not bool(stored.all()):
+        row = int((~stored).nonzero()[0])
+        raise ArgumentError(f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least one, or leave the mask out.")
+
+
+def weighed(k: Tensor, v: Tensor, action_mask: Tensor | None, key_gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Prepared keys with their weights, and values without what is not stored, whatever it holds."""
+    if key_gate is not None:
+        k = k * key_gate.to(k.dtype).unsqueeze(-1)
+    if action_mask is not None:
+        silent = ~action_mask[:, None, :, None]
+        k, v = k.masked_fill(silent, 0), v.masked_fill(silent, 0)
+    return k, v
+
+
+__all__ = ["check_weights", "weighed"]

@@ -1,0 +1,105 @@
+"""Models by name: the shapes of the Echo paper, and what each is compared with at equal parameters."""
+
+import dataclasses
+from typing import get_args
+
+import torch
+
+from zonal.errors import ArgumentError, unknown_name
+from zonal.mechanisms import spec as specs
+from zonal.models.causal_lm import CausalLM
+from zonal.models.config import Mlp, ModelConfig
+
+_MAMBA_1M = "mamba2(state=16, groups=4)"
+_MAMBA = "mamba2(state=64)"
+
+PRESETS: dict[str, ModelConfig] = {
+    "echo-1M": ModelConfig(
+        vocab_size=128, dim=128, layers=(_MAMBA_1M,) * 2 + ("ska(power=2)",) * 2, heads=4, qk_dim=24, mlp_ratio=384 / 128, tie_embeddings=False
+    ),
+    "echo-50M": ModelConfig(
+        vocab_size=32000, dim=448, layers=((_MAMBA,) * 3 + ("ska(power=2)",)) * 4, heads=7, qk_dim=56, mlp="koopman", mlp_ratio=1216 / 448
+    ),
+    "echo-180M": ModelConfig(
+        vocab_size=32000, dim=768, layers=((_MAMBA,) * 8 + ("ska(power=2)",) + (_MAMBA,) * 7 + ("ska(power=2)",) + (_MAMBA,) * 7), heads=12, qk_dim=48,
+        mlp="koopman", mlp_ratio=2048 / 768,
+    ),
+}  # fmt: skip
+"""Echo, arXiv 2605.06997, sections 3.4 and 4.1 and appendix G.2: Mamba-2 with a few layers of spectral Koopman attention (rank 24, 56, 48; the library's
+own ridge and bound of keys), a SwiGLU in the small one and Koopman MLPs in the others, each of 64 ⌈8/3 dim / 64⌉ numbers."""
+
+_MIXERS = ("mamba", "mamba-attention")
+
+
+def names() -> tuple[str, ...]:
+    """The names that ``preset`` knows, without their endings for the mlp."""
+    return tuple(f"{name}{ending}" for name in PRESETS for ending in ("", *(f"-{mixer}" for mixer in _MIXERS)))
+
+
+def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = None) -> ModelConfig:
+    """The model of a name, ``echo-50M``, or one that it is compared with, with as many parameters as that.
+
+    Endings, in this order, each after a dash: "mamba" puts the recurrence of the other layers in place of attention, "mamba-attention" softmax with
+    rotary positions; then "swiglu", "koopman" or "koopman-gated" is the mlp. A model with an ending has the mlp's hidden size that comes nearest to the
+    parameters of the model without (``matched``).
+
+    Args:
+        vocab_size: in place of the preset's, of the model and of those it is compared with.
+        max_len: the length the model is meant for.
+
+    Raises: ArgumentError for an unknown name, with the nearest.
+    """
+    base = next((known for known in PRESETS if name == known or name.startswith(f"{known}-")), None)
+    if base is None:
+        raise unknown_name("preset", "preset", name, names())
+    plain = dataclasses.replace(PRESETS[base], max_len=max_len, vocab_size=PRESETS[base].vocab_size if vocab_size is None else vocab_size)
+    endings = [f"-{mixer}{mlp}" for mixer in _MIXERS for mlp in ("", *_mlps())] + list(_mlps())
+    if name == base:
+        return plain
+    ending = name.removeprefix(base)
+    if ending not in endings:
+        raise unknown_name("preset", "preset", name, [f"{base}{each}" for each in ("", *endings)])
+    mlp = next((each for each in reversed(_mlps()) if ending.endswith(each)), "")
+    changed = _with_mixers(plain, ending.removesuffix(mlp).removeprefix("-"))
+    return matched(dataclasses.replace(changed, mlp=mlp.removeprefix("-") or plain.mlp), num_parameters(plain))
+
+
+def _mlps() -> tuple[str, ...]:
+    return tuple(f"-{mlp}" for mlp in get_args(Mlp) if mlp != "none")
+
+
+def _with_mixers(config: ModelConfig, mixer: str) -> ModelConfig:
+    if not mixer:
+        return config
+    recurrence = next(spec for spec in config.layers if specs.name_of(spec) == "mamba2")
+    other = recurrence if mixer == "mamba" else "softmax"
+    layers = tuple(spec if spec == recurrence else other for spec in config.layers)
+    return dataclasses.replace(config, layers=layers, rotary=mixer == "mamba-attention", qk_dim=None)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Trainable numbers of the model, which is laid out without memory for them."""
+    with torch.device("meta"):
+        return CausalLM(config).num_parameters()
+
+
+def matched(config: ModelConfig, parameters: int) -> ModelConfig:
+    """The config with the hidden size of its mlp, a multiple of 8, that brings the model nearest to so many parameters.
+
+    Raises: ArgumentError when the model has no mlp, or more parameters without one.
+    """
+    if config.mlp == "none":
+        raise ArgumentError("matched: the size of the mlp makes up for other parts, and this config has mlp='none'. Choose another mlp.")
+
+    def sized(hidden: int) -> ModelConfig:
+        return dataclasses.replace(config, mlp_ratio=hidden / config.dim)
+
+    least = num_parameters(sized(8))
+    step = num_parameters(sized(16)) - least  # what 8 numbers more take, in all layers
+    more = round((parameters - least) / step)
+    if more < 0:
+        raise ArgumentError(f"matched: this config has {least:,} parameters with an mlp of 8 numbers, {parameters:,} were asked for. Ask for more.")
+    return sized(8 + 8 * more)
+
+
+__all__ = ["PRESETS", "matched", "names", "num_parameters", "preset"]

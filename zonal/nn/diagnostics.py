@@ -1,0 +1,61 @@
+"""Diagnostics of ridge and Koopman read-outs, from their memories and from trained layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
+from zonal.memory import FadingStatistics, Memory, RidgeStatistics
+from zonal.memory.inverse import with_ridge
+from zonal.nn.attention import Attention
+
+
+@dataclass(frozen=True)
+class LayerDiagnostics:
+    """What a layer has of some inputs when it has read them all.
+
+    state: of its sums, (B, Hkv). leverage (B, Hkv, T): z A^-1 z of each token's key, whose sum is ``state.used`` where nothing fades; what has faded
+    since is not taken off. lengths (B, Hkv, T): |z|, of keys as they are stored (limited and gated).
+    """
+
+    state: RidgeDiagnostics
+    leverage: Tensor
+    lengths: Tensor
+
+
+@torch.no_grad()
+def of_memory(memory: Memory) -> RidgeDiagnostics:
+    """The diagnostics of a memory of ridge statistics, one that fades or not; tokens that wait for their chunk to end are in it.
+
+    Raises: ArgumentError for another kind of memory.
+    """
+    gram, regular, shift = _sums(memory)
+    return diagnose(gram, regular, shift)
+
+
+def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(G, G + the ridge, M)."""
+    if not isinstance(memory, RidgeStatistics | FadingStatistics):
+        raise ArgumentError(f"diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one of kind {memory.kind!r}.")
+    bound = memory.operator.bind(memory.form.heads, memory.form.heads)
+    if isinstance(memory, FadingStatistics):
+        return memory.gram, memory.regularised(bound), memory.shift
+    whole = memory.settled()
+    return whole.gram, with_ridge(whole.gram, whole.ridge(bound)), whole.shift
+
+
+@torch.no_grad()
+def of_layer(layer: Attention, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> LayerDiagnostics:
+    """The diagnostics of a layer after inputs x (B, T, dim); masks as in the layer.
+
+    Raises: ArgumentError for layers around other operators.
+    """
+    memory = layer(x, return_memory=True, key_padding_mask=key_padding_mask, action_mask=action_mask)[1].memory
+    gram, regular, shift = _sums(memory)
+    keys = layer.stored_keys(x, key_padding_mask=key_padding_mask, action_mask=action_mask)
+    return LayerDiagnostics(diagnose(gram, regular, shift), leverage(keys, regular), keys.norm(dim=-1))
+
+
+__all__ = ["LayerDiagnostics", "of_layer", "of_memory"]

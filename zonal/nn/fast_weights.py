@@ -1,0 +1,179 @@
+"""What MesaNet, Gated KalmaNet and Gated DeltaNet share: projections, convolution, gates and read-out around one matrix a head."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError, PathError
+from zonal.memory import DecayedSums, Memory
+from zonal.memory.sums import carried
+from zonal.memory.tokens import Tokens
+from zonal.nn.convolution import ShortConvolution
+from zonal.nn.fading import RESET
+from zonal.nn.initialise import Draws
+from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
+from zonal.nn.norm import RMSNorm, accumulation_dtype
+from zonal.nn.recurrence import Sizes, ssd
+
+_BLOCK = 64
+
+
+class Mixed(NamedTuple):
+    """y (B, H, T, P), the matrix after the last token, and the key and the value whose product each token has added to it."""
+
+    y: Tensor
+    state: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class FastWeights(TokenMixer):
+    """y_t from a matrix a head that fades and is written at each token; keys and queries have norm 1.
+
+    [q, k, v, z, …] = W_I x; q and k (and v where ``convolves_values``) pass a causal depthwise convolution and SiLU, then q and
+    k are divided by their norms. A read-out y (P numbers a head) is normed head by head with one gain of size P, multiplied by
+    SiLU(z) where ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each with keys of its own.
+
+    The matrices are a ``zonal.Memory`` of sums that fade. Every path is the same recurrence in blocks: of 64 tokens ("auto",
+    "chunked"), of one ("streaming"), of all ("dense").
+    """
+
+    gated: ClassVar[bool] = True
+    convolves_values: ClassVar[bool] = True
+    gates: ClassVar[int] = 2
+    """Numbers a token and head that the gates are made of."""
+
+    def __init__(self, dim: int, state: int, head_dim: int, expand: int, conv: int, norm_eps: float) -> None:
+        super().__init__()
+        self.sizes = Sizes(f"nn.{type(self).__name__}", dim, state, head_dim, expand, 1)
+        self.dim, self.operator = dim, ssd()
+        heads, inner = self.sizes.heads, self.sizes.inner
+        self.parts = (2 * heads * state + inner, inner if self.gated else 0, self.gates * heads)
+        self.input = nn.Linear(dim, sum(self.parts), bias=False)
+        self.convolution: ShortConvolution = ShortConvolution(2 * heads * state + (inner if self.convolves_values else 0), conv, "silu")
+        self.norm = RMSNorm(head_dim, norm_eps)
+        self.output = nn.Linear(inner, dim, bias=False)
+
+    # --- what a layer provides ------------------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> int:
+        """Columns of a head's matrix; it has ``state`` rows."""
+
+    @abc.abstractmethod
+    def _reset_gates(self, draws: Draws) -> None:
+        """Start what is the layer's own."""
+
+    @abc.abstractmethod
+    def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """From ``gates`` numbers a token and head, each (B, H, T): log decay <= 0 and how strongly a token is written, 0 … 1."""
+
+    @abc.abstractmethod
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+    ) -> Mixed:
+        """The recurrence in blocks of ``size``. write: (B, H, T, 1)."""
+
+    # --- what they share ------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights."""
+        draws.normal_(self.input.weight, "input.weight")
+        draws.normal_(self.output.weight, "output.weight", output=True)
+        self.convolution.reset_parameters(draws.child("convolution"))
+        self.norm.reset_parameters()
+        self._reset_gates(draws)
+
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
+        dtype = dtype or self.input.weight.dtype
+        device = torch.device(device) if device is not None else self.input.weight.device
+        statistics = torch.promote_types(dtype, torch.float32)
+        sums = Memory.empty(self.operator, batch, self.sizes.heads, self.sizes.state, self.columns, statistics, device, kind="decayed")
+        return LayerMemory(sums, self.convolution.empty_tail(batch, dtype, device))
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: LayerMemory | None = None,
+        *,
+        return_memory: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor | tuple[Tensor, LayerMemory]:
+        """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above."""
+        before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        size = self._block(path, x.shape[1])
+        if key_padding_mask is not None:  # whatever padding holds, NaN included
+            x = x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
+        mixed, gate, raw = self.input(x).split(self.parts, dim=2)
+        # the recurrence runs in float32 or better
+        dtype = accumulation_dtype(gate.dtype)
+        state = self._state(before, x.shape[0], dtype)
+        passed, values = mixed.split([self.convolution.dim, mixed.shape[2] - self.convolution.dim], dim=2)
+        passed, tail = self.convolution(
+            passed, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            passed = torch.cat([passed, values], 2) if values.shape[2] else passed
+            q, k, v = self._by_head(passed.to(dtype))
+            gates = raw.to(dtype).unflatten(2, (self.gates, -1)).permute(2, 0, 3, 1).unbind(0)
+            log_decay, write = self._gates(gates)
+            log_decay = log_decay.double()
+            if key_padding_mask is not None:  # a padded token neither fades what came before nor is written
+                log_decay, write = log_decay * key_padding_mask[:, None], write * key_padding_mask[:, None]
+            if cu_seqlens is not None:  # nothing is left at the first token of a document
+                log_decay = log_decay.index_fill(2, cu_seqlens[:-1].to(x.device, torch.int64), RESET)
+            mixed = self._mix(q, k, v, write.unsqueeze(-1), log_decay, gates, state, size)
+            y = self.norm(mixed.y).transpose(1, 2).flatten(2)
+            y = y * F.silu(gate.to(dtype)) if self.gated else y
+        y = self.output(y.to(gate.dtype))
+        if before is None:
+            return y
+        assert isinstance(before.memory, DecayedSums)
+        written = Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
+        absorbed = before.memory.recorded(carried(before.memory, mixed.state, written), written)
+        return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    def _block(self, path: str, length: int) -> int:
+        sizes = {"auto": _BLOCK, "chunked": _BLOCK, "streaming": 1, "dense": length}
+        if path not in sizes:
+            known = path in ("tiled", "sparse")
+            error = PathError if known else ArgumentError
+            raise error(f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass path='auto'.")
+        return min(sizes[path], length)
+
+    def _by_head(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = self.sizes
+        keys = sizes.heads * sizes.state
+        q, k, v = mixed.split([keys, keys, sizes.inner], dim=2)
+        q, k = (F.normalize(part.unflatten(2, (sizes.heads, sizes.state)), dim=-1, eps=1e-6).transpose(1, 2) for part in (q, k))
+        return q, k, v.unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
+
+    def _state(self, before: LayerMemory | None, batch: int, dtype: torch.dtype) -> Tensor:
+        if before is None:
+            return torch.zeros(batch, self.sizes.heads, self.sizes.state, self.columns, dtype=dtype, device=self.input.weight.device)
+        form, wanted = before.memory.form, (self.sizes.heads, self.sizes.state, self.columns)
+        if not isinstance(before.memory, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
+            raise ArgumentError(f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
+        return before.memory.state.to(dtype)
+
+    @torch.no_grad()
+    def _started(self) -> dict[str, Any]:
+        """rates: what a head keeps over one token whose gates read 0."""
+        zero = self.norm.weight.new_zeros(self.gates, 1, self.sizes.heads, 1)
+        return {"rates": self._gates(zero.unbind(0))[0].exp().flatten().tolist()}
+
+    def extra_repr(self) -> str:
+        sizes = self.sizes
+        return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}"
+
+
+__all__ = ["FastWeights", "Mixed"]

@@ -1,0 +1,111 @@
+"""Gated KalmaNet: ridge regression that fades, its regulariser following the keys, solved by Chebyshev iteration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+from zonal.nn.fading import FadingSums, cut, uncut
+from zonal.nn.fast_weights import FastWeights, Mixed
+from zonal.nn.initialise import Draws
+from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
+from zonal.nn.solvers import chebyshev, solution
+
+
+class GatedKalmaNet(FastWeights):
+    """H_t = α_t H_{t−1} + κ_t κ_tᵀ, U_t = α_t U_{t−1} + κ_t ν_tᵀ, y_t = U_tᵀ (m_t (H_t + λ_t)⁻¹ q_t + (1 − m_t) q_t) / √N.
+
+    κ = β k and ν = β v with β = σ(c + d); α = e^{−A softplus(a + b)}; m = σ(e + f) mixes the solved query with the plain one; all
+    from W_I x. λ_t = ridge · ‖H_t‖_F, so the condition of every system is at most (1 + ridge) / ridge, whatever was written.
+    It is solved for all tokens at once by Chebyshev iteration with the bounds λ_t and λ_t + ‖H_t‖_F. A token sees itself.
+    Layer and norm are those of ``FastWeights``.
+
+    Args:
+        dim: size of input and output.
+        state: N, numbers in a key.
+        head_dim: P, channels of a head.
+        expand: channels of all heads over dim.
+        conv: width of the convolution on q, k and v.
+        steps: steps of Chebyshev iteration; 30 with ridge 0.02 leave 4e-4 of the error.
+        ridge: λ over ‖H‖_F.
+        norm_eps: ε of the norm.
+
+    The derivative is that of the exact solution, through λ too, by one more solve.
+
+    Cost: steps · T · 2 N (N + 64) a head, and as much backward; memory of a decoder: N (N + P) + conv numbers.
+
+    Source: Peng et al. 2025, arXiv 2511.21016.
+
+    Raises: ArgumentError for sizes that do not fit.
+    """
+
+    gates = 3
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int = 64,
+        head_dim: int = 64,
+        expand: int = 1,
+        conv: int = 4,
+        steps: int = 30,
+        ridge: float = 0.02,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(dim, state, head_dim, expand, conv, norm_eps)
+        if steps < 1 or not ridge > 0:
+            raise ArgumentError(f"nn.GatedKalmaNet: required steps >= 1 and ridge > 0, received steps={steps}, ridge={ridge}.")
+        self.steps, self.ridge = steps, ridge
+        heads = self.sizes.heads
+        self.step_bias = nn.Parameter(torch.empty(heads))
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.write_bias = nn.Parameter(torch.empty(heads))
+        self.mix_bias = nn.Parameter(torch.empty(heads))
+        self.reset_parameters(Draws())
+
+    @property
+    def columns(self) -> int:
+        return self.sizes.state + self.sizes.head_dim
+
+    def _reset_gates(self, draws: Draws) -> None:
+        draw_steps_(self.step_bias, draws, "step_bias")
+        draw_log_uniform_(self.log_rate, draws, "log_rate", *RATES)
+        nn.init.zeros_(self.write_bias)
+        nn.init.zeros_(self.mix_bias)
+
+    def learned(self) -> dict[str, Any]:
+        """rates: what a head keeps over one token with a = 0."""
+        return self._started()
+
+    def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        rate, step, write = (parameter.to(raw[0].dtype).unsqueeze(-1) for parameter in (self.log_rate.exp(), self.step_bias, self.write_bias))
+        return -rate * F.softplus(raw[0] + step), (raw[1] + write).sigmoid()
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+    ) -> Mixed:
+        keys = write * k
+        values = torch.cat([keys, write * v], -1)
+        sums = FadingSums.of(keys, values, log_decay, state, size)
+        share = (raw[2] + self.mix_bias.to(q.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
+        y = kalman(sums, cut(q, size), cut(share, size), self.ridge, self.steps)
+        return Mixed(uncut(y, q.shape[2]) * q.shape[-1] ** -0.5, sums.last, keys, values)
+
+
+def kalman(sums: FadingSums, q: Tensor, share: Tensor, ridge: float, steps: int) -> Tensor:
+    """U_tᵀ (m (H_t + λ_t)⁻¹ q_t + (1 − m) q_t) from sums over κ and [κ, ν]: q, share in blocks (B, H, n, C, ·) -> (B, H, n, C, P)."""
+    square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
+    norm = sums.frobenius(square)
+
+    def apply(x: Tensor) -> Tensor:
+        return sums.read(x, square) + ridge * norm * x
+
+    solved = solution(apply, lambda right: chebyshev(apply, right, ridge * norm, (1 + ridge) * norm, steps), q)
+    return sums.read(q + share * (solved - q), rest)
+
+
+__all__ = ["GatedKalmaNet", "kalman"]

@@ -1,0 +1,74 @@
+"""Gates that a layer of attention makes from its input: how fast the past fades, and how strongly a key is stored."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.nn.initialise import Draws
+from zonal.nn.norm import accumulation_dtype
+
+_FASTEST = 4.0
+"""A past with a ridge fades by no more than e^-4 over r tokens, after which each of its r directions has got its ridge back once: in between
+no less than 4 / (e^4 - 1) = 7 % of it is left."""
+_OPEN = 4.0
+
+
+class DecayGate(nn.Module):
+    """log λ = log σ(W x + b), or −c σ(W x + b) where the fastest log decay −c is given; one number a token and head.
+
+    Args:
+        dim: size of x.
+        rates: λ of each head at x = 0, where the gate starts.
+        fastest: c > 0, or None for no limit. A rate nearer to it than a tenth starts at that.
+    """
+
+    def __init__(self, dim: int, rates: Tensor, fastest: float | None = None) -> None:
+        super().__init__()
+        self.fastest = fastest
+        self.register_buffer("start", rates.double().log(), persistent=False)
+        self.projection = nn.Linear(dim, rates.shape[0])
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw W; b so that the rates are those given."""
+        draws.normal_(self.projection.weight, "projection.weight")
+        start = self.get_buffer("start")
+        share = start.exp() if self.fastest is None else (-start / self.fastest).clamp_max(0.9)
+        with torch.no_grad():
+            self.projection.bias.copy_(torch.logit(share))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> log λ (B, H, T) < 0 in float32 or better."""
+        z = self.projection(x).transpose(1, 2)
+        z = z.to(accumulation_dtype(z.dtype))
+        return F.logsigmoid(z) if self.fastest is None else -self.fastest * torch.sigmoid(z)
+
+
+def fastest_decay(width: int) -> float:
+    """The fastest log decay of a ridge read-out with keys of ``width`` numbers."""
+    return _FASTEST / width
+
+
+class KeyGate(nn.Module):
+    """w = σ(W x + b) a token and key head, nearly open at the start (b = 4): a key is stored as w z, a distractor with a short one.
+
+    Args:
+        dim: size of x. heads: key heads.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(dim, heads)
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw W; b = 4, which is w = 0.98."""
+        draws.normal_(self.projection.weight, "projection.weight")
+        nn.init.constant_(self.projection.bias, _OPEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> w (B, heads, T) in (0, 1)."""
+        return torch.sigmoid(self.projection(x)).transpose(1, 2)
+
+
+__all__ = ["DecayGate", "KeyGate", "fastest_decay"]

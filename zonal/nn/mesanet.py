@@ -1,0 +1,121 @@
+"""MesaNet: each token's query is solved against all keys so far, by conjugate gradients."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+from zonal.nn.fading import FadingSums, cut, uncut
+from zonal.nn.fast_weights import FastWeights, Mixed
+from zonal.nn.initialise import Draws
+from zonal.nn.solvers import conjugate_gradients, solution
+
+
+class MesaNet(FastWeights):
+    """H_t = γ_t H_{t−1} + β_t k_t k_tᵀ, C_t = γ_t C_{t−1} + β_t k_t v_tᵀ, y_t = C_tᵀ (H_t + Λ)⁻¹ q_t: ridge regression that fades.
+
+    γ = σ(a + b) forgets, β = σ(c + d) weighs a token, both from W_I x; Λ = floor + softplus(l), a positive diagonal a head that
+    the past does not change. The system is solved for all tokens at once by conjugate gradients from q / diag(H + Λ), a product
+    with H_t being a read of a sum that fades. A token sees itself. Layer and norm are those of ``FastWeights``, without SiLU(z)
+    and with a convolution on q and k alone.
+
+    Args:
+        dim: size of input and output.
+        state: N, numbers in a key.
+        head_dim: P, channels of a head.
+        expand: channels of all heads over dim.
+        conv: width of the convolution on q and k.
+        steps: steps of conjugate gradients at most.
+        tolerance: a token stops when its residual is at most tolerance · ‖q‖; 0 = all steps.
+        ridge_floor: the least entry of Λ; all start at 1, or at twice the floor where that is more.
+        forget_bias: where b starts; 4 keeps 0.98 of the past over a token, 0 half of it.
+        norm_eps: ε of the norm.
+
+    The derivative is that of the exact solution, by one more solve, and as exact as ``steps`` make it.
+
+    Cost: steps · T · 2 N (N + 64) a head, and as much backward; memory of a decoder: N (N + P) + conv numbers.
+
+    Source: von Oswald et al. 2025, arXiv 2506.05233.
+
+    Raises: ArgumentError for sizes that do not fit.
+    """
+
+    gated = False
+    convolves_values = False
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        state: int = 64,
+        head_dim: int = 64,
+        expand: int = 1,
+        conv: int = 4,
+        steps: int = 30,
+        tolerance: float = 0.0,
+        ridge_floor: float = 0.25,
+        forget_bias: float = 4.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(dim, state, head_dim, expand, conv, norm_eps)
+        if steps < 1 or tolerance < 0 or not ridge_floor > 0:
+            raise ArgumentError(
+                f"nn.MesaNet: required steps >= 1, tolerance >= 0 and ridge_floor > 0, received steps={steps}, tolerance={tolerance}, ridge_floor={ridge_floor}."
+            )
+        self.steps, self.tolerance, self.ridge_floor, self.forget_start = steps, tolerance, ridge_floor, forget_bias
+        self.forget_bias = nn.Parameter(torch.empty(self.sizes.heads))
+        self.write_bias = nn.Parameter(torch.empty(self.sizes.heads))
+        self.raw_ridge = nn.Parameter(torch.empty(self.sizes.heads, state))
+        self.reset_parameters(Draws())
+
+    @property
+    def columns(self) -> int:
+        return self.sizes.state + self.sizes.head_dim
+
+    def _reset_gates(self, draws: Draws) -> None:
+        nn.init.constant_(self.forget_bias, self.forget_start)
+        nn.init.zeros_(self.write_bias)
+        # softplus⁻¹
+        nn.init.constant_(self.raw_ridge, math.log(math.expm1(max(1 - self.ridge_floor, self.ridge_floor))))
+
+    def ridge(self) -> Tensor:
+        """Λ (H, N), in float32 or better."""
+        return self.ridge_floor + F.softplus(self.raw_ridge.float() if self.raw_ridge.dtype != torch.float64 else self.raw_ridge)
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Any]:
+        """rates: what a head keeps over one token with a = 0; ridge: the mean of Λ."""
+        return {**self._started(), "ridge": self.ridge().mean(1).tolist()}
+
+    def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        forget, write = (bias.to(raw[0].dtype).unsqueeze(-1) for bias in (self.forget_bias, self.write_bias))
+        return F.logsigmoid(raw[0] + forget), (raw[1] + write).sigmoid()
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+    ) -> Mixed:
+        values = write * torch.cat([k, v], -1)
+        sums = FadingSums.of(k, values, log_decay, state, size)
+        y = mesa(sums, cut(q, size), self.ridge().to(q.dtype), self.steps, self.tolerance)
+        return Mixed(uncut(y, q.shape[2]), sums.last, k, values)
+
+
+def mesa(sums: FadingSums, q: Tensor, ridge: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
+    """C_tᵀ (H_t + Λ)⁻¹ q_t from sums over keys and [β k, β v]: q in blocks (B, H, n, C, N), ridge (H, N) -> (B, H, n, C, P)."""
+    square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
+    ridge = ridge[:, None, None]
+
+    def apply(x: Tensor) -> Tensor:
+        return sums.read(x, square) + ridge * x
+
+    with torch.no_grad():
+        diagonal = sums.diagonal(square) + ridge
+    solved = solution(apply, lambda right: conjugate_gradients(apply, right, diagonal, steps, tolerance), q)
+    return sums.read(solved, rest)
+
+
+__all__ = ["MesaNet", "mesa"]

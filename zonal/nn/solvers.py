@@ -1,0 +1,89 @@
+"""Iterative solvers of one small symmetric system a token, all tokens at once, and the derivative of a solution.
+
+A system is given by what it does to a vector, ``apply(x) = A x`` with x (..., N); no matrix is formed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Apply = Callable[[Tensor], Tensor]
+
+
+def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
+    """x with A x ≈ q by ``steps`` steps of conjugate gradients from q / diagonal, the diagonal of A.
+
+    A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; with a tolerance the iteration ends
+    when all do. In exact arithmetic N steps solve a system of size N.
+    """
+    # gradients come in any size, and their squares would underflow
+    scale = q.abs().amax(-1, keepdim=True)
+    q = q / scale.clamp_min(torch.finfo(q.dtype).tiny)
+    x = q / diagonal
+    r = q - apply(x)
+    p, square = r, r.square().sum(-1, keepdim=True)
+    least = max(tolerance, torch.finfo(q.dtype).eps) ** 2 * q.square().sum(-1, keepdim=True)
+    for _ in range(steps):
+        going = square > least
+        if tolerance and not bool(going.any()):
+            break
+        image = apply(p)
+        step = torch.where(going, square / (p * image).sum(-1, keepdim=True), 0)
+        x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, image, value=-1)
+        after = r.square().sum(-1, keepdim=True)
+        p = torch.addcmul(r, torch.where(going, after / square, 0), p)
+        square = torch.where(going, after, square)
+    return x * scale
+
+
+def chebyshev(apply: Apply, q: Tensor, low: Tensor, high: Tensor, steps: int) -> Tensor:
+    """x with A x ≈ q by ``steps`` steps of Chebyshev iteration from 0, for A with eigenvalues in [low, high], 0 < low.
+
+    x is a polynomial of A applied to q; the error shrinks by (√κ − 1) / (√κ + 1) a step, κ = high / low.
+    """
+    centre = (low + high) / 2
+    ratio = ((high - low) / (high + low)).square() / 4
+    before, x = torch.zeros_like(q), q / centre
+    weight = torch.full_like(ratio, 2.0)
+    for _ in range(steps - 1):
+        weight = 1 / (1 - ratio * weight)
+        x, before = before + weight * (x - before + (q - apply(x)) / centre), x
+    return x
+
+
+class _Solution(torch.autograd.Function):
+    """x, whose derivative by the residual q − A x is A⁻¹."""
+
+    @staticmethod
+    def forward(residual: Tensor, x: Tensor, solve: Apply) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Apply], output: Tensor) -> None:
+        ctx.solve = inputs[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.solve(grad_outputs[0]), None, None
+
+
+def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
+    """x = solve(q), differentiable in q and in all that ``apply`` depends on, by the implicit function theorem.
+
+    The backward pass is one more solve and the derivative of one product: no iteration is recorded, and the gradient is as
+    exact as the solve.
+    """
+    with torch.no_grad():
+        x = solve(q)
+    if not torch.is_grad_enabled():
+        return x
+    found = _Solution.apply(q - apply(x), x, solve)
+    assert isinstance(found, Tensor)
+    return found
+
+
+__all__ = ["chebyshev", "conjugate_gradients", "solution"]
