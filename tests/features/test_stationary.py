@@ -44,7 +44,8 @@ def test_the_mean_is_the_kernel(name: str, signed: bool) -> None:
         assert signed or bool((phi[0] >= 0).all())
         error = found.std().item() / math.sqrt(4000)
         assert abs(found.mean().item() - features.apart(u, v).item()) < 4.5 * error, (name, distance)
-        assert abs(found.mean().item() - 1.3 * features.apart(u, v).item()) > 4.5 * error  # it can fail
+        if distance == 0.3:  # where the kernel is far from zero, the comparison can fail
+            assert abs(found.mean().item() - 1.3 * features.apart(u, v).item()) > 4.5 * error
 
 
 @pytest.mark.parametrize("smoothness", [0.5, 1.5, 2.5])
