@@ -20,6 +20,8 @@ LINKS = {
     "yat": link.Yat(eps=0.05),
     "squared_affine": link.SquaredAffine(bias=0.3, learn_bias=True),
     "polynomial_square": link.PolynomialSquare(polynomial=(0.2, -0.5, 1.0), floor=0.1, learn=True),
+    "oscillatory": link.Oscillatory(amplitudes=(1.0, -0.7), decays=(0.5, 0.1), frequencies=(3.0, 8.0)),
+    "oscillatory-fixed": link.Oscillatory(learn=False),
 }
 
 

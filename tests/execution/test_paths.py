@@ -90,9 +90,9 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 
 MUST_RUN = {
-    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance", "distance-squared"],
-    "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "ska-fading", "ska-mixed", "ska-relative"],
-    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "ska-fading", "ska-mixed", "yat"],
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory"],
+    "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "rewa_functional-linear", "ska-fading", "ska-mixed", "ska-relative"],
+    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat", "rewa", "rewa_operator", "ska-fading", "ska-mixed"],
 }
 
 
@@ -102,7 +102,7 @@ def test_path_is_offered(path: str, name: str) -> None:
     check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
 
 
-BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention", "distance", "distance-squared"]
+BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention", "distance", "distance-squared", "rewa"]
 KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0}
 
 
@@ -110,8 +110,8 @@ KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0}
 def condition(operator: Operator, exact: Inputs, path: str) -> float:
     """How much a path must magnify rounding, whoever writes it: the condition number of what it computes, up to a small factor."""
     if operator.tags.log_space:  # exp turns an absolute error of a score into a relative one
-        score = operator.score
-        return max(1.0, score.pair(score.prepare_query(exact.q, {}, None), score.prepare_key(exact.k, {})).abs().max().item() / 8)
+        score, params = operator.score, operator.bind(4, 4).score_params
+        return max(1.0, score.pair(score.prepare_query(exact.q, params, None), score.prepare_key(exact.k, params)).abs().max().item() / 8)
     if path == "tiled":
         return 1.0
     keys = exact.k.shape[2]
@@ -166,7 +166,7 @@ def test_error_budget(name: str, path: str, kind: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ["softmax", "sko", "squared_affine", "linear", "ridge", "ska-1", "retention", "softmax-window", "yat"])
+@pytest.mark.parametrize("name", ["softmax", "sko", "squared_affine", "linear", "ridge", "ska-1", "retention", "softmax-window", "yat", "rewa"])
 def test_future_does_not_leak(name: str, path: str) -> None:
     """Changing tokens >= t, to large ones too, leaves outputs < t unchanged to the bit or to rounding."""
     operator, data, t = randomised(OPERATORS[name]()), inputs(CASES["causal"]), 9

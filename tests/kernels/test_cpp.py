@@ -62,9 +62,9 @@ def taken(operator: Operator, case: Case) -> bool:
         call = prepare(
             operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens, key_bias=data.key_bias
         )
+        return native.refusal(call) is None
     except zonal.errors.ArgumentError:
         return False
-    return native.refusal(call) is None
 
 
 def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
@@ -189,8 +189,9 @@ def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPa
     for got, reference, truth in zip(*found, strict=True):
         assert torch.isfinite(got).all()
         error, allowed = (got - truth).abs().max(), (reference - truth).abs().max()
-        # a distance of zero is the root of rounding in any float32
-        assert error <= 2 * allowed + 1e-4 * (1 + truth.abs().max())
+        # a distance of zero is the root of rounding in the kernel's float32, and its gradient has no direction
+        floor = 1e-4 if kernels == "off" else 8 * torch.finfo(torch.float32).eps ** 0.5
+        assert error <= 2 * allowed + floor * (1 + truth.abs().max())
 
 
 @pytest.mark.parametrize("name", ["distance", "distance-squared"])

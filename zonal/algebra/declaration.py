@@ -74,14 +74,19 @@ def from_config(config: Mapping[str, Any], valid: Mapping[str, type[Declaration]
     values: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, list):
-            values[key] = tuple(value)
-        elif isinstance(value, dict):
-            from zonal.algebra import slots  # the table of all slots imports this module
-
-            values[key] = from_config(value, {**valid, **slots.ALL}, key)
+            values[key] = tuple(_read(item, valid, key) for item in value)
         else:
-            values[key] = value
+            values[key] = _read(value, valid, key)
     return valid[name](**values)
+
+
+def _read(value: Any, valid: Mapping[str, type[Declaration]], key: str) -> Any:
+    """A value of a configuration: a declaration where it was one."""
+    if not isinstance(value, dict):
+        return value
+    from zonal.algebra import slots  # the table of all slots imports this module
+
+    return from_config(value, {**valid, **slots.ALL}, key)
 
 
 def row(*values: float) -> Tensor:

@@ -14,45 +14,11 @@ from torch import Tensor
 
 from zonal.algebra import gegenbauer
 from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
+from zonal.algebra.horner import horner, horner_derivative, power_sums
 from zonal.algebra.score import Params
 from zonal.formula import FORMULAS, Formula
 
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
-
-
-def horner(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_k c[k] x^k for c (n, H, 1, 1); in ``out`` where it is given and no graph is recorded."""
-    if c.shape[0] == 1:
-        return c[0].expand(x.shape)
-    if torch.is_grad_enabled() and (x.requires_grad or c.requires_grad):
-        y = torch.addcmul(c[-2], c[-1], x)
-        for k in range(c.shape[0] - 3, -1, -1):
-            y = torch.addcmul(c[k], y, x)
-        return y
-    # two calls that vectorise are faster than one with two scalars, which does not
-    *lower, second, first = c.unbind()
-    y = torch.mul(x, first, out=out).add_(second)
-    for lower_one in reversed(lower):
-        torch.addcmul(lower_one, y, x, out=y)
-    return y
-
-
-def horner_derivative(x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_k k c[k] x^(k-1); ``out`` as for ``horner``."""
-    if c.shape[0] == 1:
-        return torch.zeros_like(x)
-    powers = torch.arange(1, c.shape[0], dtype=c.dtype, device=c.device).view(-1, 1, 1, 1)
-    return horner(x, c[1:] * powers, out)
-
-
-def power_sums(x: Tensor, grad: Tensor, count: int, spare: Tensor | None = None) -> Tensor:
-    """sum over batch and tile of grad * x^k for k < count: (count, H, 1, 1) in float64. spare: a buffer of x's shape that may be used up."""
-    sums, term = [grad.sum((-1, -2))], grad
-    for k in range(1, count):
-        term = torch.mul(term, x, out=spare) if k == 1 else term.mul_(x)
-        sums.append(term.sum((-1, -2)))
-    # float32 inside a tile, float64 across tiles: summing 1e7 small terms in float32 loses three digits
-    return torch.stack(sums).double().sum(1).view(count, -1, 1, 1)
 
 
 class Link(Declaration):
@@ -444,8 +410,75 @@ class PolynomialSquare(Link):
         )
 
 
+@dataclass(frozen=True)
+class Oscillatory(Link):
+    """l(x) = exp(sum_k a_k e^(-b_k d) cos(w_k d)) of a distance d = max(-x, 0), as ``NegativeDistance`` scores have it: evidence that swings and fades.
+
+    amplitudes a of any sign, decays b > 0, frequencies w; learned, one set a head. l lies between e^-A and e^A, A the sum of |a|.
+    """
+
+    amplitudes: tuple[float, ...] = (1.0,)
+    decays: tuple[float, ...] = (0.5,)
+    frequencies: tuple[float, ...] = (3.0,)
+    learn: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("amplitudes", "decays", "frequencies"):
+            object.__setattr__(self, name, tuple(float(v) for v in getattr(self, name)))
+        same = 0 < len(self.amplitudes) == len(self.decays) == len(self.frequencies)
+        require(
+            same and all(v > 0 for v in self.decays),
+            f"Oscillatory: as many amplitudes, decays > 0 and frequencies are required, received {self.amplitudes}, {self.decays}, {self.frequencies}.",
+        )
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> int:
+        return 8 * len(self.amplitudes) + 1
+
+    def initial(self) -> dict[str, Tensor]:
+        if not self.learn:
+            return {}
+        return {"amplitude": row(*self.amplitudes)[None], "log_decay": row(*self.decays)[None].log(), "frequency": row(*self.frequencies)[None]}
+
+    def coefficients(self, params: Params) -> Tensor:
+        values = (self.amplitudes, self.decays, self.frequencies)
+        rows = [params["amplitude"].double(), params["log_decay"].double().exp(), params["frequency"].double()] if self.learn else [
+            torch.tensor([v], dtype=torch.float64) for v in values]
+        return torch.cat(rows, 1).T[:, :, None, None]
+
+    def _waves(self, x: Tensor, c: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]]:
+        """d, and for each wave its a, b, w, e^(-b d) cos(w d) and e^(-b d) sin(w d)."""
+        distance = (-x).clamp_min(0)
+        found = []
+        for a, b, w in zip(*c.chunk(3), strict=True):
+            fade = (-b * distance).exp()
+            found.append((a, b, w, fade * (w * distance).cos(), fade * (w * distance).sin()))
+        return distance, found
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return sum((a * even for a, _, _, even, _ in self._waves(x, c)[1]), torch.zeros_like(x)).exp()
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        waves = self._waves(x, c)[1]
+        slope = sum((a * (b * even + w * odd) for a, b, w, even, odd in waves), torch.zeros_like(x))
+        return slope * sum((a * even for a, _, _, even, _ in waves), torch.zeros_like(x)).exp() * (x <= 0)
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        distance, waves = self._waves(x, c)
+        grad = grad * self.value(x, c)
+        pulls = [even for *_, even, _ in waves], [-a * distance * even for a, _, _, even, _ in waves], [-a * distance * odd for a, *_, odd in waves]
+        return torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind]).double().sum(1)[:, :, None, None]
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("assumed", "link", f"evidence swings with distance and fades, in {len(self.amplitudes)} waves"),)
+
+
 LINKS: dict[str, type[Declaration]] = {
-    "Exp": Exp, "Identity": Identity, "Gegenbauer": Gegenbauer, "Yat": Yat, "SquaredAffine": SquaredAffine, "PolynomialSquare": PolynomialSquare,
+    "Exp": Exp, "Identity": Identity, "Gegenbauer": Gegenbauer, "Yat": Yat, "SquaredAffine": SquaredAffine, "PolynomialSquare": PolynomialSquare, "Oscillatory": Oscillatory,
 }
 
-__all__ = ["LINKS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]
+__all__ = ["LINKS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "Oscillatory", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]

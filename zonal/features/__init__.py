@@ -17,12 +17,13 @@ from zonal.features.random import Fourier, PositiveRandom, RandomMaclaurin, Tens
 from zonal.features.score import Features
 from zonal.features.serve import feature_map
 from zonal.features.slay import Slay
+from zonal.features.stationary import Stationary
 from zonal.features.symmetric import SymmetricPowers
 
 FEATURES: dict[str, type[FeatureMap]] = {
     kind.__name__: kind
     for kind in (
-        SymmetricPowers, Polynomial, PositiveRandom, Fourier, RandomMaclaurin, TensorSketch, Anchors, Nystrom, LowRankSquare,
+        SymmetricPowers, Polynomial, PositiveRandom, Fourier, Stationary, RandomMaclaurin, TensorSketch, Anchors, Nystrom, LowRankSquare,
         TensorProduct, Hadamard, Sketched, SharedHadamard, LearnedExp, Slay,
     )
 }  # fmt: skip
@@ -41,7 +42,7 @@ def features_from_config(config: dict[str, Any]) -> FeatureMap:
 
 __all__ = [
     "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
-    "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "SymmetricPowers", "TensorProduct",
+    "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "Stationary", "SymmetricPowers", "TensorProduct",
     "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
     "quadrature", "repeat_heads", "row_weights", "sample", "square", "taylor_exp",
 ]  # fmt: skip

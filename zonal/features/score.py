@@ -23,7 +23,7 @@ class Features(Score):
     dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it, and what is learned
     can be trained. None = left open: a layer fills in its own, and a bare call takes the start that ``seed`` gives for the size it meets.
     heads: how many key heads have numbers of their own (1 = all share them). scaled: q and k are divided by D^(1/4), so that the map's
-    q.k is q.k / sqrt(D). What a map chooses from keys (k-means, principal directions) is missing until ``Operator.fit``.
+    q.k is q.k / sqrt(D). temperature: what the score is divided by. What a map chooses from keys (k-means, principal directions) is missing until ``Operator.fit``.
 
     Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all features of a vector
     underflow (asked on a CPU); InsufficientMemoryError for features of all tokens that do not fit into memory.
@@ -36,6 +36,7 @@ class Features(Score):
     heads: int = 1
     seed: int = 0
     scaled: bool = False
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         require(isinstance(self.features, FeatureMap), f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.")
@@ -43,6 +44,7 @@ class Features(Score):
             require_whole("Features: dim", self.dim)
         require_whole("Features: heads", self.heads)
         require_whole("Features: seed", self.seed, 0)
+        require(self.temperature > 0, f"Features: temperature must be > 0, received {self.temperature}.")
 
     @property
     def positive(self) -> bool:
@@ -80,7 +82,12 @@ class Features(Score):
         rows = self._numbers(q, params)
         kv_heads = max([1, *(value.shape[0] for value in rows.values())])
         phi = self._standing(self.features.query(self._ready(q), repeat_heads(rows, q.shape[1] // kv_heads)))
-        return phi if scale is None else phi * scale
+        if scale is None:
+            return phi if self.temperature == 1 else phi / self.temperature
+        return phi * scale
+
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        return k / self.temperature
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return self._standing(self.features.key(self._ready(k), self._numbers(k, params)))

@@ -1,5 +1,6 @@
 """Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers and the block."""
 
+from zonal.nn import rewa
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block
 from zonal.nn.convolution import ShortConvolution
@@ -18,5 +19,5 @@ from zonal.nn.rotary import Rotary
 
 __all__ = [
     "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet",
-    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer",
+    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "rewa",
 ]  # fmt: skip

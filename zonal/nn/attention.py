@@ -31,7 +31,8 @@ class Attention(TokenMixer):
     Args:
         dim: size of x and y.
         heads: H query heads.
-        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head. With
+            rewa(shared_witness=True) one map makes queries and keys.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
         head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
@@ -107,8 +108,11 @@ class Attention(TokenMixer):
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
+        one_map = self.operator.score.one_map
+        if one_map and kv_heads != heads:
+            raise ArgumentError(f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}.")
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
-        self.key = nn.Linear(dim, kv_heads * qk_dim, bias=bias)
+        self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
         if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # shared with layers whose queries have another size
@@ -120,7 +124,7 @@ class Attention(TokenMixer):
         if key_gate and not self.operator.anchor.solves:
             raise ArgumentError(f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out.")
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
-        self.key_norm = RMSNorm(qk_dim) if qk_norm else None
+        self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
         if self.readout_norm == "head":
             self.readout: RMSNorm | None = RMSNorm(head_dim, readout_eps)
         elif self.readout_norm == "concat":

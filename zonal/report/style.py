@@ -35,6 +35,10 @@ LOOKS = (
     Look("#3b3fbf", "#9aa0ff", "triangle-left", "dashdot"),
     Look("#a8382c", "#f19a90", "triangle-right", "dashdot"),
     Look("#3f716e", "#8fd0cb", "star-diamond", "dashdot"),
+    Look("#7b3f8c", "#d3a2e0", "triangle-ne", "dashdot"),
+    Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot"),
+    Look("#a3195b", "#f58ab8", "triangle-se", "dot"),
+    Look("#1f6f8b", "#86c5da", "triangle-nw", "dash"),
 )
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
@@ -53,6 +57,10 @@ _KNOWN = {
     "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
     "performer": (13, "Performer", "softmax by positive random features; constant memory."),
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
+    "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
+    "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
+    "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
+    "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
     "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
     "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
     "gated_deltanet": (12, "Gated DeltaNet", "a matrix that fades and is corrected at each token towards the token's value; constant memory."),

@@ -1,50 +1,14 @@
-"""Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for tiles."""
+"""The straight metrics: a distance and its square."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, require
-from zonal.formula import FORMULAS, Formula
-
-
-class Lift(NamedTuple):
-    """A score that is no dot product as the tile kernels take it, under the link exp: log K = h(scale a(q) . b(k)).
-
-    formula: has h, in log space. extra: how many numbers a and b have more than q and k.
-    """
-
-    formula: Formula
-    scale: float
-    extra: int
-
-
-class Metric(Declaration):
-    """d(a, b) >= 0 on points of the last axis.
-
-    A metric that is a function of one dot product says so with ``lift`` and ``lifted``, and runs in the tile kernels. One that is not,
-    such as a sum of several, has ``lift`` None and runs in torch's tiles.
-    """
-
-    slot = "metric"
-
-    def lift(self, temperature: float) -> Lift | None:
-        """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""
-        return None
-
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The vectors a(q) and b(k): q (B, H, T, D), k (B, Hkv, S, D) -> (…, D + extra), differentiable."""
-        raise NotImplementedError(f"{type(self).__name__}.lifted")
-
-    def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        """All distances: q (..., T, D), k (..., S, D) -> (..., T, S)."""
-        raise NotImplementedError(f"{type(self).__name__}.pair")
-
-    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of sum(grad * pair(q, k)) with respect to q and k."""
-        raise NotImplementedError(f"{type(self).__name__}.pair_vjp")
+from zonal.algebra.declaration import require
+from zonal.algebra.metric.base import Lift, Metric
+from zonal.formula import FORMULAS
 
 
 def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,15 +25,16 @@ def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _squares(q: Tensor, k: Tensor) -> Tensor:
-    """|q_t - k_s|^2 (..., T, S), below zero by rounding only."""
-    q, k = _centred(q, k)
+    """|q_t - k_s|^2 (..., T, S) in float64, below zero by rounding only: in float32 near points would lose all their digits."""
+    q, k = _centred(q.double(), k.double())
     return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
 
 
 def _squares_vjp(q: Tensor, k: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of sum(grad * _squares(q, k)) / 2 with respect to q and k."""
-    q, k = _centred(q, k)
-    return grad.sum(-1, keepdim=True) * q - grad @ k, grad.sum(-2).unsqueeze(-1) * k - grad.transpose(-1, -2) @ q
+    dtype, (q, k), grad = q.dtype, _centred(q.double(), k.double()), grad.double()
+    dq, dk = grad.sum(-1, keepdim=True) * q - grad @ k, grad.sum(-2).unsqueeze(-1) * k - grad.transpose(-1, -2) @ q
+    return dq.to(dtype), dk.to(dtype)
 
 
 def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +48,8 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there).
+    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The tile kernels take |a - b|^2 from a product
+    in float32: distances below 3e-4 of the points' spread are its rounding there. Torch's tiles sum it in float64.
     """
 
     eps: float = 1e-4
@@ -91,8 +57,11 @@ class Euclidean(Metric):
     def __post_init__(self) -> None:
         require(self.eps > 0, f"Euclidean: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
 
+    def typical(self, dim: int) -> float:
+        return (2 * dim) ** 0.5
+
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        return (_squares(q, k).clamp_min(0) + self.eps**2).sqrt() - self.eps
+        return (_squares(q, k).clamp_min(0) + self.eps**2).to(q.dtype).sqrt() - self.eps
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return _squares_vjp(q, k, grad / (distance + self.eps))
@@ -109,8 +78,11 @@ class Euclidean(Metric):
 class SquaredEuclidean(Metric):
     """d(a, b) = |a - b|^2: with the link exp a Gaussian kernel. No metric in the strict sense (no triangle inequality)."""
 
+    def typical(self, dim: int) -> float:
+        return 2.0 * dim
+
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        return _squares(q, k)
+        return _squares(q, k).to(q.dtype)
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return _squares_vjp(q, k, 2 * grad)
@@ -122,6 +94,37 @@ class SquaredEuclidean(Metric):
         return _squares_lifted(q, k)
 
 
-METRICS: dict[str, type[Declaration]] = {"Euclidean": Euclidean, "SquaredEuclidean": SquaredEuclidean}
+@dataclass(frozen=True)
+class HilbertSchmidt(Metric):
+    """d(A, B) = |A - B|, the root of the sum of squared entries, smooth as ``Euclidean``: points are m x m matrices row by row, D = m^2.
 
-__all__ = ["METRICS", "Euclidean", "Lift", "Metric", "SquaredEuclidean"]
+    Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no square matrices.
+    """
+
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require(self.eps > 0, f"HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+
+    def check(self, dim: int) -> None:
+        require(math.isqrt(dim) ** 2 == dim and dim > 0, f"metric.HilbertSchmidt: points of m^2 numbers are required, received {dim}.")
+
+    def typical(self, dim: int) -> float:
+        return (2 * dim) ** 0.5
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        self.check(k.shape[-1])
+        return Euclidean(self.eps).pair(q, k)
+
+    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return Euclidean(self.eps).pair_vjp(q, k, distance, grad)
+
+    def lift(self, temperature: float) -> Lift:
+        return Euclidean(self.eps).lift(temperature)
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        self.check(k.shape[-1])
+        return _squares_lifted(q, k)
+
+
+__all__ = ["Euclidean", "HilbertSchmidt", "SquaredEuclidean"]

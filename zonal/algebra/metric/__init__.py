@@ -1,0 +1,12 @@
+"""Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for tiles."""
+
+from zonal.algebra.declaration import Declaration
+from zonal.algebra.metric.base import Lift, Metric
+from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball
+from zonal.algebra.metric.euclidean import Euclidean, HilbertSchmidt, SquaredEuclidean
+from zonal.algebra.metric.information import Fidelity, FisherRao, LeCam
+from zonal.algebra.metric.product import Product
+
+METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product)}
+
+__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Sphere", "SquaredEuclidean", "from_ball", "to_ball"]

@@ -1,0 +1,88 @@
+"""What every metric has in common, and the sum that distances come from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Declaration
+from zonal.formula import Formula
+
+
+class Lift(NamedTuple):
+    """A score that is no dot product as the tile kernels take it, under the link exp: log K = h(scale a(q) . b(k)).
+
+    formula: has h, in log space. extra: how many numbers a and b have more than q and k.
+    """
+
+    formula: Formula
+    scale: float
+    extra: int
+
+
+class Metric(Declaration):
+    """d(a, b) >= 0 on points of the last axis.
+
+    A metric that is a function of one dot product says so with ``lift`` and ``lifted``, and runs in the tile kernels. One that is not,
+    such as a sum of several, has ``lift`` None and runs in torch's tiles.
+    """
+
+    slot = "metric"
+
+    def typical(self, dim: int) -> float:
+        """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""
+        return 1.0
+
+    def check(self, dim: int) -> None:
+        """Raise ArgumentError when points cannot have ``dim`` numbers."""
+
+    def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """Query points (B, H, T, D) as ``pair`` takes them, with what was learned."""
+        return q
+
+    def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """What ``key`` returned, in the place of a query."""
+        return self.query(k, params)
+
+    def key(self, k: Tensor) -> Tensor:
+        """Key points (…, S, D) as ``pair`` takes them."""
+        return k
+
+    def width(self, dim: int) -> int:
+        """How many numbers ``key`` leaves of ``dim``."""
+        return dim
+
+    def lift(self, temperature: float) -> Lift | None:
+        """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""
+        return None
+
+    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors a(q) and b(k): q (B, H, T, D), k (B, Hkv, S, D) -> (…, D + extra), differentiable."""
+        raise NotImplementedError(f"{type(self).__name__}.lifted")
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        """All distances: q (..., T, D), k (..., S, D) -> (..., T, S)."""
+        raise NotImplementedError(f"{type(self).__name__}.pair")
+
+    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of sum(grad * pair(q, k)) with respect to q and k; by autograd where a metric writes none."""
+        with torch.enable_grad():
+            q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+            dq, dk = torch.autograd.grad(self.pair(q, k), (q, k), grad)
+        return dq, dk
+
+
+def unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x / |x|, 1 / |x|) on the last axis. A vector shorter than 1e-12 has no direction: zeros, and no gradient."""
+    square = x.square().sum(-1, keepdim=True)
+    long = square > 1e-24
+    inverse = torch.where(long, square, 1).rsqrt() * long
+    return x * inverse, inverse
+
+
+def unit_vjp(direction: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
+    """The gradient with respect to x of sum(grad * direction)."""
+    return (grad - (grad * direction).sum(-1, keepdim=True) * direction) * inverse
+
+
+__all__ = ["Lift", "Metric", "unit", "unit_vjp"]

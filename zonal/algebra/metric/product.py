@@ -1,0 +1,159 @@
+"""A weighted sum of metrics, each on its own part of a vector, with weights that are learned a head."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.declaration import require, require_whole, row
+from zonal.algebra.metric.base import Metric
+from zonal.algebra.metric.curved import Hyperbolic, Sphere
+from zonal.algebra.metric.euclidean import Euclidean
+
+
+class _Open(torch.autograd.Function):
+    """max(x, 0), with the gradient of x where x > 0 or a step would open it: a gate at zero can be learned, and none falls below."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.clamp_min(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * ((x > 0) | (grad < 0))
+
+
+@dataclass(frozen=True)
+class Product(Metric):
+    """d(a, b) = sum_i w_hi g_hi d_i(a_i, b_i) / typical_i on vectors that are cut into parts a = (a_1, a_2, …), one a factor.
+
+    factors: the metrics. sizes: of the parts; None = equal shares, where the first takes what is left over. weights: where w starts, 1 each
+    unless given; learn: one w a head, kept positive by softplus. gates: where g >= 0 starts, learned too; None = no gates. A gate of zero
+    shuts its factor out exactly and still gets the gradient that would open it. normalise: divide each distance by what is typical for
+    numbers from N(0, 1), so that weights of 1 make the factors equal; False = plain sums.
+
+    adaptive: the first numbers of a query, one a factor, are logits of its own weights: w_hi is multiplied by softmax(logits)_i times their
+    number. Those of a key are not read; ``sizes`` are of what follows.
+
+    ``pair`` takes queries with their weights in front, (…, T, factors + D), as ``query`` makes them; weights may so differ from query to query.
+    Plain points (…, T, D) get the declared weights.
+
+    A kernel would need as many dot products a pair as there are factors, each over its own part, kept apart in registers; radii and weights
+    as numbers of the token; and sum_i w_i h_i(x_i) in place of h(x), with one derivative each. ``Lift`` has one of each.
+
+    Raises: ArgumentError for sizes that are not those of the vectors, or numbers that are no weights.
+    """
+
+    factors: tuple[Metric, ...] = (Euclidean(), Sphere(), Hyperbolic(scale=None))
+    sizes: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    gates: tuple[float, ...] | None = None
+    learn: bool = True
+    normalise: bool = True
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        require(len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors), f"Product: factors must be metrics, received {self.factors!r}.")
+        for name, least in (("weights", "> 0"), ("gates", ">= 0")):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, tuple(float(v) for v in values))
+                good = len(values) == len(self.factors) and all(v > 0 or (v == 0 and name == "gates") for v in values)
+                require(good, f"Product: {len(self.factors)} {name} {least} are required, one a factor, received {values}. What is to be 0 is a gate.")
+        if self.sizes is not None:
+            require(len(self.sizes) == len(self.factors), f"Product: {len(self.factors)} sizes are required, one a factor, received {self.sizes}.")
+            for size in self.sizes:
+                require_whole("Product: each of sizes", size)
+
+    def parts(self, dim: int) -> tuple[int, ...]:
+        """The sizes of the parts of a vector of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
+        if self.sizes is None:
+            require(dim >= len(self.factors), f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers, received {dim}.")
+            share = dim // len(self.factors)
+            return (dim - share * (len(self.factors) - 1), *(share for _ in self.factors[1:]))
+        require(
+            sum(self.sizes) == dim,
+            f"metric.Product: sizes {self.sizes} need vectors of {sum(self.sizes)} numbers, received {dim}. Choose sizes that sum to it, or None.",
+        )
+        return self.sizes
+
+    def check(self, dim: int) -> None:
+        for factor, size in zip(self.factors, self.parts(self.width(dim)), strict=True):
+            factor.check(size)
+
+    def _start(self) -> tuple[float, ...]:
+        return self.weights or tuple(1.0 for _ in self.factors)
+
+    def initial(self) -> dict[str, Tensor]:
+        found = {}
+        if self.learn:  # softplus of it is the weight
+            found["weight"] = row(*(v + math.log(-math.expm1(-v)) for v in self._start()))[None]
+        if self.gates is not None:
+            found["gate"] = row(*self.gates)[None]
+        return found
+
+    def typical(self, dim: int) -> float:
+        scales = (1.0 if self.normalise else factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True))
+        return sum(weight * scale for weight, scale in zip(self._start(), scales, strict=True))
+
+    def head_weights(self, params: dict[str, Tensor], like: Tensor) -> Tensor:
+        """w g (H or 1, factors), in the type of ``like``, from what was learned."""
+        weight = F.softplus(params["weight"].to(like)) if self.learn else like.new_tensor(self._start())[None]
+        return weight if self.gates is None else weight * _Open.apply(params["gate"].to(like))
+
+    def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
+        weights = self.head_weights(params, q)[None, :, None]
+        if not self.adaptive:
+            return torch.cat([weights.expand(q.shape[0], q.shape[1], q.shape[2], -1), q], -1)
+        self.parts(self.width(q.shape[-1]))
+        logits, point = q.split([len(self.factors), q.shape[-1] - len(self.factors)], -1)
+        return torch.cat([weights * len(self.factors) * logits.softmax(-1), point], -1)
+
+    def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
+        return replace(self, adaptive=False).query(k, params)  # a key has no weights of its own
+
+    def key(self, k: Tensor) -> Tensor:
+        return k[..., k.shape[-1] - self.width(k.shape[-1]) :]
+
+    def width(self, dim: int) -> int:
+        return dim - len(self.factors) if self.adaptive else dim
+
+    def _parted(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
+        """The weights (…, T or 1, factors), with the typical distance divided out, and each factor with its parts of q and k."""
+        dim, count = k.shape[-1], len(self.factors)
+        sizes = self.parts(dim)
+        if q.shape[-1] == dim + count:
+            weights, q = q.split([count, dim], -1)
+        else:
+            weights = q.new_tensor(self._start()).expand(*q.shape[:-2], 1, -1)
+        if self.normalise:
+            weights = weights / weights.new_tensor([factor.typical(size) for factor, size in zip(self.factors, sizes, strict=True)])
+        return weights, list(zip(self.factors, q.split(sizes, -1), k.split(sizes, -1), strict=True))
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        weights, parts = self._parted(q, k)
+        distances = [factor.pair(a, b) for factor, a, b in parts]
+        return sum((weights[..., i + 1, None] * d for i, d in enumerate(distances[1:])), weights[..., 0, None] * distances[0])
+
+    def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        weights, parts = self._parted(q, k)
+        slopes, dq, dk = [], [], []
+        for i, (factor, a, b) in enumerate(parts):
+            own = factor.pair(a, b)
+            slopes.append((grad * own).sum(-1))
+            for found, part in zip((dq, dk), factor.pair_vjp(a, b, own, grad * weights[..., i, None]), strict=True):
+                found.append(part)
+        if q.shape[-1] == k.shape[-1]:
+            return torch.cat(dq, -1), torch.cat(dk, -1)
+        slope = torch.stack(slopes, -1)
+        if self.normalise:
+            slope = slope / slope.new_tensor([factor.typical(a.shape[-1]) for factor, a, _ in parts])
+        return torch.cat([slope, *dq], -1), torch.cat(dk, -1)
+
+
+__all__ = ["Product"]

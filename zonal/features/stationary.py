@@ -1,0 +1,120 @@
+"""Features of kernels of q - k: Gaussian, Laplacian, Matérn; by cosines and sines, or positive."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require, require_whole
+from zonal.errors import ArgumentError
+from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
+
+Stationarity = Literal["gaussian", "laplacian", "matern"]
+_KERNELS = ("gaussian", "laplacian", "matern")
+_SMOOTHNESS = (0.5, 1.5, 2.5)
+
+
+@dataclass(frozen=True)
+class Stationary(FeatureMap):
+    """phi(x) with E phi(u) . phi(v) = kappa(u - v), for vectors of any length:
+
+    ``gaussian``   kappa(x) = exp(-|x|^2 / (2 width^2));
+    ``laplacian``  kappa(x) = exp(-|x|_1 / width), with the sum of absolute values;
+    ``matern``     kappa(x) = e^-r, (1 + r) e^-r or (1 + r + r^2/3) e^-r, r = sqrt(2 nu) |x| / width, for smoothness nu = 1/2, 3/2 or 5/2.
+
+    Each is a mixture of Gaussians: its frequencies are w = z * s / width, z ~ N(0, I) and s a random scale (1; Cauchy's, a coordinate; Student's, a
+    draw). Then, for a positive map, phi_i(x) = D^-1/2 exp(w_i . x - |s_i * x|^2 / width^2), and else phi(x) = sqrt(2/D) [cos(W x), sin(W x)] with
+    D/2 frequencies, whose kernel values may be negative though kappa is not.
+
+    size: D. width: None = sqrt(d), at which vectors of unit variance are about one width apart. orthogonal: z in blocks that are orthogonal. learn: W is trained, and
+    kappa is then only the start. Heavy scales make a positive map of the Laplacian or Matérn kernel poor: where u . v > 0 its variance is infinite.
+
+    Raises: ArgumentError for unknown kernels and sizes that do not fit. Source: Rahimi and Recht 2007; positive: Choromanski et al. 2021, applied
+    to each Gaussian of the mixture.
+    """
+
+    size: int
+    kappa: Stationarity = "gaussian"
+    width: float | None = None
+    smoothness: float = 1.5
+    orthogonal: bool = False
+    learn: bool = False
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        require_whole("Stationary: size", self.size, 2 if self.signed else 1)
+        require(not (self.signed and self.size % 2), f"Stationary: a cosine and a sine for each frequency need an even size, received {self.size}.")
+        require(self.kappa in _KERNELS, f"Stationary: kappa must be one of {', '.join(_KERNELS)}, received {self.kappa!r}.")
+        require(self.width is None or self.width > 0, f"Stationary: width must be > 0 or None, received {self.width}.")
+        require(self.smoothness in _SMOOTHNESS, f"Stationary: smoothness must be 0.5, 1.5 or 2.5, received {self.smoothness}.")
+
+    @property
+    def unit(self) -> bool:
+        return False
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return ("omega",) if self.learn else ()
+
+    @property
+    def claim(self) -> Claim:
+        return Claim("learned", "frequencies are trained") if self.learn else Claim("unbiased", f"the {self.kappa} kernel as a mixture of Gaussians, sampled")
+
+    @property
+    def nonnegative(self) -> bool:
+        return not self.signed
+
+    def dimension(self, dim: int) -> int:
+        return self.size
+
+    def flops(self, dim: int) -> int:
+        return self.size * (dim + 2) if self.signed else self.size * (4 * dim + 3)
+
+    def _width(self, dim: int) -> float:
+        return math.sqrt(dim) if self.width is None else self.width
+
+    def apart(self, u: Tensor, v: Tensor) -> Tensor:
+        """kappa(u - v) on the last axis, exactly."""
+        gap = (u - v) / self._width(u.shape[-1])
+        if self.kappa == "laplacian":
+            return (-gap.abs().sum(-1)).exp()
+        square = gap.square().sum(-1)
+        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square.sqrt())
+
+    def _matern(self, distance: Tensor) -> Tensor:
+        r = math.sqrt(2 * self.smoothness) * distance
+        factor = {0.5: torch.ones_like(r), 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[self.smoothness]
+        return factor * (-r).exp()
+
+    def kernel(self, x: Tensor, dim: int) -> Tensor:
+        """kappa for unit vectors with u . v = x. Raises: ArgumentError for the Laplacian, which is no function of x."""
+        if self.kappa == "laplacian":
+            raise ArgumentError("Stationary.kernel: the Laplacian kernel is no function of q . k. Use apart(u, v).")
+        square = (2 - 2 * x).clamp_min(0) / self._width(dim) ** 2
+        return (-square / 2).exp() if self.kappa == "gaussian" else self._matern(square.sqrt())
+
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        heads, count, dim = source.heads, self.size // 2 if self.signed else self.size, source.dim
+        normal = source.normal("omega", heads, count, dim)
+        if self.orthogonal:
+            normal = source.units("direction", count, orthogonal=True) * normal.norm(dim=-1, keepdim=True)
+        scale = torch.ones(heads, count, dim, dtype=torch.float64)
+        if self.kappa == "laplacian":
+            scale = 1 / source.normal("scale", heads, count, dim).abs()
+        elif self.kappa == "matern":
+            freedom = round(2 * self.smoothness)
+            scale = scale * (source.normal("scale", heads, count, freedom).square().mean(-1, keepdim=True) ** -0.5)
+        scale = scale / self._width(dim)
+        return {"omega": normal * scale} if self.signed else {"omega": normal * scale, "square": scale.square()}
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        angle = x @ buffers["omega"].mT
+        if self.signed:
+            return torch.cat([angle.cos(), angle.sin()], -1) * math.sqrt(2 / self.size)
+        # one exponent: the two factors apart would overflow where their product does not
+        return (angle - x.square() @ buffers["square"].mT - 0.5 * math.log(self.size)).exp()
+
+
+__all__ = ["Stationarity", "Stationary"]
