@@ -33,7 +33,7 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["chunked", "auto"])
-@pytest.mark.parametrize("make", [m.squared_affine, m.polynomial_square, lambda: m.sko(degrees=(2.0,))], ids=["sq", "polynomial", "sko"])
+@pytest.mark.parametrize("make", [m.squared_affine, m.polynomial_square, lambda: m.sko(degrees=(2.0,)), lambda: m.ska(power=(0, 1)), m.ridge], ids=["sq", "polynomial", "sko", "ska", "ridge"])
 @torch.no_grad()
 def test_same_bits(make, path, seen):
     operator, (q, k, v) = make(), draw(900)
@@ -109,4 +109,42 @@ def test_learned_operator_is_not_cut_off(seen):
         zonal.attention(q, k, v, operator, causal=True, path="chunked")
     y = zonal.attention(q, k, v, operator, causal=True, path="chunked")
     assert y.requires_grad
+    assert seen == [False, False]
+
+
+def test_written_through_data(seen):
+    """What is written through ``.data`` changes no version; it is seen all the same."""
+    operator, (q, k, v) = m.ska(power=1), draw()
+    with torch.no_grad():
+        before = [zonal.attention(q, k, v, operator, causal=True, path="chunked") for _ in range(2)][1]
+        operator.learned_parts["anchor_raw_ridge"].data.add_(2.0)
+        after, expected = (zonal.attention(q, k, v, operator, causal=True, path=path) for path in ("chunked", "dense"))
+    assert seen == [False, True, False]
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_steps_see_it_too():
+    """A decoder's steps over ridge statistics, whose scale and inverse follow from what was learned."""
+    operator, (q, k, v) = m.ska(power=1), draw()
+    empty = zonal.Memory.empty(operator, 2, 2, 8, 8)
+
+    def step(memory):
+        return zonal.attention(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], operator, causal=True, memory=memory)
+
+    first, _ = step(empty.absorb(k[:, :, :-1], v[:, :, :-1]))
+    for name in ("anchor_raw_ridge", "anchor_eta"):
+        operator.learned_parts[name].data.add_(1.0)
+        got, _ = step(empty.absorb(k[:, :, :-1], v[:, :, :-1]))
+        expected = zonal.attention(q, k, v, operator, causal=True, path="dense")[:, :, -1:]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        assert (got - first).abs().max() > 2e-3
+
+
+@torch.no_grad()
+def test_long_calls_are_not_kept(seen):
+    operator, (q, k, v) = m.squared_affine(), draw(tokens=(1 << 14) + 1, dim=2, heads=1, kv_heads=1)
+    for _ in range(2):
+        zonal.attention(q, k, v, operator, causal=True, path="chunked")
     assert seen == [False, False]

@@ -16,6 +16,7 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
+from zonal.execution.learned import Learned
 from zonal.execution.native_decode import MOST_TOKENS
 from zonal.kernels import transforms
 from zonal.kernels.cpp import build, library, ridge_decode_library
@@ -71,16 +72,11 @@ class _Kept(NamedTuple):
     scale: Tensor
     powers: Tensor
     include_self: bool
-    learned: tuple[tuple[int, int], ...]
+    learned: Learned
 
 
 # of each operator, by (heads, key heads, key dim, scale)
 _made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
-
-
-def _learned(operator: Operator) -> tuple[tuple[int, int], ...]:
-    """Changes whenever something that the operator has learned does."""
-    return tuple((x.data_ptr(), x._version) for x in operator.learned_parts.values())
 
 
 def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
@@ -94,7 +90,7 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
         factor = anchor.output_scale(bound.anchor_params, bound.heads)
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
         scale = (scale if factor is None else scale * factor).contiguous()
-    kept = _Kept(bound, clipped, scale, torch.tensor(anchor.powers(heads)), call.include_self, _learned(call.operator))
+    kept = _Kept(bound, clipped, scale, torch.tensor(anchor.powers(heads)), call.include_self, Learned(call.operator))
     q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
     if q.dtype not in ridge_decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
@@ -139,7 +135,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     (batch, heads, key_dim, value_dim, _, _), dtype = memory.form, q.dtype
     _, query_heads, tokens, _ = shape = q.shape
     kept = known.get((query_heads, heads, key_dim, scale))
-    if kept is None or kept.clipped is None or not 1 <= tokens <= MOST_TOKENS or kept.learned != _learned(operator):
+    if kept is None or kept.clipped is None or not 1 <= tokens <= MOST_TOKENS or not kept.learned.stands(operator):
         return None
     if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
         return None

@@ -16,6 +16,7 @@ from zonal.execution.learned import Learned
 from zonal.execution.native_sums import Runner
 
 _KEPT = 64  # calls of an operator
+_LONGEST = 1 << 14  # tokens: with more of them, what is saved is nothing beside the work, and who sees whom takes room
 
 
 class _Kept(NamedTuple):
@@ -38,7 +39,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def keep(call: Call, scale: float | None, planned: Constants | None) -> None:
     """From now on calls like this one, which has run chunked without masks and memory, may run ``again``."""
-    if call.raw is None or not _plain(*call.raw[:3]) or call.visibility.rule is None:
+    if call.raw is None or not _plain(*call.raw[:3]) or call.visibility.rule is None or max(call.shape[2:4]) > _LONGEST:
         return
     learned, kernel = Learned(call.operator), native_ridge if call.tags.solves else native_sums
     if (torch.is_grad_enabled() and not learned.nothing) or kernel.refusal(call) is not None:

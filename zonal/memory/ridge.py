@@ -33,7 +33,7 @@ class Inverse(NamedTuple):
 
     matrix: Tensor
     age: int
-    version: tuple[int, int] | None
+    version: tuple[float, ...] | None
 
 
 def anchor_of(operator: Operator) -> Ridge:
@@ -42,12 +42,15 @@ def anchor_of(operator: Operator) -> Ridge:
     return operator.anchor
 
 
-def ridge_version(operator: Operator) -> tuple[int, int] | None:
-    """Changes whenever the learned ridge does."""
+def ridge_version(operator: Operator) -> tuple[float, ...] | None:
+    """Changes whenever the learned ridge does: on the CPU its numbers, as nobody counts what is written through ``.data``. Elsewhere that would wait
+    for the device, and what is counted has to do."""
     parts = operator.learned_parts
     if "anchor_raw_ridge" not in parts:
         return None
     value = parts["anchor_raw_ridge"]
+    if type(value) is torch.nn.Parameter and value.is_cpu and not torch.compiler.is_compiling():
+        return tuple(value.detach().flatten().tolist())
     return value.data_ptr(), value._version
 
 
