@@ -24,13 +24,16 @@ from benchmarks import common, recall_page
 from zonal import mechanisms, tasks
 from zonal.evaluation import spread
 from zonal.models import ModelConfig, build
+from zonal.nn.recurrence import ssd
 from zonal.training import TrainConfig, train
 
 POWERS = (0, 1, 2)
 RANKS = (16, 32, 64, 128)
 RIDGE = 1e-3
 """The paper's ε, on keys of length 1."""
-BASELINES = {"linear attention": "linear", "softmax, a cache": "softmax"}
+BASELINES: dict[str, Callable[[], zonal.Operator]] = {
+    "linear attention": mechanisms.linear, "sums of v k, as Mamba-2 without fading": ssd, "softmax, a cache": mechanisms.softmax,
+}  # fmt: skip
 OFFSETS = (-1, 0, 1, 2, 3, 4)
 SHARPNESS = 100.0
 """Queries of softmax are multiplied by it: the cache as a lookup."""
@@ -95,7 +98,7 @@ def which(sizes: Sizes) -> Iterator[Row]:
     count, rank = 24, 64
     keys, values = drawn(sizes.draws, count, rank, 1)
     places = torch.arange(6, 18)
-    operators = {f"SKA K={power}": ska(power) for power in (*POWERS, 3)} | {name: mechanisms.resolve(spec) for name, spec in BASELINES.items()}
+    operators = {f"SKA K={power}": ska(power) for power in (*POWERS, 3)} | {name: make() for name, make in BASELINES.items()}
     for name, operator in operators.items():
         scale = SHARPNESS if name.startswith("softmax") else 1.0
         answers = named(absorbed(operator, keys, values).read(scale * keys[:, :, places]), values)
@@ -126,7 +129,7 @@ def capacity(sizes: Sizes) -> Iterator[Row]:
             keys, values = drawn(sizes.draws, count, rank, 2)
             asked = torch.arange(count - max(POWERS))[-64:]
             kinds: dict[str, tuple[zonal.Operator, int, float]] = {f"SKA K={power}": (ska(power), power, 1.0) for power in POWERS}
-            kinds |= {name: (mechanisms.resolve(spec), 0, SHARPNESS if spec == "softmax" else 1.0) for name, spec in BASELINES.items()}
+            kinds |= {name: (make(), 0, SHARPNESS if name.startswith("softmax") else 1.0) for name, make in BASELINES.items()}
             for name, (operator, shift, scale) in kinds.items():
                 memory = absorbed(operator, keys, values)
                 answers = named(memory.read(scale * keys[:, :, asked]), values)

@@ -88,7 +88,7 @@ _TEMPLATE = """<!doctype html>
 """
 
 Row = Mapping[str, Any]
-_KNOWN = ("softmax, a cache", "SKA K=0", "SKA K=2", "SKA K=1", "SKA K=3", "linear attention")
+_KNOWN = ("softmax, a cache", "SKA K=0", "SKA K=2", "SKA K=1", "SKA K=3", "linear attention", "sums of v k, as Mamba-2 without fading")
 _LOOKS = {name: style.LOOKS[place] for place, name in enumerate(_KNOWN)} | {"softmax": style.LOOKS[0]}
 
 
