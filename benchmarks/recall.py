@@ -31,8 +31,9 @@ POWERS = (0, 1, 2)
 RANKS = (16, 32, 64, 128)
 RIDGE = 1e-3
 """The paper's ε, on keys of length 1."""
+SUMS = "sums of v k, as Mamba-2 without fading"
 BASELINES: dict[str, Callable[[], zonal.Operator]] = {
-    "linear attention": mechanisms.linear, "sums of v k, as Mamba-2 without fading": ssd, "softmax, a cache": mechanisms.softmax,
+    "linear attention": mechanisms.linear, SUMS: ssd, "softmax, a cache": mechanisms.softmax,
 }  # fmt: skip
 OFFSETS = (-1, 0, 1, 2, 3, 4)
 SHARPNESS = 100.0
@@ -48,6 +49,7 @@ class Sizes:
     draws: int = 32
     pairs: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
     distractors: tuple[int, ...] = (0, 64, 256, 1024, 4096, 16384)
+    cosines: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     distances: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96)
     timed: tuple[int, ...] = (1024, 4096)
     steps: int = 250
@@ -55,7 +57,7 @@ class Sizes:
     offsets: tuple[int, ...] = (1, 2, 3, 4)
 
 
-QUICK = Sizes(draws=2, pairs=(8, 32), distractors=(0, 64), distances=(1, 8), timed=(256,), steps=4, seeds=(0,), offsets=(1,))
+QUICK = Sizes(draws=2, pairs=(8, 32), distractors=(0, 64), cosines=(0.0, 0.9), distances=(1, 8), timed=(256,), steps=4, seeds=(0,), offsets=(1,))
 
 
 def ska(power: int, chunk: int | None = None) -> zonal.Operator:
@@ -139,6 +141,20 @@ def capacity(sizes: Sizes) -> Iterator[Row]:
                 }  # fmt: skip
 
 
+def alike(sizes: Sizes) -> Iterator[Row]:
+    """Recall of 32 pairs (r = 64) whose keys are alike: each a mix of a random direction and one that all share, with so large a cosine on average."""
+    pairs, rank = 32, 64
+    for cosine in sizes.cosines:
+        keys, values = drawn(sizes.draws, pairs, rank, 6)
+        shared, _ = drawn(sizes.draws, 1, rank, 7)
+        keys = F.normalize((1 - cosine) ** 0.5 * keys + cosine**0.5 * shared, dim=-1)
+        kinds: dict[str, tuple[zonal.Operator, float]] = {"SKA K=0": (ska(0), 1.0)}
+        kinds |= {name: (make(), SHARPNESS if name.startswith("softmax") else 1.0) for name, make in BASELINES.items()}
+        for name, (operator, scale) in kinds.items():
+            right = named(absorbed(operator, keys, values).read(scale * keys), values) == torch.arange(pairs)
+            yield {"part": "alike", "operator": name, "cosine": cosine, "recall": float(right.float().mean())}
+
+
 def distractors(sizes: Sizes) -> Iterator[Row]:
     """Recall of 16 pairs after so many keys and values that nobody asks for, of length 1 or 0.1."""
     pairs, rank = 16, 64
@@ -193,7 +209,7 @@ def show(row: Row) -> str:
     number = next(row[name] for name in ("share", "accuracy", "recall", "seconds") if name in row)
     number = number["median"] if isinstance(number, dict) else number
     rest = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("part", "operator", "share", "accuracy", "recall", "seconds"))
-    return f"{row['part']:<12}{row['operator']:<28}{number:8.4f}  {rest}"
+    return f"{row['part']:<12}{row['operator']:<40}{number:8.4f}  {rest}"
 
 
 def summarised(rows: list[Row]) -> dict[str, Any]:
@@ -201,16 +217,17 @@ def summarised(rows: list[Row]) -> dict[str, Any]:
     shares = [row for row in rows if row["part"] == "which"]
     returned = {name: max((row for row in shares if row["operator"] == name), key=lambda row: row["share"])["offset"] for name in dict.fromkeys(row["operator"] for row in shares)}
     held: dict[str, int | None] = {}
-    for power in POWERS:
+    for operator, label in [(f"SKA K={power}", f"K={power}") for power in POWERS] + [(SUMS, "sums")]:
         for rank in RANKS:
-            own = [row for row in rows if row["part"] == "capacity" and row["operator"] == f"SKA K={power}" and row["rank"] == rank]
-            held[f"K={power}, r={rank}"] = max((row["pairs"] for row in own if row["recall"] >= 0.95), default=None)
+            own = [row for row in rows if row["part"] == "capacity" and row["operator"] == operator and row["rank"] == rank]
+            held[f"{label}, r={rank}"] = max((row["pairs"] for row in own if row["recall"] >= 0.95), default=None)
+    shared = {row["operator"]: row["recall"] for row in rows if row["part"] == "alike" and row["cosine"] == 0.5}
     groups: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         if row["part"] == "trained":
             groups.setdefault((row["operator"], row["offset"]), []).append(row["accuracy"])
     learned = {f"{name}, offset {offset}": {"mean": (found := spread(values)).mean, "deviation": found.deviation} for (name, offset), values in groups.items()}
-    return {"offset_returned": returned, "most_pairs_at_0.95": held, "trained": learned}
+    return {"offset_returned": returned, "most_pairs_at_0.95": held, "alike_at_0.5": shared, "trained": learned}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     with torch.no_grad():
         error = gate()
     rows: list[Row] = []
-    parts = (which, capacity, distractors, exactness)
+    parts = (which, capacity, alike, distractors, exactness)
     with torch.no_grad():
         for part in parts:
             rows += _watched(part(sizes))

@@ -43,6 +43,13 @@ def test_capacity_ends_and_the_memory_stays_as_large():
     assert found["softmax, a cache", 64]["bytes"] == 8 * found["softmax, a cache", 8]["bytes"] == 2 * found["softmax, a cache", 64]["cache_bytes"]  # float64 here
 
 
+def test_a_fit_tells_keys_apart_that_a_sum_mixes():
+    found = {(row["operator"], row["cosine"]): row["recall"] for row in rows_of(recall.alike)}
+    assert found["SKA K=0", 0.0] == found["SKA K=0", 0.9] == found["softmax, a cache", 0.0] == 1
+    assert found[recall.SUMS, 0.0] > 0.95
+    assert found[recall.SUMS, 0.9] < 0.6
+
+
 def test_short_distractors_are_hardly_kept():
     found = {(row["operator"], row["length"], row["distractors"]): row["recall"] for row in rows_of(recall.distractors)}
     assert found["SKA K=0", 1.0, 0] == found["SKA K=0", 0.1, 256] == 1
