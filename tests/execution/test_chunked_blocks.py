@@ -147,7 +147,7 @@ def test_paper_form_with_the_largest_key_bidirectional() -> None:
 @pytest.mark.parametrize("name", BLOCKED)
 def test_no_leak_from_large_keys(name: str) -> None:
     """Keys of norm 1e3 from token t on leave all outputs before t as they were."""
-    large = 5.0 if name == "performer" else 1e3  # past that all of its features underflow, which is refused
+    large = 5.0 if name in ("performer", "rewa_functional-linear") else 1e3  # past that all of its features underflow, which is refused
     operator, data, t = made(name), inputs(Case(batch=1, queries=29, keys=29)), 13
     before = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
     with torch.no_grad():

@@ -13,10 +13,15 @@ SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)", "sko(readout='conc
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
+def size_of(spec):
+    """Of a head: operators of 4 x 4 numbers, 6 for the rest."""
+    return 16 if spec == "rewa_operator" else 6
+
+
 def make(spec="softmax", *, dim=12, heads=4, seed=0, **options):
     """A float64 layer with nothing left at zero: a zero output projection would hide every fault before it."""
     torch.manual_seed(seed)
-    settings = {"kv_heads": 2, "head_dim": 6, "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
+    settings = {"kv_heads": 2, "head_dim": size_of(spec), "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
     layer = Attention(dim, heads, spec, **settings).double()
     with torch.no_grad():
         for parameter in (*layer.output.parameters(), *layer.query.parameters(), *layer.key.parameters(), *layer.value.parameters()):
@@ -37,20 +42,22 @@ def tokens(batch=2, length=13, dim=12, seed=1):
 def by_hand(layer, x):
     """The layer written out from its equation with plain tensor operations around the dense definition."""
     batch, length, _ = x.shape
+    size = layer.value.out_features // 2
+    half = size // 2
     c = torch.zeros_like(x)
     for i in range(layer.convolution.width):
         c[:, i:] += layer.convolution.weight[:, i] * x[:, : length - i]
 
     def heads(linear, count):
-        return torch.stack((c @ linear.weight.T + linear.bias).split(6, dim=-1), dim=1).reshape(batch, count, length, 6)
+        return torch.stack((c @ linear.weight.T + linear.bias).split(size, dim=-1), dim=1).reshape(batch, count, length, size)
 
     q, k, v = heads(layer.query, 4), heads(layer.key, 2), heads(layer.value, 2)
     q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for z, n in ((q, layer.query_norm), (k, layer.key_norm)))
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     unit = torch.polar(torch.ones_like(angle), angle)
 
     def turn(z):
-        z = torch.complex(z[..., :3], z[..., 3:]) * unit
+        z = torch.complex(z[..., :half], z[..., half:]) * unit
         return torch.cat((z.real, z.imag), dim=-1)
 
     decay = None
