@@ -150,7 +150,7 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     found.append(
         _chart(
             "Keys that are alike", "Recall of 32 pairs (r = 64) by the mean cosine of their keys, each of which has a part of one direction that all share. A fit takes that part out; a sum "
-            "returns what keys have in common. On keys of random directions the two hold about as many pairs, and the sum needs a third of the bytes.",
+            "returns what keys have in common. On keys of random directions the two hold about as many pairs.",
             "cosine", "recall", _series(of("alike"), operator, "cosine", lambda row: row["recall"], share), shown=True,
         )
     )  # fmt: skip
@@ -182,7 +182,7 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def findings(summary: Mapping[str, Any]) -> list[str]:
+def findings(summary: Mapping[str, Any], rows: list[Row]) -> list[str]:
     """The headline, from the numbers."""
     words = {name: "the key's own value" if offset == 0 else f"the value {offset} after it" for name, offset in summary["offset_returned"].items() if name.startswith("SKA")}
     returned = ", ".join(f"{name.removeprefix('SKA ')} returns {what}" for name, what in words.items())
@@ -190,7 +190,9 @@ def findings(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"Asked with a key, {returned}.", f"Most pairs that are recalled at 0.95 or better with K = 0: {held}."]
     sums = ", ".join(str(count) for name, count in summary["most_pairs_at_0.95"].items() if name.startswith("sums,") and count)
     if sums:
-        lines.append(f"Plain sums of v k hold about as many pairs in a third of the bytes while keys are random: {sums}.")
+        sizes = [{row["rank"]: row["bytes"] for row in rows if row["part"] == "capacity" and row["operator"].startswith(start)} for start in ("SKA K=0", "sums")]
+        shares = sorted(sizes[1][rank] / sizes[0][rank] for rank in sizes[0])
+        lines.append(f"Plain sums of v k, in {shares[0]:.0%} to {shares[-1]:.0%} of its bytes, hold while keys are random: {sums}.")
     if summary["alike_at_0.5"]:
         fit, plain = (formats.number(next(value for name, value in summary["alike_at_0.5"].items() if name.startswith(start))) for start in ("SKA", "sums"))
         lines.append(f"What the fit is for are keys that are alike: of 32 pairs at a mean cosine of 0.5, K = 0 recalls {fit}, the sums {plain}.")
@@ -203,7 +205,7 @@ def html(value: Mapping[str, Any]) -> str:
     kept = [{name: chart[name] for name in ("x", "y", "kind", "share", "series")} for chart in drawn]
     circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE).render(
-        css=asset("page.css").decode(), charts=drawn, findings=findings(value["summary"]), circumstances=circumstances, payload=script_json(kept),
+        css=asset("page.css").decode(), charts=drawn, findings=findings(value["summary"], list(value["rows"])), circumstances=circumstances, payload=script_json(kept),
         plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
     )  # fmt: skip
 
