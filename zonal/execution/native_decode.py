@@ -151,15 +151,15 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
         return None
+    bound = kept.bound
     if not kept.fixed:
-        bound = operator.bind(kept.bound.heads, kept.bound.kv_heads)
+        bound = operator.bind(bound.heads, bound.kv_heads)
         if not kept.good(bound, bound.score.fused(form.key_dim, bound.score_params, scale)):
             return None
     if kept.fused is not None:
         return _step(kept.decoder, memory, q, k, v)
     if torch.is_autocast_enabled("cpu"):
         return None
-    bound = kept.bound if kept.fixed else bound
     score, params = bound.score, bound.score_params
     stepped = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
     return None if stepped is None else (stepped[0].to(dtype), stepped[1])

@@ -69,9 +69,11 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     """
     seen, anchor = call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
-    clipped, (q, k, v) = _clipped(call), call.tokens if call.raw is None else call.raw[:3]
-    if clipped is None:
+    clipped = _clipped(call)
+    if clipped is None or call.raw is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
+    else:
+        q, k, v = call.raw[:3]
     scale, rho, powers = _numbers(call, anchor, clipped)
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
