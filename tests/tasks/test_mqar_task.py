@@ -116,3 +116,9 @@ def test_bad_batches(mixed, step, size, seed):
         mixed.train_batch(step, size, seed)
     with pytest.raises(ArgumentError, match="batch_size must be at least 1"):
         next(mixed.evaluation_batches(0))
+
+
+def test_tokens_are_fillers_keys_or_values():
+    task = MQAR(64, length=32, pairs=4, train_examples=10, test_examples=10, random_non_queries=False)
+    names, group = task.token_groups(torch.tensor([[0, 1, 31, 32, 63]]))
+    assert [names[each] for each in group[0].tolist()] == ["filler", "key", "key", "value", "value"]

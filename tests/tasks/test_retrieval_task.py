@@ -112,3 +112,11 @@ def test_bad_batches(task):
     for make in (lambda: task.train_batch(-1, 4, 0), lambda: task.train_batch(0, 0, 0), lambda: next(task.transfer_batches(0)), lambda: next(task.evaluation_batches(0))):
         with pytest.raises(ArgumentError, match=r"Retrieval\.\w+: (batch_size must|step and seed)"):
             make()
+
+
+def test_tokens_are_markers_noise_keys_or_values():
+    task = tasks.resolve("needle")
+    words = task.words
+    tokens = torch.tensor([0, words.noise[0] - 1, words.noise[0], words.noise[-1], words.keys[0], words.keys[-1], words.values[0], words.values[-1]])
+    names, group = task.token_groups(tokens)
+    assert [names[each] for each in group.tolist()] == ["marker", "marker", "noise", "noise", "key", "key", "value", "value"]

@@ -217,3 +217,14 @@ def test_bad_batches(counted, step, size, seed):
         task.train_batch(step, size, seed)
     with pytest.raises(ArgumentError, match="batch_size must be at least 1"):
         next(task.evaluation_batches(0))
+
+
+def test_tokens_are_told_apart_by_their_first_character():
+    task = Text("novel")
+    names, group = task.token_groups(torch.tensor(list(b" a\nZ7.\xc3")))
+    assert [names[each] for each in group.tolist()] == ["space", "small letter", "space", "capital letter", "digit", "sign", "part of a character"]
+    task = Text("novel", "gpt2", max_bytes=20_000)
+    names, group = task.token_groups(torch.tensor([task.encode(" the Whale 12")]))
+    assert [names[each] for each in group[0].tolist()][:2] == ["small letter", "capital letter"]
+    assert group.shape == (1, len(task.encode(" the Whale 12")))
+    assert task.token_groups(torch.empty(1, 0, dtype=torch.long))[1].shape == (1, 0)

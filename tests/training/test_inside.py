@@ -1,14 +1,16 @@
 """What a finished run says of its memories, and what the report reads of it."""
 
+import json
+
 import pytest
 import torch
 from training.training_doubles import Recall, tiny_config
 
 from zonal.memory import RidgeStatistics
 from zonal.models import ModelConfig, build
-from zonal.report import diagnostics
+from zonal.report import diagnostics, witnesses
 from zonal.training import train
-from zonal.training.inside import ROWS
+from zonal.training.inside import ROWS, geometry
 
 
 @pytest.mark.parametrize("layers", ["ska(power=1)", "softmax, ska(power=(0, 2))", "ska(power=1, fading=True)", "ridge"])
@@ -50,3 +52,19 @@ def test_an_unfinished_run_writes_none(tmp_path):
     assert diagnostics.load(tmp_path) is None
     assert train(model, Recall(), tiny_config(), tmp_path).status == "done"
     assert diagnostics.load(tmp_path) is not None
+
+
+def test_a_finished_run_says_where_its_keys_lie_and_what_its_heads_made_of_distances(tmp_path):
+    task, model = Recall(), build(ModelConfig(vocab_size=Recall().vocab_size, dim=24, layers="softmax, rewa", heads=2), seed=0)
+    train(model, task, tiny_config(), tmp_path)
+    found = witnesses.load(tmp_path)
+    assert {(space.layer, space.head, space.name) for space in found.spaces} == {(2, head, name) for head in (1, 2) for name in ("Euclidean", "Sphere", "Hyperbolic")}
+    tokens = next(iter(task.evaluation_batches(ROWS))).tokens
+    assert len(found.tokens) == min(500, tokens.numel())
+    assert diagnostics.load(tmp_path) is None
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    at = [line["geometry"] for line in lines if line["kind"] == "eval"]
+    assert at[-1] == geometry(model)
+    assert at[-1] != at[0]
+    assert at[-1][0]["layer"] == 1
+    assert all("geometry" not in line for line in lines if line["kind"] == "train")

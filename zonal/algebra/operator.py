@@ -312,7 +312,8 @@ class Operator(nn.Module):
 
     @torch.no_grad()
     def learned(self, points: int = 81) -> dict[str, Any]:
-        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees, rates, temperatures."""
+        """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees, rates, temperatures, the
+        weights of distances and the curvature that they make."""
         rows = max([1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])])
         bound = self.bind(rows, rows)
         reach = 1.0 if self.link.domain is not None or self.score.bound is not None else 3.0
@@ -330,6 +331,7 @@ class Operator(nn.Module):
             out["degrees"] = self.learned_parts["link_degree"].tolist()
         if "score_log_temperature" in self.learned_parts:
             out["temperature"] = self.learned_parts["score_log_temperature"].exp().tolist()
+        out |= self.score.learned(bound.score_params)
         if bound.log_decay is not None:
             out["rates"] = bound.log_decay.exp().tolist()
         return out

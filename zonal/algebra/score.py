@@ -7,7 +7,7 @@ maps and the ridge statistics need.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,10 @@ class Score(Declaration):
     def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Prepared q (B, H, T, D) and k (B, Hkv, S, D) as the vectors of ``lift``."""
         raise NotImplementedError(f"{type(self).__name__}.lifted")
+
+    def learned(self, params: Params) -> dict[str, Any]:
+        """What was learned and people can read, in plain lists, beside the temperature."""
+        return {}
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         """A prepared key in the place of a query: what the kernel among keys, K_kk, is made with."""
@@ -279,6 +283,9 @@ class NegativeDistance(Score):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return self.metric.key(k)
+
+    def learned(self, params: Params) -> dict[str, Any]:
+        return self.metric.learned(params)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         return self.metric.as_query(k, params)

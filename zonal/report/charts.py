@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.report import diagnostics, formats, style, transfer
+from zonal.report import diagnostics, formats, style, transfer, witnesses
 from zonal.report.records import Point, Run
 from zonal.report.summary import METRIC_NAMES, Row, Summary
 
@@ -96,7 +96,7 @@ def _pairs(totals: Mapping[Any, Spread]) -> dict[str, Any]:
 
 def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Φ(x) by layer and head of the first seed, with the curve before training where the run kept it."""
-    first = next((run for run in sorted(runs, key=lambda run: run.seed) if run.learned), None)
+    first = _first(runs, lambda run: bool(run.learned))
     if first is None:
         return []
     panels = []
@@ -119,7 +119,25 @@ def _kernel_panels(row: Row, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def looked_into(summary: Summary, row: Row) -> Run | None:
     """The run whose memories are drawn: that of the first seed which has diagnostics."""
-    return next((run for run in sorted(drawn_runs(summary, row), key=lambda run: run.seed) if run.diagnostics), None)
+    return _first(drawn_runs(summary, row), lambda run: run.diagnostics is not None)
+
+
+def _first(runs: Sequence[Run], has: Callable[[Run], bool]) -> Run | None:
+    return next((run for run in sorted(runs, key=lambda run: run.seed) if has(run)), None)
+
+
+def _geometry(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """Weights of distances over the training of the first seed that has them, from before it on."""
+    run = _first(runs, lambda run: any(point.geometry for point in run.evaluations))
+    if run is None:
+        return None
+    before = [layer for layer in run.learned_before if "weights" in layer]
+    return witnesses.over_training([(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)], run.seed)
+
+
+def _witnesses(runs: Sequence[Run]) -> dict[str, Any] | None:
+    run = _first(runs, lambda run: run.witnesses is not None)
+    return witnesses.payload(run.witnesses, run.seed) if run and run.witnesses else None
 
 
 def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> dict[str, Any]:
@@ -141,6 +159,8 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
+        "geometry": _geometry(runs),
+        "witnesses": _witnesses(runs),
         "transfer": transfer.lines(row),
     }
 

@@ -17,6 +17,8 @@ HOW_TO_READ = (
     ("η, γ, ridge, degrees", "learnt numbers of some operators: η scales the output, γ is the factor of each Koopman step, ridge is the regulariser of a least-squares fit, degrees are those of the polynomial in the kernel curve."),
     ("Eigenvalues, condition, rank", "of the matrix that a least-squares memory inverts, its regulariser included: the smallest eigenvalue bounds how much an error is amplified, the condition number is the largest over the smallest, and the effective rank is how many directions the stored keys really use."),
     ("Spectrum on the unit disk", "eigenvalues of the operator that leads from one step to the next: near the rim is remembered long, near the centre is forgotten, and nothing may lie outside."),
+    ("Weights of distances, curvature", "an operator that attends by distance adds up distances of several spaces; each head learns how much each counts, in units of the distance typical there. The curvature is their balance: 1 if only the sphere counts, −1 if only the hyperbolic space, 0 if the plane, or both alike."),
+    ("Where keys lie", "the keys of some held-out tokens in two numbers: the plane from its mean, in the two directions in which they spread most; the sphere as a disk seen from afar; the hyperbolic space as Poincaré's disk, where distances grow without end towards the rim and each point keeps its distance from the middle. The share says how much of the points is seen."),
     ("Leverage and capacity", "leverage is how much of its own value a key would return: near 1 it is recalled, near 0 it drowns in the others. Capacity is the number of stored keys estimated to be recalled; the dashed line is all of them."),
 )  # fmt: skip
 

@@ -57,6 +57,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     values = [value for row in summary.rows for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None]
     strips = {row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows}
     seen = [(row, run.diagnostics) for row in summary.rows if (run := charts.looked_into(summary, row)) is not None and run.diagnostics is not None]
+    shown = [run for row in summary.rows for run in charts.drawn_runs(summary, row)]
     kernels = [row for row in summary.rows if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)]
     return {
         "id": identifier,
@@ -73,6 +74,8 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "transfer_panels": transfer.panels(summary),
         "transfer_pairs": transfer.slices(summary, "pairs"),
         "published": data.published,
+        "geometry": any(point.geometry for run in shown for point in run.evaluations),
+        "witnesses": max((space.head for run in shown if run.witnesses for space in run.witnesses.spaces), default=0),
         "kernels": [keys[row.operator] for row in kernels],
         "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
@@ -132,6 +135,7 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
         "views": [view(summary, name, keys) for summary, name in zip(summaries, names, strict=True)],
         "operators": [{"spec": spec, "key": keys[spec], "label": labels[spec], "look": looks[spec], "explanation": style.explanation(spec)} for spec in specs],
         "keys": keys,
+        "groups": style.GROUPS,
         "how_to_read": glossary.HOW_TO_READ,
         "chart_help": glossary.CHART_HELP,
         "created": formats.date(max((summary.data.created for summary in summaries), default="")),

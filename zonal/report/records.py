@@ -1,7 +1,7 @@
 """What a comparison folder says, read from its files alone.
 
 A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``,
-and ``diagnostics.json`` where its memories were looked into.
+``diagnostics.json`` where its memories were looked into, and ``witnesses.json`` where it attends by distance.
 A run that was killed may leave a last line half written: that line is dropped. Anything else that does not fit is a
 FileFormatError which names the file and the key.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.report import diagnostics
+from zonal.report import diagnostics, witnesses
 from zonal.report.diagnostics import Diagnostics
 from zonal.report.published import Published
+from zonal.report.witnesses import Witnesses
 from zonal.store import read_json
 
 STATUSES = ("pending", "running", "done", "failed", "stopped")
@@ -26,13 +27,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Point:
-    """One line of ``metrics.jsonl``: a mean over the steps since the last line (train) or over the held-out data (eval)."""
+    """One line of ``metrics.jsonl``: a mean over the steps since the last line (train) or over the held-out data (eval), with the weights of distances
+    at that step."""
 
     step: int
     tokens: int
     seconds: float
     loss: float
     accuracy: float | None
+    geometry: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Run:
     training: tuple[Point, ...]
     evaluations: tuple[Point, ...]
     diagnostics: Diagnostics | None = None
+    witnesses: Witnesses | None = None
 
     @property
     def done(self) -> bool:
@@ -184,7 +188,7 @@ def _points(path: Path) -> dict[str, tuple[Point, ...]]:
         if kind not in curves or loss is None:
             continue
         tokens, seconds = _count(record.get("tokens"), "tokens", path), _number(record.get("seconds"), "seconds", path)
-        curves[kind][step] = Point(step, tokens or 0, seconds or 0.0, loss, _number(record.get("accuracy"), "accuracy", path))
+        curves[kind][step] = Point(step, tokens or 0, seconds or 0.0, loss, _number(record.get("accuracy"), "accuracy", path), tuple(record.get("geometry") or ()))
     return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
 
 
@@ -223,6 +227,7 @@ def _run(path: Path) -> Run:
         training=curves["train"],
         evaluations=curves["eval"],
         diagnostics=diagnostics.load(path.parent),
+        witnesses=witnesses.load(path.parent),
     )
 
 

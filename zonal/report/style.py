@@ -41,6 +41,9 @@ LOOKS = (
     Look("#1f6f8b", "#86c5da", "triangle-nw", "dash"),
 )
 
+GROUPS = LOOKS[1:8]
+"""Colours of what is no operator: spaces of a metric, groups of tokens."""
+
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
 _KNOWN = {
     "softmax": (0, "Softmax", "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value."),

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zonal.evaluation.statistics import Spread
 from zonal.report import formats, glossary
@@ -158,7 +159,7 @@ def learned(summary: Summary) -> Table:
     for row in summary.rows:
         first = next((run for run in sorted(row.runs, key=lambda run: run.seed) if run.learned), None)
         if first is not None:
-            rows += [(row.operator, values, row.label, layer) for layer, values in enumerate(first.learned, start=1)]
+            rows += [(row.operator, {**values, **_weights(values)}, row.label, layer) for layer, values in enumerate(first.learned, start=1)]
     keys = list(dict.fromkeys(key for _, values, _, _ in rows for key, value in values.items() if key not in _BOOKKEEPING and _numbers(value) is not None))
     shown = [
         (operator, (Cell(label), Cell(str(layer)), *(Cell(_numbers(values.get(key)) or formats.MISSING) for key in keys)))
@@ -166,6 +167,11 @@ def learned(summary: Summary) -> Table:
         if any(_numbers(values.get(key)) is not None for key in keys)
     ]
     return Table(("Operator", "Layer", *(glossary.learned_name(key) for key in keys)), tuple(shown))
+
+
+def _weights(values: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The weights of distances as learned numbers of their own."""
+    return {f"weight of {name}": heads for name, heads in values.get("weights", {}).items()}
 
 
 def _numbers(value: object) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.tasks.retrieval import KINDS, Words, check, example
@@ -158,6 +159,10 @@ class Retrieval(Task):
         steps = f", in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
         return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.chance():.0%}{transfer}."
+
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        starts = torch.tensor([self.words.noise.start, self.words.keys.start, self.words.values.start], device=tokens.device)
+        return ("marker", "noise", "key", "value"), torch.bucketize(tokens, starts, right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """k3 for the key and v3 for the value with that number, · for noise, markers as they are."""

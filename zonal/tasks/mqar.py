@@ -329,6 +329,9 @@ class MQAR(Task):
         fillers = "random fillers" if self.random_non_queries else "blank fillers"
         return f"Multi-query associative recall: {shapes}; vocabulary {self.vocab_size}, {fillers}; {train:,} training and {test:,} test sequences."
 
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        return ("filler", "key", "value"), (tokens > 0).long() + (tokens >= self.vocab_size // 2).long()
+
     def decode(self, tokens: Sequence[int]) -> str:
         """k7 for the key 7, v300 for the value 300, · for 0."""
         words = (

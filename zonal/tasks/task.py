@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
@@ -62,6 +63,10 @@ class Task(ABC):
         Raises: ArgumentError when batch_size < 1.
         """
         return iter(())
+
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """What tokens are, to colour them in a picture: names of groups, and the number of each token's group, shaped like tokens. By default one group."""
+        return ("token",), torch.zeros_like(tokens)
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

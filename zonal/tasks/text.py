@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zonal.data import cached_corpus, is_corpus, open_corpus, open_source, permuted, tokenizers
 from zonal.data.shards import Corpus
@@ -177,8 +178,27 @@ class Text(Task):
         """The tokens of ``text``, to prompt a model with."""
         return self.tokenizer.encode(text).tolist()
 
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """By the first character after spaces."""
+        known, places = tokens.unique(return_inverse=True)
+        found = torch.tensor([_group(self.decode([token])) for token in known.tolist()], device=tokens.device)
+        return _GROUPS, found[places] if tokens.numel() else tokens
+
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
+
+
+_GROUPS = ("space", "small letter", "capital letter", "digit", "sign", "part of a character")
+
+
+def _group(text: str) -> int:
+    """The number in ``_GROUPS`` of a token's text."""
+    first = text.strip()[:1]
+    if not first:
+        return 0
+    if first == "\N{REPLACEMENT CHARACTER}":
+        return 5
+    return 1 if first.islower() else 2 if first.isalpha() else 3 if first.isdigit() else 4
 
 
 def _load(source: str, tokenizer: str | None, max_bytes: int | None) -> tuple[str, str, Corpus, Tokenizer]:

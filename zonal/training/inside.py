@@ -1,4 +1,5 @@
-"""What is inside the memories of a trained model, beside its run for the report: diagnostics.json (format: ``zonal.report.diagnostics``)."""
+"""What is inside a trained model, beside its run for the report: of ridge memories diagnostics.json (format: ``zonal.report.diagnostics``), of attention
+by distance witnesses.json (format: ``zonal.report.witnesses``)."""
 
 from pathlib import Path
 from typing import Any
@@ -8,28 +9,60 @@ from torch import Tensor
 
 from zonal.memory import FadingStatistics, RidgeStatistics
 from zonal.models import CausalLM
-from zonal.nn import Attention
+from zonal.nn import Attention, witness
 from zonal.nn.diagnostics import of_layer
-from zonal.report.diagnostics import NAME, SCHEMA
+from zonal.report import diagnostics, witnesses
 from zonal.store import write_json
 from zonal.tasks.task import Task
 
 ROWS = 8
 """Held-out sequences that are looked at."""
+POINTS = 500
+"""At most so many of their tokens are drawn."""
 
 
 def write(folder: Path, model: CausalLM, task: Task) -> None:
-    """Look at the first held-out sequences and write the file, or nothing for a model without ridge or Koopman layers."""
-    if not any(_solves(block.attention) for block in model.blocks):
+    """Look at the first held-out sequences and write the files, or none for a model without layers of these kinds."""
+    if not any(_solves(block.attention) or witness.metric_of(block.attention) for block in model.blocks):
         return
     tokens = next(iter(task.evaluation_batches(ROWS))).tokens.to(next(model.parameters()).device)
     training = model.training
     model.eval()
     try:
-        found = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in model.layer_inputs(tokens) if isinstance(layer, Attention) and _solves(layer)]
+        inputs = [(index, layer, x) for index, layer, x in model.layer_inputs(tokens) if isinstance(layer, Attention)]
+        solved = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in inputs if _solves(layer)]
+        seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel())).round().long()
+        placed = [{"layer": index, "heads": spaces(layer, x, seen)} for index, layer, x in inputs if witness.metric_of(layer)]
     finally:
         model.train(training)
-    write_json(folder / NAME, {"schema": SCHEMA, "sequences": tokens.shape[0], "tokens": tokens.shape[1], "layers": found})
+    if solved:
+        write_json(folder / diagnostics.NAME, {"schema": diagnostics.SCHEMA, "sequences": tokens.shape[0], "tokens": tokens.shape[1], "layers": solved})
+    if placed:
+        shown = tokens.flatten()[seen.to(tokens.device)].cpu()
+        groups, group = task.token_groups(shown)
+        names = [task.decode([token]) or str(token) for token in shown.tolist()]
+        write_json(folder / witnesses.NAME, {"schema": witnesses.SCHEMA, "groups": groups, "group": group.tolist(), "tokens": names, "layers": placed})
+
+
+def geometry(model: CausalLM) -> list[dict[str, Any]]:
+    """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature (``algebra.metric.Product.learned``)."""
+    mixers = enumerate(block.attention for block in model.blocks)
+    layers = [(index, mixer.learned()) for index, mixer in mixers if isinstance(mixer, Attention) and witness.metric_of(mixer)]
+    return [{"layer": index, **{key: found[key] for key in ("weights", "curvature") if key in found}} for index, found in layers if "weights" in found]
+
+
+@torch.no_grad()
+def spaces(layer: Attention, x: Tensor, seen: Tensor) -> list[list[dict[str, Any]]]:
+    """For each key head the spaces of its metric, with the keys of the tokens ``seen`` of inputs x (B, T, dim), numbered one sequence after another."""
+    return [
+        [{"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])} for part in head]
+        for head in witness.of_layer(layer, x)
+    ]
+
+
+def _short(points: Tensor) -> list[list[float]]:
+    """With the digits that can be seen."""
+    return [[float(f"{value:.4g}") for value in point] for point in points.tolist()]
 
 
 @torch.no_grad()
@@ -56,4 +89,4 @@ def _solves(layer: object) -> bool:
     return isinstance(layer, Attention) and layer.causal and isinstance(layer.empty_memory(1).memory, RidgeStatistics | FadingStatistics)
 
 
-__all__ = ["ROWS", "heads", "write"]
+__all__ = ["POINTS", "ROWS", "geometry", "heads", "spaces", "write"]

@@ -267,7 +267,13 @@ class _Run:
                 metrics["transfer"] = found
         progress.evaluated = progress.step
         progress.evaluation_seconds += time.perf_counter() - started
-        self.log.append({"kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics})
+        geometry = inside.geometry(self.model)
+        self.log.append(
+            {
+                "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics,
+                **({"geometry": geometry} if geometry else {}),
+            }
+        )  # fmt: skip
         self._judge(metrics)
         self.emit(events.Evaluated(self.name, progress.step, config.steps, metrics, progress.seconds))
         self._write("running")

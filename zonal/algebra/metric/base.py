@@ -1,6 +1,6 @@
 """What every metric has in common, and the sum that distances come from."""
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Metric(Declaration):
     """
 
     slot = "metric"
+    curvature: ClassVar[int | None] = None
+    """Of the space, where it is the same everywhere: 0 flat, 1 a sphere, -1 hyperbolic."""
 
     def typical(self, dim: int) -> float:
         """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""
@@ -51,6 +53,10 @@ class Metric(Declaration):
     def width(self, dim: int) -> int:
         """How many numbers ``key`` leaves of ``dim``."""
         return dim
+
+    def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
+        """What was learned and people can read, in plain lists."""
+        return {}
 
     def lift(self, temperature: float) -> Lift | None:
         """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Sphere(Metric):
     acos is 0 below 1e-4 in float32). Zero at coincident points. A zero vector is at a right angle to everything and gets no gradient.
     """
 
+    curvature: ClassVar[int | None] = 1
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class Hyperbolic(Metric):
     subtract first. Not with torch.func.vmap.
     """
 
+    curvature: ClassVar[int | None] = -1
     eps: float = 1e-4
     scale: float | None = 1.0
 
@@ -129,6 +131,10 @@ class Hyperbolic(Metric):
 
     def _scale(self, dim: int) -> float:
         return max(dim, 1) ** -0.5 if self.scale is None else self.scale
+
+    def radius(self, x: Tensor) -> Tensor:
+        """How far points (…, p) are from the origin, (…, 1)."""
+        return (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * self._scale(x.shape[-1])).clamp_max(RADIUS)
 
     def typical(self, dim: int) -> float:
         return 1.5 if self.scale is None else 1.5 * self.scale * max(dim, 1) ** 0.5

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Euclidean(Metric):
     in float32: distances below 3e-4 of the points' spread are its rounding there. Torch's tiles sum it in float64.
     """
 
+    curvature: ClassVar[int | None] = 0
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class Euclidean(Metric):
 class SquaredEuclidean(Metric):
     """d(a, b) = |a - b|^2: with the link exp a Gaussian kernel. No metric in the strict sense (no triangle inequality)."""
 
+    curvature: ClassVar[int | None] = 0
+
     def typical(self, dim: int) -> float:
         return 2.0 * dim
 
@@ -101,6 +105,7 @@ class HilbertSchmidt(Metric):
     Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no square matrices.
     """
 
+    curvature: ClassVar[int | None] = 0
     eps: float = 1e-4
 
     def __post_init__(self) -> None:

@@ -106,6 +106,23 @@ class Product(Metric):
         weight = F.softplus(params["weight"].to(like)) if self.learn else like.new_tensor(self._start())[None]
         return weight if self.gates is None else weight * _Open.apply(params["gate"].to(like))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the factors, numbered where two are of a kind."""
+        kinds = [type(factor).__name__ for factor in self.factors]
+        return tuple(kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}" for place, kind in enumerate(kinds))
+
+    def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
+        """weights: w g of each factor by head, in units of its typical distance, without what single queries make of it (adaptive). curvature, where
+        all factors have one: sum_i w_i g_i curvature_i / sum_i w_i g_i, 1 a sphere and -1 hyperbolic; 0 while all gates are shut."""
+        weights = self.head_weights(params, torch.empty(0, dtype=torch.float64))
+        found: dict[str, Any] = {"weights": dict(zip(self.names, weights.T.tolist(), strict=True))}
+        curvatures = [factor.curvature for factor in self.factors if factor.curvature is not None]
+        if len(curvatures) == len(self.factors):
+            total = weights.sum(-1)
+            found["curvature"] = ((weights @ weights.new_tensor(curvatures)) / total.where(total > 0, 1)).tolist()
+        return found
+
     def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
         weights = self.head_weights(params, q)[None, :, None]
         if not self.adaptive:

@@ -279,6 +279,76 @@
     }
   }
 
+  // ---- distances: their weights while training, and where keys lie -----------------------------------------------------
+  const group = (index) => css(`--group${index % 7}`);
+  const spaceNames = (comparison) => [...new Set(comparison.operators.flatMap((o) => (o.geometry ? o.geometry.layers.flatMap((layer) => Object.keys(layer.weights)) : [])))];
+  const groupNames = (comparison) => comparison.operators.find((o) => o.witnesses).witnesses.groups;
+
+  // which colour is what, once above all panels
+  function addKey(holder, names) {
+    const key = document.createElement("p");
+    key.className = "key";
+    names.forEach((name, index) => {
+      const entry = document.createElement("span");
+      entry.textContent = name;
+      entry.style.setProperty("--c", `var(--group${index % 7})`);
+      key.append(entry);
+    });
+    holder.before(key);
+  }
+
+  function addGeometry(comparison, holder) {
+    addKey(holder, spaceNames(comparison));
+    for (const operator of comparison.operators) {
+      (operator.geometry ? operator.geometry.layers : []).forEach((layer, index) => {
+        addPanel(holder, operator, `weights, layer ${layer.layer}`, "weights", index);
+        if (layer.curvature) addPanel(holder, operator, `curvature, layer ${layer.layer}`, "curvature", index);
+      });
+    }
+  }
+
+  function lines(steps, heads, tone, name, what) {
+    return heads.map((head, i) => ({
+      x: steps, y: head, mode: "lines", line: { color: faint(tone, 1 - (0.6 * i) / Math.max(1, heads.length - 1)), width: 1.8 },
+      hoverinfo: "text", text: head.map((v, j) => `${name}, head ${i + 1}<br>step ${steps[j]}<br>${what} ${v}`),
+    }));
+  }
+
+  function weights(comparison, section, element) {
+    const { steps, layers } = comparison.operators.find((o) => o.key === element.dataset.operator).geometry;
+    const all = spaceNames(comparison);
+    const traces = Object.entries(layers[Number(element.dataset.panel)].weights).flatMap(([name, heads]) => lines(steps, heads, group(all.indexOf(name)), name, "weight"));
+    return [traces, { margin: { l: 34, r: 6, t: 6, b: 38 }, xaxis: { nticks: 5, title: title("Training steps") }, yaxis: { nticks: 5, rangemode: "tozero" } }];
+  }
+
+  function curvature(comparison, section, element) {
+    const operator = comparison.operators.find((o) => o.key === element.dataset.operator), { steps, layers } = operator.geometry;
+    const traces = lines(steps, layers[Number(element.dataset.panel)].curvature, colour(operator), "curvature", "");
+    return [traces, { margin: { l: 34, r: 6, t: 6, b: 38 }, xaxis: { nticks: 5, title: title("Training steps") }, yaxis: { range: [-1.05, 1.05], nticks: 5, zeroline: true, zerolinecolor: css("--line") } }];
+  }
+
+  function addWitnesses(comparison, holder) {
+    addKey(holder, groupNames(comparison));
+    for (const operator of comparison.operators) {
+      const places = operator.witnesses ? operator.witnesses.spaces.filter((space) => space.head === 1) : [];
+      places.forEach((space, index) => addPanel(holder, operator, `${space.name}, layer ${space.layer}`, "witness", index));
+    }
+  }
+
+  function witness(comparison, section, element) {
+    const { spaces, groups, group: of, tokens: texts } = comparison.operators.find((o) => o.key === element.dataset.operator).witnesses;
+    const chosen = section.querySelector(`input[name="${section.id}-head"]:checked`), place = spaces.filter((space) => space.head === 1)[Number(element.dataset.panel)];
+    const { x, y, curvature: bent, share } = spaces.find((space) => space.layer === place.layer && space.name === place.name && space.head === Number(chosen ? chosen.value : 1)) || place;
+    const traces = groups.map((name, i) => {
+      const at = of.flatMap((g, j) => (g === i ? [j] : []));
+      const text = at.map((j) => `${texts[j].replace(/&/g, "&amp;").replace(/</g, "&lt;")}<br>${name}`);
+      return { x: at.map((j) => x[j]), y: at.map((j) => y[j]), mode: "markers", marker: { size: 5, color: group(i), opacity: 0.75 }, hoverinfo: "text", text: text };
+    }).filter((trace) => trace.x.length);
+    const shapes = bent ? [{ type: "circle", x0: -1, x1: 1, y0: -1, y1: 1, line: { color: css("--soft"), width: 1 }, layer: "below" }] : [];
+    const axis = { nticks: 5, zeroline: true, zerolinecolor: css("--line"), ...(bent ? { range: [-1.06, 1.06] } : {}) };
+    return [traces, { shapes: shapes, margin: { l: 30, r: 6, t: 6, b: 38 }, xaxis: { ...axis, title: title(`${Math.round(100 * share)}% of their spread is seen`) }, yaxis: { ...axis, scaleanchor: "x", scaleratio: 1 } }];
+  }
+
   // ---- inside the memories ----------------------------------------------------------------------------------------
   const looked = (comparison) => visible(comparison).filter((operator) => operator.diagnostics);
 
@@ -344,12 +414,14 @@
     return [traces, { xaxis: { rangemode: "tozero", title: title("Keys stored") }, yaxis: { range: [0, top * 1.12 || 1], title: title("Keys recalled, estimate") } }];
   }
 
-  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, spectrum, bars, leverage, capacity };
+  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, weights, curvature, witness, spectrum, bars, leverage, capacity };
+  const adders = { panels: addKernels, spectra: addSpectra, geometry: addGeometry, witnesses: addWitnesses };
   const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
   for (const [comparison, section] of sections) {
-    const kernels = section.querySelector("[data-panels]"), spectra = section.querySelector("[data-spectra]");
-    if (kernels) addKernels(comparison, kernels);
-    if (spectra) addSpectra(comparison, spectra);
+    for (const [name, add] of Object.entries(adders)) {
+      const holder = section.querySelector(`[data-${name}]`);
+      if (holder) add(comparison, holder);
+    }
   }
 
   async function draw(only) {
@@ -369,7 +441,7 @@
       const key = chip.dataset.operator;
       if (!hidden.delete(key)) hidden.add(key);
       chip.setAttribute("aria-pressed", String(!hidden.has(key)));
-      draw((element) => !["kernel", "spectrum"].includes(element.dataset.chart));
+      draw((element) => !["kernel", "spectrum", "weights", "curvature", "witness"].includes(element.dataset.chart));
     });
   }
   for (const [, section] of sections) {
