@@ -33,7 +33,7 @@ enum Outcome { GOOD = 0, DOUBLE = 1, INDEFINITE = 2 };
 
 extern "C" {
 
-// What zonal/kernels/cpp/ridge_library.py fills in. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; lo, hi
+// What zonal/kernels/cpp/ridge_library.py packs. Last axes have stride 1. index (B or 1, S): the keys that are there, in order; lo, hi
 // (B or 1, T): places in it, hi >= lo; both rise within a segment, lo is one number there. edges (segments + 1): borders of segments
 // among the queries; what one sees starts afresh in the next. gram, cross, shift, last: the memory before the first key, float64
 // (B, Hkv, …), or null; only with one segment, whose places start at 0. A task is one segment of a key head.
@@ -43,13 +43,13 @@ struct Ridge {
   const int64_t* powers;           // (H), none above power
   const int32_t *index, *lo, *hi, *edges;
   const double *gram, *cross, *shift, *last;
-  Strides qs, ks, vs;
+  Strides qs, ks, vs, dys;
   int64_t B, H, Hkv, T, S, D, P, segments, by_batch, power;  // power: the largest of all heads
   double limit;  // longer keys are shortened to it; 0: none
   float* y;      // (B, H, T, P)
-  int32_t* outcome;  // (tasks)
-  const float* dy;   // as y
-  float *dq, *dk, *dv;     // contiguous, dk and dv zeros at first
+  int32_t* outcome;  // (tasks), or forward null
+  const float* dy;
+  float *dq, *dk, *dv;  // contiguous
   double *dscale, *dridge;  // (tasks, H / Hkv), (tasks)
   double *dgram, *dcross, *dshift, *dlast;  // as the memory, or null
 };
@@ -604,11 +604,10 @@ Outcome forward_in(const Task& task, Scratch& room) {
   return state;
 }
 
-void forward_task(const Ridge& c, int64_t number, Scratch& room) {
+Outcome forward_task(const Ridge& c, int64_t number, Scratch& room) {
   const Task task(c, number);
-  Outcome found = forward_in<float>(task, room);
-  if (found != GOOD) found = forward_in<double>(task, room) == GOOD ? DOUBLE : INDEFINITE;
-  c.outcome[number] = found;
+  if (forward_in<float>(task, room) == GOOD) return GOOD;
+  return forward_in<double>(task, room) == GOOD ? DOUBLE : INDEFINITE;
 }
 
 // ---- backward ----------------------------------------------------------------------------------------------------------------------------
@@ -655,9 +654,10 @@ struct Back {
   F* kept(F* all, int64_t stage, int64_t g, int64_t t) const { return all + ((stage * task.groups + g) * queries + t - task.first) * rw; }
 
   void put_gradients(int64_t g, int64_t t0, int64_t count) {
-    const float* from = c.dy + task.row(g, t0) * P;
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t p = 0; p < P; ++p) dy[i * Pw + p] = from[i * P + p];
+    for (int64_t i = 0; i < count; ++i) {
+      const float* from = c.dy + task.b * c.dys.batch + task.head(g) * c.dys.head + (t0 + i) * c.dys.token;
+      for (int64_t p = 0; p < P; ++p) dy[i * Pw + p] = from[p];
+    }
   }
 
   // forwards: gradients of some queries, and what they do to the keys of their own block
@@ -835,8 +835,16 @@ void backward_in(const Task& task, Scratch& room) {
   back.give_memory();
 }
 
+// dk and dv of key head ``number``
+void clear_gradients(const Ridge& c, int64_t number) {
+  std::memset(c.dk + number * c.S * c.D, 0, sizeof(float) * c.S * c.D);
+  std::memset(c.dv + number * c.S * c.P, 0, sizeof(float) * c.S * c.P);
+}
+
 void backward_task(const Ridge& c, int64_t number, Scratch& room) {
   const Task task(c, number);
+  // what is added to is set to zero by who adds first, while it is near
+  if (c.segments == 1) clear_gradients(c, number);
   if (c.outcome[number] == GOOD) backward_in<float>(task, room);
   else backward_in<double>(task, room);
 }
@@ -864,17 +872,22 @@ int each_task(const Ridge& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, 1 when memory ran out, or 2 where a matrix that is inverted is not positive definite or not a number.
 int zonal_ridge_forward(const Ridge* call) {
-  if (each_task(*call, [&](int64_t i, Scratch& room) { forward_task(*call, i, room); })) return 1;
-  const int64_t tasks = call->B * call->Hkv * call->segments;
-  return std::find(call->outcome, call->outcome + tasks, INDEFINITE) == call->outcome + tasks ? 0 : 2;
+  std::atomic<int> indefinite{0};
+  const int failed = each_task(*call, [&](int64_t i, Scratch& room) {
+    const Outcome found = forward_task(*call, i, room);
+    if (found == INDEFINITE) indefinite = 2;
+    if (call->outcome != nullptr) call->outcome[i] = found;
+  });
+  return failed ? failed : indefinite.load();
 }
 
 // Returns 0, or 1 when memory ran out. outcome: as forward left it.
 int zonal_ridge_backward(const Ridge* call) {
+  for (int64_t i = 0; call->segments > 1 && i < call->B * call->Hkv; ++i) clear_gradients(*call, i);
   return each_task(*call, [&](int64_t i, Scratch& room) { backward_task(*call, i, room); });
 }
 }
