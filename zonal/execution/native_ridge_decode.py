@@ -135,7 +135,10 @@ def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
         elif inverse.age + tokens > REMAKE:
             inverse = Inverse(memory.made(kept.bound), 0, version)
     sums = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
-    return Stepped.of(sums, memory.count, inverse.age, version)
+    stepped = Stepped.of(sums, memory.count, inverse.age, version)
+    if not (memory.gram.requires_grad or memory.cross.requires_grad):
+        memory.keep(stepped)
+    return stepped
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:

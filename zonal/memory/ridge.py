@@ -153,6 +153,10 @@ class RidgeStatistics(Memory):
         self.__dict__.update(gram=gram, cross=cross, shift=shift, first=first, last=last, inverse=made)
         return self.__dict__[name]
 
+    def keep(self, stepped: Stepped) -> None:
+        """From now on steps find this memory's sums as they need them, which is a derived value, too."""
+        object.__setattr__(self, "stepped", stepped)
+
     def moved(self, tokens: int, stepped: Stepped) -> "RidgeStatistics":
         """The memory after so many tokens, of which a step has left this."""
         after = object.__new__(RidgeStatistics)  # and no ``__init__``, which takes a good part of a step

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int D = 4;               // doubles of a vector
 constexpr int64_t TEAM = 1 << 18;  // numbers of the state from which on to wake the other threads is worth it (some ten microseconds)
-constexpr int64_t SETTLED = 4;     // tokens that take as long as to write all sums
+constexpr int64_t SETTLED = 1;     // tokens that as much is read for as to write all sums
 constexpr int64_t TOKENS = 16;     // of a call, at most
 typedef double VD __attribute__((vector_size(32), aligned(8), may_alias));
 inline VD& lanes(double* p) { return *reinterpret_cast<VD*>(p); }
@@ -27,7 +27,7 @@ struct Axes {  // what a step along each is, in numbers
   int64_t batch, head, token, last;
 };
 
-constexpr int64_t LATE = 8;  // tokens that stay beside the sums, at most
+constexpr int64_t LATE = 16;  // tokens that stay beside the sums, at most
 
 // What zonal/kernels/cpp/ridge_decode_library.py packs. Last axes of q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P)
 // have stride 1; all in bfloat16, or else in float32. Of the memory, contiguous: gram, cross, inverse, and for powers past 0 shift, first,
@@ -53,27 +53,35 @@ struct Step {
 
 namespace {
 
-// out (rows) = a (rows, n) x
+// X rows of out (X, rows) = x (X, n) a^T: a (rows, n) is read once for all of them
+template <int X>
 APART void times(const double* a, const double* x, int64_t rows, int64_t n, double* out) {
+  constexpr int N = 8 / X;  // so many sums that none waits for itself
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) {
-    VD sums[4] = {};
+  for (; i + N <= rows; i += N) {
+    VD sums[X][N] = {};
     int64_t j = 0;
     for (; j + D <= n; j += D) {
-      const VD number = lanes(x + j);
-      _Pragma("GCC unroll 4") for (int r = 0; r < 4; ++r) sums[r] += lanes(a + (i + r) * n + j) * number;
+      VD numbers[X];
+      _Pragma("GCC unroll 2") for (int k = 0; k < X; ++k) numbers[k] = lanes(x + k * n + j);
+      EACH_ROW {
+        const VD row = lanes(a + (i + r) * n + j);
+        _Pragma("GCC unroll 2") for (int k = 0; k < X; ++k) sums[k][r] += row * numbers[k];
+      }
     }
-    for (int r = 0; r < 4; ++r) {
-      double total = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
-      for (int64_t t = j; t < n; ++t) total += a[(i + r) * n + t] * x[t];
-      out[i + r] = total;
+    _Pragma("GCC unroll 2") for (int k = 0; k < X; ++k) EACH_ROW {
+      const VD& found = sums[k][r];
+      double total = (found[0] + found[1]) + (found[2] + found[3]);
+      for (int64_t t = j; t < n; ++t) total += a[(i + r) * n + t] * x[k * n + t];
+      out[k * rows + i + r] = total;
     }
   }
-  for (; i < rows; ++i) {
-    double total = 0;
-    for (int64_t j = 0; j < n; ++j) total += a[i * n + j] * x[j];
-    out[i] = total;
-  }
+  for (; i < rows; ++i)
+    for (int k = 0; k < X; ++k) {
+      double total = 0;
+      for (int64_t j = 0; j < n; ++j) total += a[i * n + j] * x[k * n + j];
+      out[k * rows + i] = total;
+    }
 }
 
 // x . y
@@ -100,18 +108,20 @@ void add(const double* x, double factor, int64_t n, double* to) {
 
 // to (rows, n) = from + sum_k a_k b_k^T times a sign: column i of all a at a[i * count], row k of all b at b[k]
 APART void add_outer(const double* from, const double* a, const double* const* b, int64_t count, double sign, int64_t rows, int64_t n, double* to) {
-  constexpr int N = 4;
   for (int64_t i = 0; i < rows; ++i, a += count, from += n, to += n) {
     int64_t j = 0;
-    for (; j + N * D <= n; j += N * D) {
-      VD sums[N];
-      EACH_ROW sums[r] = lanes(from + j + r * D);
-      for (int64_t k = 0; k < count; ++k) {
-        const VD all = VD{} + sign * a[k];
-        EACH_ROW sums[r] += all * lanes(b[k] + j + r * D);
-      }
-      EACH_ROW lanes(to + j + r * D) = sums[r];
-    }
+    while (j + D <= n)
+      with_rows<8>((n - j) / D, [&](auto vectors) {
+        constexpr int N = decltype(vectors)::value;
+        VD sums[N];
+        EACH_ROW sums[r] = lanes(from + j + r * D);
+        for (int64_t k = 0; k < count; ++k) {
+          const VD all = VD{} + sign * a[k];
+          EACH_ROW sums[r] += all * lanes(b[k] + j + r * D);
+        }
+        EACH_ROW lanes(to + j + r * D) = sums[r];
+        j += N * D;
+      });
     for (; j < n; ++j) {
       double total = from[j];
       for (int64_t k = 0; k < count; ++k) total += sign * a[k] * b[k][j];
@@ -140,30 +150,25 @@ struct State {
     g[n++] = row + c.r + c.P;
   }
 
-  void solve(const double* x, double* out) const {
-    times(inverse, x, c.r, c.r, out);
+  // out = P x, from what the inverse of the sums makes of x
+  void solved(const double* x, double* out) const {
     for (int64_t i = 0; i < n; ++i) add(g[i], -inner(g[i], x, c.r), c.r, out);
   }
 
-  void move(const double* x, double* out) const {
-    times(shift, x, c.r, c.r, out);
-    for (int64_t i = 0; i < n; ++i) add(z[i], inner(before[i], x, c.r), c.r, out);
-  }
-
+  // y of query head h, whose scaled query is x, and with the inverse of the sums y
   template <typename T>
-  void read(int64_t b, int64_t h, int64_t t, double* room) const {
-    double *x = room, *y = room + std::max(c.r, c.P);
-    const T* q = static_cast<const T*>(c.q) + b * c.qs.batch + h * c.qs.head + t * c.qs.token;
-    for (int64_t d = 0; d < c.r; ++d) y[d] = c.scale[h] * number(q[d]);
-    solve(y, x);
+  void read(int64_t b, int64_t h, int64_t t, double* x, double* y, double* room) const {
+    solved(x, y);
     for (int64_t k = 0; k < c.powers[h]; ++k) {
-      move(x, y);
-      solve(y, x);
+      times<1>(shift, y, c.r, c.r, x);
+      for (int64_t i = 0; i < n; ++i) add(z[i], inner(before[i], y, c.r), c.r, x);
+      times<1>(inverse, x, c.r, c.r, y);
+      solved(x, y);
     }
-    times(cross, x, c.P, c.r, y);
-    for (int64_t i = 0; i < n; ++i) add(v[i], inner(z[i], x, c.r), c.P, y);
+    times<1>(cross, y, c.P, c.r, room);
+    for (int64_t i = 0; i < n; ++i) add(v[i], inner(z[i], y, c.r), c.P, room);
     T* out = static_cast<T*>(c.y) + ((b * c.H + h) * c.T + t) * c.P;
-    for (int64_t p = 0; p < c.P; ++p) put(out + p, static_cast<float>(y[p]));
+    for (int64_t p = 0; p < c.P; ++p) put(out + p, static_cast<float>(room[p]));
   }
 
   // all rows into the sums
@@ -191,28 +196,45 @@ struct State {
 template <typename T>
 void head(const Step& c, int64_t task, Scratch& scratch) {
   const int64_t b = task / c.Hkv, kv = task % c.Hkv, groups = c.H / c.Hkv, most = std::max(c.r, c.P), width = 2 * c.r + c.P;
-  scratch.begin(2 * (LATE + c.T) * most + 2 * c.T * width);
-  double* room = reinterpret_cast<double*>(scratch.take(2 * (LATE + c.T) * most));
-  double* rows = c.gram_after == nullptr ? c.now + task * width : reinterpret_cast<double*>(scratch.take(2 * c.T * width));
-  const int64_t step = c.gram_after == nullptr ? c.B * c.Hkv * width : width;
+  const bool settles = c.gram_after != nullptr;
+  const int64_t numbers = (LATE + c.T) * most, all = (groups + 1) * c.r;
+  scratch.begin(2 * (numbers + 2 * all + c.T * width));
+  const auto take = [&](int64_t n) { return reinterpret_cast<double*>(scratch.take(2 * n)); };
+  double *room = take(numbers), *xs = take(all), *ys = take(all);  // the key and the queries of a token, and with the inverse of the sums
+  double* rows = settles ? take(c.T * width) : c.now + task * width;
+  const int64_t step = settles ? width : c.B * c.Hkv * width;
   State state(c, task);
   for (int64_t t = 0; t < c.T; ++t) {
-    for (int64_t i = 0; !c.include_self && i < groups; ++i) state.read<T>(b, kv * groups + i, t, room);
     const T* k = static_cast<const T*>(c.k) + b * c.ks.batch + kv * c.ks.head + t * c.ks.token;
     const T* value = static_cast<const T*>(c.v) + b * c.vs.batch + kv * c.vs.head + t * c.vs.token;
     double *z = rows + t * step, *v = z + c.r, *g = v + c.P;
-    for (int64_t d = 0; d < c.r; ++d) z[d] = number(k[d]);
-    const double norm = std::sqrt(inner(z, z, c.r));
+    for (int64_t d = 0; d < c.r; ++d) xs[d] = number(k[d]);
+    const double norm = std::sqrt(inner(xs, xs, c.r));
     if (c.limit > 0 && !(norm <= c.limit))
-      for (int64_t d = 0; d < c.r; ++d) z[d] *= c.limit / norm;
+      for (int64_t d = 0; d < c.r; ++d) xs[d] *= c.limit / norm;
+    for (int64_t i = 0; i < groups; ++i) {
+      const int64_t h = kv * groups + i;
+      const T* q = static_cast<const T*>(c.q) + b * c.qs.batch + h * c.qs.head + t * c.qs.token;
+      for (int64_t d = 0; d < c.r; ++d) xs[(i + 1) * c.r + d] = c.scale[h] * number(q[d]);
+    }
+    int64_t i = 0;
+    for (; i + 2 <= groups + 1; i += 2) times<2>(state.inverse, xs + i * c.r, c.r, c.r, ys + i * c.r);
+    if (i <= groups) times<1>(state.inverse, xs + i * c.r, c.r, c.r, ys + i * c.r);
+    const auto read = [&] {
+      for (int64_t j = 0; j < groups; ++j) state.read<T>(b, kv * groups + j, t, xs + (j + 1) * c.r, ys + (j + 1) * c.r, room);
+    };
+    if (!c.include_self) read();
+    state.solved(xs, ys);
+    const double lost = 1 / std::sqrt(1 + inner(xs, ys, c.r));
+    for (int64_t d = 0; d < c.r; ++d) {
+      z[d] = xs[d];
+      g[d] = ys[d] * lost;
+    }
     for (int64_t p = 0; p < c.P; ++p) v[p] = number(value[p]);
-    state.solve(z, g);
-    const double lost = 1 / std::sqrt(1 + inner(z, g, c.r));
-    for (int64_t d = 0; d < c.r; ++d) g[d] *= lost;
     state.take(z);
-    for (int64_t i = 0; c.include_self && i < groups; ++i) state.read<T>(b, kv * groups + i, t, room);
+    if (c.include_self) read();
   }
-  if (c.gram_after != nullptr) state.settle(task, room);
+  if (settles) state.settle(task, room);
 }
 
 // 1 when memory ran out, else 0

@@ -13,9 +13,9 @@ SOURCE = "ridge_decode"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
 DTYPES = (torch.float32, torch.bfloat16)
-LATE = 8
+LATE = 16
 """After so many tokens they are added to the sums."""
-_STEP = struct.Struct("=24qd27q")  # ``Step`` of ridge_decode.cpp
+_STEP = struct.Struct("=24qd35q")  # ``Step`` of ridge_decode.cpp
 _NONE = (0,) * LATE
 _OFF = 2
 
