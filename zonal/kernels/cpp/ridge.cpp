@@ -105,6 +105,45 @@ APART void tile(const F* a, int64_t a_step, const F* b, int64_t b_step, int64_t 
   }
 }
 
+// Where the processor has vectors of 512 bits, four rows of floats meet up to eight vectors of a row of b at once, in pairs.
+#if defined(__AVX2__) && defined(__GNUC__)
+#define ZONAL_PAIRS 1
+const bool PAIRS = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
+typedef float V16 __attribute__((vector_size(64), aligned(4), may_alias));
+
+template <Into INTO, bool ACROSS, int W>
+__attribute__((noinline, target("avx512f,avx512vl"))) void tile_in_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t inner, float* out, int64_t out_step) {
+  constexpr int N = 4, M = W / 2;
+  V16 sums[N][M + 1] = {};
+  V8 rest[N] = {};
+  for (int64_t k = 0; k < inner; ++k) {
+    V16 row[M + 1];
+    V8 last;
+    _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) row[w] = *reinterpret_cast<const V16*>(b + 16 * w);
+    if (W % 2) last = *reinterpret_cast<const V8*>(b + 16 * M);
+    EACH_ROW {
+      const float x = ACROSS ? a[r] : a[r * a_step];
+      const V16 number = V16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+      _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) sums[r][w] += number * row[w];
+      if (W % 2) rest[r] += V8{x, x, x, x, x, x, x, x} * last;
+    }
+    a += ACROSS ? a_step : 1;
+    b += b_step;
+  }
+  EACH_ROW {
+    float* to = out + r * out_step;
+    _Pragma("GCC unroll 4") for (int w = 0; w < M; ++w) {
+      V16& at = *reinterpret_cast<V16*>(to + 16 * w);
+      at = INTO == SET ? sums[r][w] : INTO == ADD ? at + sums[r][w] : at - sums[r][w];
+    }
+    if (W % 2) {
+      V8& at = *reinterpret_cast<V8*>(to + 16 * M);
+      at = INTO == SET ? rest[r] : INTO == ADD ? at + rest[r] : at - rest[r];
+    }
+  }
+}
+#endif
+
 struct Range {  // what a few rows of a product need: terms [k0, k1), columns [c0, c1), both whole vectors
   int64_t k0, k1, c0, c1;
 };
@@ -117,6 +156,19 @@ INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64
     const int64_t count = std::min<int64_t>(4, rows - i);
     const Range need = range(i, i + count);
     const F* from = ACROSS ? a + need.k0 * a_step + i : a + i * a_step + need.k0;
+#ifdef ZONAL_PAIRS
+    if constexpr (sizeof(F) == sizeof(float)) {
+      if (PAIRS && count == 4) {
+        for (int64_t c = need.c0; c < need.c1;)
+          with_rows<8>((need.c1 - c) / l, [&](auto w) {
+            constexpr int W = decltype(w)::value;
+            tile_in_pairs<INTO, ACROSS, W>(from, a_step, b + need.k0 * b_step + c, b_step, need.k1 - need.k0, out + i * out_step + c, out_step);
+            c += W * l;
+          });
+        continue;
+      }
+    }
+#endif
     with_rows<4>(count, [&](auto n) {
       constexpr int N = decltype(n)::value;
       for (int64_t c = need.c0; c < need.c1;) {
@@ -449,9 +501,10 @@ struct Walk {
     }
     std::memset(keys + (n + 1) * rw, 0, sizeof(F) * (BLOCK - n) * rw);
     std::memset(values + n * Pw, 0, sizeof(F) * (BLOCK - n) * Pw);
-    typename Lane<F>::Vector nothing = {};  // NaN times nothing is NaN, and so is infinity
-    for (int64_t i = 0; i < n * Pw; i += l) nothing += at(values + i) * F(0);
-    for (int i = 0; i < l; ++i) finite = finite && nothing[i] == 0;
+    constexpr int N = 4;  // sums that do not wait for each other
+    typename Lane<F>::Vector nothing[N] = {};  // NaN times nothing is NaN, and so is infinity
+    for (int64_t i = 0; i < BLOCK * Pw; i += N * l) EACH_ROW nothing[r] += at(values + i + r * l) * F(0);
+    for (int i = 0; i < l; ++i) finite = finite && nothing[0][i] + nothing[1][i] + nothing[2][i] + nothing[3][i] == 0;
     if (!across) return;
     turn(keys + rw, rw, BLOCK, r, keys_t, BLOCK);
     if (c.power > 0) turn(keys, rw, BLOCK, r, earlier_t, BLOCK);
