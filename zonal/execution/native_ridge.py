@@ -79,7 +79,7 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y = ridge_library.Reader(scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)(q, k, v)
+        y, _ = ridge_library.forward(q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)
     else:
         documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
         start = seen.segment_start if seen.packed else None

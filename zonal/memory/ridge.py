@@ -144,14 +144,14 @@ class RidgeStatistics(Memory):
 
     def __getattr__(self, name: str) -> object:
         """Of what is not there yet: the sums that steps have left."""
-        stepped = self.__dict__.get("stepped")
+        stepped = vars(self).get("stepped")
         if stepped is None or name not in _LATE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         gram, cross, inverse, shift, first, last = stepped.settled(self.padding)
         made = Inverse(inverse, stepped.age + self.count - stepped.count, stepped.version)
         # derived values: what this memory is does not change
-        self.__dict__.update(gram=gram, cross=cross, shift=shift, first=first, last=last, inverse=made)
-        return self.__dict__[name]
+        vars(self).update(gram=gram, cross=cross, shift=shift, first=first, last=last, inverse=made)
+        return vars(self)[name]
 
     def keep(self, stepped: Stepped) -> None:
         """From now on steps find this memory's sums as they need them, which is a derived value, too."""
@@ -160,7 +160,7 @@ class RidgeStatistics(Memory):
     def moved(self, tokens: int, stepped: Stepped) -> "RidgeStatistics":
         """The memory after so many tokens, of which a step has left this."""
         after = object.__new__(RidgeStatistics)  # and no ``__init__``, which takes a good part of a step
-        after.__dict__.update(
+        vars(after).update(
             operator=self.operator, form=self.form, count=self.count + tokens, peak=None, padding=self.padding, seams=self.seams, pending=None, stepped=stepped, parts=()
         )
         return after

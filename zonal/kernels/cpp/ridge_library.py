@@ -18,6 +18,7 @@ SOURCE = "ridge"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
 _GOOD, DOUBLE, _INDEFINITE = range(3)
+_OFF = 3
 _CALL = struct.Struct("=36qd12q")
 """``Ridge`` of ridge.cpp, packed at once: field by field it takes five times as long, a good part of a short call."""
 
@@ -50,16 +51,21 @@ class Reader:
         self.segments = seen.edges.shape[0] - 1
         self._rules = (self.segments, seen.lo.shape[0] > 1, max(powers), limit)
         loaded = library.load(CODE, SOURCE)
-        self._forward, self._backward = loaded.zonal_ridge_forward, loaded.zonal_ridge_backward
-        for function in (self._forward, self._backward):
+        self._again, self._forward, self._backward = loaded.zonal_ridge_again, loaded.zonal_ridge_forward, loaded.zonal_ridge_backward
+        for function in (self._again, self._forward, self._backward):
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, outcome: Tensor | None = None) -> Tensor:
-        """``forward``. outcome: int32 (B * Hkv * documents,) to be filled."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y of ``forward``. None where the environment says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes."""
         y = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
-        if self._run(self._forward, q, k, v, None, (y, outcome)) == _INDEFINITE:
-            raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
-        return y
+        return None if self._run(self._again, q, k, v, None, (y,)) == _OFF else y
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward`` whatever the environment says."""
+        y = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+        outcome = torch.empty(k.shape[0] * k.shape[1] * self.segments, dtype=torch.int32)
+        self._run(self._forward, q, k, v, None, (y, outcome))
+        return y, outcome
 
     def backward(self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, results: Sequence[Tensor | None]) -> None:
         """results: outcome as forward left it, and what is filled in, as ``Ridge`` of ridge.cpp names it."""
@@ -71,7 +77,7 @@ class Reader:
             q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
-        y, outcome, *gradients = *results, *(None,) * (11 - len(results))
+        y, outcome, *gradients = *results, *(None,) * (11 - len(results))  # y, outcome, and 9 that backward fills in
         code = function(
             _CALL.pack(
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), *self._addresses, *qs[:3], *ks[:3], *vs[:3], *((0, 0, 0) if dy is None else dy.stride()[:3]),
@@ -80,6 +86,8 @@ class Reader:
         )  # fmt: skip
         if code == 1:
             raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+        if code == _INDEFINITE:
+            raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
         return code
 
 
@@ -97,9 +105,7 @@ def forward(
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """
-    reader = Reader(scale, ridge, seen, before, powers, limit)
-    outcome = torch.empty(k.shape[0] * k.shape[1] * reader.segments, dtype=torch.int32)
-    return reader(q, k, v, outcome), outcome
+    return Reader(scale, ridge, seen, before, powers, limit).forward(q, k, v)
 
 
 class Gradients(NamedTuple):
