@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zonal
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.memory import Memory, RidgeStatistics, Tokens
@@ -140,3 +141,31 @@ def test_a_long_single_precision_stream(power: int, kind: str) -> None:
         exact = Memory.empty(m.ska(power=power).double(), 1, 1, r, 4, torch.float64).absorb(k.double(), v.double()).read(q.double())
     assert ((y - exact).abs().amax(-1) / exact.abs().amax(-1)).max() < 1e-5
 
+
+
+@pytest.mark.parametrize("power", [0, 2])
+@pytest.mark.parametrize("known", [0, 9])
+@torch.no_grad()
+def test_what_steps_leave_is_what_absorbing_leaves(power: int, known: int) -> None:
+    """However many of the last tokens stay beside the sums, whoever looks in between, and whatever else went on from the same memory."""
+    operator, r, tokens = m.ska(power=power), 6, 40
+    q, k, v = (draw(2, 4, tokens, r, seed=1).float(), draw(2, 2, tokens, r, seed=2).float(), draw(2, 2, tokens, 5, seed=3).float())
+    memory = start = Memory.empty(operator, 2, 2, r, 5).absorb(k[:, :, :known], v[:, :, :known]) if known else Memory.empty(operator, 2, 2, r, 5)
+    other = start
+    for t in range(known, tokens):
+        other = memory.absorb(-k[:, :, t : t + 1], v[:, :, t : t + 1])
+        zonal.attention(-q[:, :, t : t + 1], -k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory)
+        _, memory = zonal.attention(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory)
+        if t % 7 == 0:
+            absorbed = Memory.empty(operator, 2, 2, r, 5).absorb(k[:, :, : t + 1], v[:, :, : t + 1])
+            for name, x in absorbed.tensors().items():
+                assert torch.allclose(memory.tensors()[name], x, rtol=1e-5, atol=1e-6), (t, name)  # keys of one token are shortened in float64
+            assert torch.allclose(memory.read(q), absorbed.read(q), atol=1e-6)
+    assert memory.count == tokens == other.count
+    held = memory.fork()
+    held.absorb_(k, v)  # in place: what steps left is of the tokens before
+    _, after = zonal.attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], operator, causal=True, memory=held)
+    assert isinstance(after, RidgeStatistics)
+    assert isinstance(held, RidgeStatistics)
+    z = after.gram - held.gram
+    assert torch.allclose(z.diagonal(dim1=-2, dim2=-1).sum(-1), k[:, :, 0].double().square().sum(-1).clamp(max=1), atol=1e-6)

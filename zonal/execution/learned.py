@@ -15,9 +15,12 @@ class Learned:
 
     def stands(self, operator: Operator) -> bool:
         now = _parts(operator)
-        return len(now) == len(self._values) and all(
-            x.dtype is kept.dtype and x.device == kept.device and torch.equal(x, kept) for x, kept in zip(now, self._values, strict=True)
-        )
+        if len(now) != len(self._values):
+            return False
+        for x, kept in zip(now, self._values, strict=True):
+            if x.dtype is not kept.dtype or x.device != kept.device or not torch.equal(x, kept):
+                return False
+        return True
 
     @property
     def nothing(self) -> bool:
@@ -26,8 +29,9 @@ class Learned:
 
 
 def _parts(operator: Operator) -> list[Tensor]:
-    # ``parameters()`` walks all modules, in thrice the time
-    return [*operator.learned_parts._parameters.values(), *operator.fixed_parts._buffers.values()]  # type: ignore[list-item]
+    # ``parameters()`` walks all modules, in thrice the time, and an attribute of a module is looked for where it is not, first
+    modules = operator._modules
+    return [*modules["learned_parts"]._parameters.values(), *modules["fixed_parts"]._buffers.values()]  # type: ignore[union-attr,list-item]
 
 
 __all__ = ["Learned"]

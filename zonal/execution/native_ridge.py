@@ -109,14 +109,8 @@ def runner(call: Call) -> Runner | None:
     if clipped is None or call.raw is None:
         return None
     assert isinstance(anchor, Ridge)
-    limit, seen = clipped.limit or 0.0, places_of(call.visibility, call.raw.k.shape[2])
     scale, rho, powers = _numbers(call, anchor, clipped)
-    scale, rho = scale.float().contiguous(), rho.double().contiguous()
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ridge_library.forward(q, k, v, scale, rho, seen, Before(), powers, limit)[0]
-
-    return run
+    return ridge_library.Reader(scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0)
 
 
 __all__ = ["chunked", "cuda_refusal", "refusal", "runner"]

@@ -13,16 +13,16 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.operator import Bound
-from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.execution.learned import Learned
 from zonal.execution.native_decode import MOST_TOKENS
 from zonal.kernels import transforms
 from zonal.kernels.cpp import build, library, ridge_decode_library
-from zonal.kernels.cpp.ridge_decode_library import Sums
+from zonal.kernels.cpp.ridge_decode_library import Stepper
 from zonal.memory import Memory, RidgeStatistics
 from zonal.memory.ridge import REMAKE, Inverse, ridge_version
+from zonal.memory.stepped import Stepped, Sums
 
 _KEPT = 64
 
@@ -61,21 +61,22 @@ def refusal(call: Call, kind: str) -> str | None:
 
 def takes(memory: RidgeStatistics) -> bool:
     """Whether the sums of a memory are as the kernel reads them, and nobody asks for their gradients."""
+    if memory.stepped is not None:
+        return True
     return memory.gram.is_cpu and not (torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad))
 
 
 class _Kept(NamedTuple):
-    """What stays from step to step. scale (H,) float64 of the queries, anchor's factor included; powers (H,) int64; learned: the values it was made from."""
+    """What stays from step to step. version: of the ridge, as long as what was learned ``stands``."""
 
     bound: Bound
-    clipped: Clipped | None
-    scale: Tensor
-    powers: Tensor
-    include_self: bool
+    stepper: Stepper
+    prepared: bool
     learned: Learned
+    version: tuple[float, ...] | None
 
 
-# of each operator, by (heads, key heads, key dim, scale)
+# of each operator, by (heads, the memory's form, scale)
 _made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
 
 
@@ -85,41 +86,59 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
     anchor = bound.anchor
     assert isinstance(anchor, Ridge)
-    heads = call.shape[1]
+    batch, heads, _, _, dim, value_dim = call.shape
     with torch.no_grad():
         factor = anchor.output_scale(bound.anchor_params, bound.heads)
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
         scale = (scale if factor is None else scale * factor).contiguous()
-    kept = _Kept(bound, clipped, scale, torch.tensor(anchor.powers(heads)), call.include_self, Learned(call.operator))
+    limit = 0.0 if clipped is None or clipped.limit is None else clipped.limit
+    stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads)), limit, call.include_self)
+    kept = _Kept(bound, stepper, clipped is None or raw is None, Learned(call.operator), ridge_version(call.operator))
     q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
     if q.dtype not in ridge_decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
-    y, after = _step(kept, memory, q, k, v)
+    stepped = _step(kept, memory, q, k, v)
+    assert stepped is not None  # ``refusal`` has looked at the environment
     if raw is not None:
         known = _made.setdefault(call.operator, {})
         if len(known) >= _KEPT:
             known.clear()
-        known[heads, bound.kv_heads, call.head_dim, raw.scale] = kept
-    return y.to(call.dtype), after
+        known[heads, memory.form, raw.scale] = kept
+    return stepped[0].to(call.dtype), stepped[1]
 
 
-def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
-    clipped, tokens = kept.clipped, q.shape[2]
-    inverse, version = memory.inverse, ridge_version(memory.operator)
-    if inverse is None or inverse.version != version:
-        with torch.no_grad():
+def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
+    """None when the environment has switched the kernels off since the stepper was made."""
+    stepped, version, tokens = memory.stepped, kept.version, q.shape[2]
+    if stepped is None or stepped.version != version or stepped.age + memory.count - stepped.count + tokens > REMAKE:
+        stepped = _begun(kept, memory, tokens)
+    after = None
+    if len(stepped.rows_at) + tokens >= ridge_decode_library.LATE:
+        after = Sums(*(None if x is None else torch.empty_like(x) for x in stepped.sums))  # type: ignore[arg-type]
+    found = kept.stepper(q, k, v, stepped.sums_at, stepped.rows_at, stepped.count, memory.padding, after)
+    if found is None:
+        return None
+    y, rows = found
+    if after is not None:
+        stepped = Stepped.of(after, memory.count + tokens, stepped.age + memory.count - stepped.count + tokens, version)
+    elif rows is not None:
+        stepped = stepped.followed(rows)
+    return y, memory.moved(tokens, stepped)
+
+
+def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
+    """The sums of a memory that no step has left, or whose inverse is to be made again before so many tokens more."""
+    inverse, version = memory.inverse, kept.version
+    with torch.no_grad():
+        if inverse is None or inverse.version != version:
             inverse = Inverse(memory.solved(kept.bound), 0, version)  # the memory keeps it: others may go on from there, too
-    elif inverse.age + tokens > REMAKE:
-        with torch.no_grad():
+        elif inverse.age + tokens > REMAKE:
             inverse = Inverse(memory.made(kept.bound), 0, version)
-    before = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
-    y, after = ridge_decode_library.step(
-        q, k, v, kept.scale, 0.0 if clipped is None or clipped.limit is None else clipped.limit, kept.powers, kept.include_self, before, memory.count, memory.padding
-    )
-    return y, RidgeStatistics(
-        memory.operator, memory.form, memory.count + tokens, after.gram, after.cross, after.shift, after.first, after.last, None, memory.padding,
-        memory.seams, None, Inverse(after.inverse, inverse.age + tokens, inverse.version),
-    )  # fmt: skip
+    sums = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
+    stepped = Stepped.of(sums, memory.count, inverse.age, version)
+    if not (memory.gram.requires_grad or memory.cross.requires_grad):
+        memory.keep(stepped)
+    return stepped
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
@@ -128,20 +147,19 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     That this operator and these heads are not refused was found when the step was first made; what may differ from call to call is looked at here.
     """
     known = _made.get(operator)
-    if known is None or type(memory) is not RidgeStatistics or memory.operator is not operator or q.ndim != 4:
+    if known is None or type(memory) is not RidgeStatistics or memory.operator is not operator or q.ndim != 4 or not native.plain(q, k, v):
         return None
-    if not native.plain(q, k, v) or os.environ.get(native.VARIABLE) == "off" or not takes(memory):
+    form, dtype = memory.form, q.dtype
+    _, heads, tokens, _ = shape = q.shape
+    kept = known.get((heads, form, scale))
+    if kept is None or kept.prepared or not 1 <= tokens <= MOST_TOKENS or not takes(memory) or not kept.learned.stands(operator):
         return None
-    (batch, heads, key_dim, value_dim, _, _), dtype = memory.form, q.dtype
-    _, query_heads, tokens, _ = shape = q.shape
-    kept = known.get((query_heads, heads, key_dim, scale))
-    if kept is None or kept.clipped is None or not 1 <= tokens <= MOST_TOKENS or not kept.learned.stands(operator):
+    batch, kv_heads, key_dim, value_dim, _, _ = form
+    if shape != (batch, heads, tokens, key_dim) or k.shape != (batch, kv_heads, tokens, key_dim) or v.shape != (batch, kv_heads, tokens, value_dim):
         return None
-    if shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
+    if dtype not in ridge_decode_library.DTYPES or k.dtype is not dtype or v.dtype is not dtype:
         return None
-    if dtype not in ridge_decode_library.DTYPES or k.dtype != dtype or v.dtype != dtype:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or any(p.requires_grad for p in operator.learned_parts.values())):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or not kept.learned.nothing):
         return None
     return _step(kept, memory, q, k, v)
 

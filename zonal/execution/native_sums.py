@@ -23,7 +23,7 @@ from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
 
-Runner = Callable[[Tensor, Tensor, Tensor], Tensor]
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 def refusal(call: Call, kind: str | None = None) -> str | None:
@@ -179,7 +179,9 @@ def runner(call: Call) -> Runner | None:
     rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        if os.environ.get(native.VARIABLE) == "off":
+            return None
         return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
 
     return run

@@ -1,7 +1,6 @@
 """Calls without gradients, masks and memory that run as they ran before: to prepare and to plan a thousand tokens takes a good part of the
 time that the compiled kernels of the chunked path run."""
 
-import os
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -62,7 +61,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, sca
     """
     known = _kept.get(operator) if isinstance(operator, Operator) else None
     kept = None if known is None or not _plain(q, k, v) else known.get((q.shape, k.shape, v.shape, causal, scale, chosen))
-    if kept is None or os.environ.get(native.VARIABLE) == "off" or (chosen and calibration.constants_for(q.device) is not kept.planned):
+    if kept is None or (chosen and calibration.constants_for(q.device) is not kept.planned):
         return None
     if not kept.learned.nothing and (torch.is_grad_enabled() or not kept.learned.stands(operator)):
         return None

@@ -1,10 +1,7 @@
 """Calls the compiled kernel for few tokens after a memory of ridge read-outs (ridge_decode.cpp), in float32 or bfloat16 on the CPU."""
 
 import ctypes
-import functools
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,59 +13,58 @@ SOURCE = "ridge_decode"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
 DTYPES = (torch.float32, torch.bfloat16)
-_STEP = struct.Struct("=24qd17q")  # ``Step`` of ridge_decode.cpp
+LATE = 16
+"""After so many tokens they are added to the sums."""
+_STEP = struct.Struct("=24qd35q")  # ``Step`` of ridge_decode.cpp
+_NONE = (0,) * LATE
+_OFF = 2
 
 
-class Sums(NamedTuple):
-    """What a step reads and what it leaves, float64: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0
-    shift (B, Hkv, r, r), first and last key (B, Hkv, r)."""
+class Stepper:
+    """The kernel with what stays from token to token. It may be used by several threads.
 
-    gram: Tensor
-    cross: Tensor
-    inverse: Tensor
-    shift: Tensor | None
-    first: Tensor | None
-    last: Tensor | None
-
-
-@functools.lru_cache(maxsize=1)
-def _function() -> Callable[[bytes], Any]:
-    function = library.load(CODE, SOURCE).zonal_ridge_step
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def step(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, limit: float, powers: Tensor, include_self: bool, before: Sums, count: int, padding: Tensor
-) -> tuple[Tensor, Sums]:
-    """y (B, H, T, P) in the type of q, and the sums after the tokens; those before them are not changed.
-
-    q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), all of one of ``DTYPES``. scale (H,) float64 and powers (H,) int64 of the queries.
-    limit: longer keys are shortened to it (0: none). count: tokens before, of which padding (B,) int64 are none.
+    shape: (B, H, Hkv, r, P). moves: whether any power is past 0. scale (H,) float64 and powers (H,) int64 of the queries. limit: longer keys are
+    shortened to it (0: none). include_self: whether a query sees its own key.
 
     Raises: BuildError when the kernel does not compile.
     """
-    function = _function()
-    (batch, heads, tokens, dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
-    at = (q.stride(), k.stride(), v.stride())
-    if not at[0][3] == at[1][3] == at[2][3] == 1:
-        q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
-        at = (q.stride(), k.stride(), v.stride())
-    before = Sums(*(None if x is None else x.contiguous() for x in before))  # type: ignore[arg-type]
-    # first of all, in the place that the sums before the last ones have left: a small y there would push all of them to new pages
-    after = Sums(*(None if x is None else torch.empty_like(x) for x in before))  # type: ignore[arg-type]
-    y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
-    packed = _STEP.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *at[0], *at[1], *at[2], batch, heads, kv_heads, tokens, dim, value_dim, before.shift is not None,
-        q.dtype == torch.bfloat16, include_self, limit, scale.data_ptr(), powers.data_ptr(), *map(_address, before), *map(_address, after), count, padding.data_ptr(), y.data_ptr(),
-    )  # fmt: skip
-    if function(packed):
+
+    def __init__(self, shape: tuple[int, int, int, int, int], moves: bool, scale: Tensor, powers: Tensor, limit: float, include_self: bool) -> None:
+        self.shape, self._kept = shape, (scale, powers)
+        self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
+        self._rules = (limit, scale.data_ptr(), powers.data_ptr())
+        function = library.load(CODE, SOURCE).zonal_ridge_step
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        self._function = function
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: tuple[int, ...], late: tuple[int, ...], count: int, padding: Tensor, after: tuple[Tensor | None, ...] | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """y (B, H, T, P) in the type of q, and the rows of the tokens (T, B, Hkv, 2 r + P), or None where they and the late ones went to ``after``. None where
+        the environment says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
+
+        q (B, H, T, r), k (B, Hkv, T, r), v (B, Hkv, T, P), all of one of ``DTYPES``, of at most 16 tokens. sums: where gram (B, Hkv, r, r),
+        cross (B, Hkv, P, r), inverse (B, Hkv, r, r), and for powers past 0 shift (B, Hkv, r, r), first and last (B, Hkv, r) lie, float64 and contiguous, else 0.
+        late: where fewer than ``LATE`` rows after them do. count: tokens of the sums, of which padding (B,) int64 are none.
+        """
+        batch, heads, kv_heads, dim, value_dim = self.shape
+        tokens, qs, ks, vs = q.shape[2], q.stride(), k.stride(), v.stride()
+        if not qs[3] == ks[3] == vs[3] == 1:
+            q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
+            qs, ks, vs = q.stride(), k.stride(), v.stride()
+        rows = torch.empty((tokens, batch, kv_heads, 2 * dim + value_dim), dtype=torch.float64) if after is None else None
+        y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+        step = _STEP.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), *qs, *ks, *vs, batch, heads, kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
+            self._include_self, *self._rules, *sums, *(_NONE[:6] if after is None else (0 if x is None else x.data_ptr() for x in after)), count, padding.data_ptr(),
+            len(late), *late, *_NONE[len(late) :], 0 if rows is None else rows.data_ptr(), y.data_ptr(),
+        )  # fmt: skip
+        failed = self._function(step)
+        if not failed:
+            return y, rows
+        if failed == _OFF:
+            return None
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
-    return y, after
 
 
-__all__ = ["CODE", "DTYPES", "SOURCE", "Sums", "step"]
+__all__ = ["CODE", "DTYPES", "LATE", "SOURCE", "Stepper"]

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +17,10 @@ from zonal.kernels.cpp.sums_library import Places, plain
 SOURCE = "ridge"
 CODE = FORMULAS["identity"]
 """It knows no link, so that one library serves all."""
-_INPUTS = ("q", "k", "v", "scale", "ridge", "powers", "index", "lo", "hi", "edges", "gram", "cross", "shift", "last")
-_SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "segments", "by_batch", "power")
-_RESULTS = ("y", "outcome", "dy", "dq", "dk", "dv", "dscale", "dridge", "dgram", "dcross", "dshift", "dlast")
 _GOOD, DOUBLE, _INDEFINITE = range(3)
-
-
-class _Strides(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
-
-
-class _Ridge(ctypes.Structure):
-    """``Ridge`` of ridge.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _INPUTS), *((name, _Strides) for name in ("qs", "ks", "vs")),
-        *((name, ctypes.c_int64) for name in _SIZES), ("limit", ctypes.c_double), *((name, ctypes.c_void_p) for name in _RESULTS),
-    ]  # fmt: skip
-
-
-_PACKED = struct.Struct(f"={len(_INPUTS) + 9 + len(_SIZES)}qd{8 * len(_RESULTS)}x")
-"""``_Ridge`` as long as its results are not pointed to: field by field it takes five times as long, a good part of a short call."""
-assert _PACKED.size == ctypes.sizeof(_Ridge)
+_OFF = 3
+_CALL = struct.Struct("=36qd12q")
+"""``Ridge`` of ridge.cpp, packed at once: field by field it takes five times as long, a good part of a short call."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -55,28 +37,62 @@ class Before(NamedTuple):
     last: Tensor | None = None
 
 
-class _Arguments:
-    """A filled-in ``_Ridge`` and the tensors it points to, which must live as long."""
+class Reader:
+    """The kernel with what stays from call to call: scale (H,) of the queries, ridge (Hkv,), who sees whom, the memory before the first key, the
+    powers (H,), and what longer keys are shortened to (0: none are). It may be used by several threads.
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
-    ) -> None:
-        batch, heads, queries, dim = q.shape
-        keys, value_dim = k.shape[2], v.shape[3]
-        q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+    Raises: BuildError when the kernel does not compile.
+    """
+
+    def __init__(self, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float) -> None:
         memory = (None if x is None else plain(x, torch.float64) for x in before)
-        tensors = (q, k, v, plain(scale, torch.float32), plain(ridge, torch.float64), _powers(tuple(powers)), seen.index, seen.lo, seen.hi, seen.edges, *memory)
-        segments = seen.edges.shape[0] - 1
-        sizes = (batch, heads, k.shape[1], queries, keys, dim, value_dim, segments, seen.lo.shape[0] > 1, max(powers))
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        self.tasks = batch * k.shape[1] * segments
-        self.kept: list[object] = [tensors]
-        self.call = _Ridge.from_buffer_copy(_PACKED.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides, *sizes, limit))
+        self._kept = (plain(scale, torch.float32), plain(ridge, torch.float64), _powers(tuple(powers)), seen.index, seen.lo, seen.hi, seen.edges, *memory)
+        self._addresses = tuple(map(_address, self._kept))
+        self.segments = seen.edges.shape[0] - 1
+        self._rules = (self.segments, seen.lo.shape[0] > 1, max(powers), limit)
+        loaded = library.load(CODE, SOURCE)
+        self._again, self._forward, self._backward = loaded.zonal_ridge_again, loaded.zonal_ridge_forward, loaded.zonal_ridge_backward
+        for function in (self._again, self._forward, self._backward):
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
-    def point(self, tensors: dict[str, Tensor | None]) -> None:
-        for name, x in tensors.items():
-            setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept.append(x)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y of ``forward``. None where the environment says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes."""
+        y = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+        return None if self._run(self._again, q, k, v, None, (y,)) == _OFF else y
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``forward`` whatever the environment says."""
+        y = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+        outcome = torch.empty(k.shape[0] * k.shape[1] * self.segments, dtype=torch.int32)
+        self._run(self._forward, q, k, v, None, (y, outcome))
+        return y, outcome
+
+    def backward(self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, results: Sequence[Tensor | None]) -> None:
+        """results: outcome as forward left it, and what is filled in, as ``Ridge`` of ridge.cpp names it."""
+        self._run(self._backward, q, k, v, library.dense_last(dy, torch.float32), (None, *results))
+
+    def _run(self, function: Callable[[bytes], Any], q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None, results: Sequence[Tensor | None]) -> int:
+        qs, ks, vs = q.stride(), k.stride(), v.stride()
+        if not (q.dtype is k.dtype is v.dtype is torch.float32 and qs[3] == ks[3] == vs[3] == 1):
+            q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+            qs, ks, vs = q.stride(), k.stride(), v.stride()
+        (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
+        y, outcome, *gradients = *results, *(None,) * (11 - len(results))  # y, outcome, and 9 that backward fills in
+        code = function(
+            _CALL.pack(
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), *self._addresses, *qs[:3], *ks[:3], *vs[:3], *((0, 0, 0) if dy is None else dy.stride()[:3]),
+                batch, heads, kv_heads, queries, keys, dim, value_dim, *self._rules, _address(y), _address(outcome), _address(dy), *map(_address, gradients),
+            )
+        )  # fmt: skip
+        if code == 1:
+            raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
+        if code == _INDEFINITE:
+            raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
+        return code
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def forward(
@@ -89,14 +105,7 @@ def forward(
 
     Raises: NonFiniteError when G + ridge I is not positive definite, which keys that are not finite cause.
     """
-    batch, heads, queries, _ = q.shape
-    y = torch.empty(batch, heads, queries, v.shape[3])
-    arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
-    outcome = torch.empty(arguments.tasks, dtype=torch.int32)
-    arguments.point({"y": y, "outcome": outcome})
-    if _run(library.load(CODE, SOURCE).zonal_ridge_forward, arguments) == _INDEFINITE:
-        raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
-    return y, outcome
+    return Reader(scale, ridge, seen, before, powers, limit).forward(q, k, v)
 
 
 class Gradients(NamedTuple):
@@ -116,28 +125,18 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of ``forward``, where ``doubled``, bool (B, Hkv, documents), tells which ran in float64. started: whether the memory gets some."""
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    arguments = _Arguments(q, k, v, scale, ridge, seen, before, powers, limit)
+    reader = Reader(scale, ridge, seen, before, powers, limit)
+    tasks = batch * kv_heads * reader.segments
     memory = Before(*(torch.zeros(x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
     # an unfinished sum a task, so that the order of threads does not matter
-    dscale, dridge = torch.zeros(arguments.tasks, heads // kv_heads, dtype=torch.float64), torch.zeros(arguments.tasks, dtype=torch.float64)
-    dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
-    arguments.point(
-        {
-            "outcome": torch.where(doubled, DOUBLE, _GOOD).to(torch.int32).contiguous(), "dy": dy.float().contiguous(), "dq": dq, "dk": dk, "dv": dv,
-            "dscale": dscale, "dridge": dridge, **{f"d{name}": x for name, x in memory._asdict().items()},
-        }
-    )  # fmt: skip
-    _run(library.load(CODE, SOURCE).zonal_ridge_backward, arguments)
+    dscale, dridge = torch.zeros(tasks, heads // kv_heads, dtype=torch.float64), torch.zeros(tasks, dtype=torch.float64)
+    # the kernel sets them to zero where it adds to them: to do so here would bring all of them from far away once more
+    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+    outcome = torch.where(doubled, DOUBLE, _GOOD).to(torch.int32).contiguous()
+    reader.backward(dy, q, k, v, (outcome, dq, dk, dv, dscale, dridge, *memory))
     return Gradients(
         dq, dk, dv, dscale.view(batch, kv_heads, -1, heads // kv_heads).sum((0, 2)).view(heads), dridge.view(batch, kv_heads, -1).sum((0, 2)), memory
     )
 
 
-def _run(function: Callable[..., int], arguments: _Arguments) -> int:
-    code = function(ctypes.byref(arguments.call))
-    if code == 1:
-        raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
-    return code
-
-
-__all__ = ["CODE", "DOUBLE", "SOURCE", "Before", "Gradients", "backward", "forward"]
+__all__ = ["CODE", "DOUBLE", "SOURCE", "Before", "Gradients", "Reader", "backward", "forward"]

@@ -656,7 +656,7 @@ int each_task(const Sums& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
