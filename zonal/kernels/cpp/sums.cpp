@@ -119,6 +119,7 @@ APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, c
 
 struct Buffers {
   float *state, *lost, *weights, *factors, *queries, *out, *keys, *values, *masses, *rows, *near, *strip, *room;
+  float *left, *reads;  // what is left of each key when the state has taken its block in, and of the state when the queries at hand read it, (BLOCK)
   Mark* marks;
   uint8_t* thin;  // (groups, BLOCK): rows of the block that do without the state
 };
@@ -126,7 +127,7 @@ struct Buffers {
 Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(extra + 512 + task.keys() + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + 2 * task.keys() + BLOCK + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
   at.lost = scratch.take(c.F * task.width);
@@ -134,6 +135,10 @@ Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   at.weights = scratch.take(task.groups * c.F);
   at.factors = scratch.take(task.keys());
   for (int64_t s = 0; s < task.keys(); ++s) at.factors[s] = unit(c, task.key(task.start + static_cast<int32_t>(s)));
+  at.left = scratch.take(task.keys());
+  for (const Span& span : task.spans)
+    for (int32_t s = span.from; s < span.to; ++s) at.left[s - task.start] = task.left(s, span.to);
+  at.reads = scratch.take(BLOCK);
   at.queries = scratch.take(columns * c.low * C);
   at.out = scratch.take(columns * std::max(c.low, task.width) * C);
   at.keys = scratch.take(BLOCK * c.low);
@@ -161,7 +166,7 @@ void start(const Task& task, const float* memory, bool gradient, const Buffers& 
 void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
   const Sums& c = task.c;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
+  pack_values(task, s0, s1, [&](int32_t s) { return at.left[s - task.start]; }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
@@ -209,19 +214,17 @@ void directly(const Task& task, const Span& span, int32_t from, int32_t to, cons
   }
 }
 
-// what is left for queries t, t + 1, … of a state that keeps what is left of its keys after the last of them
-V reads_left(const Task& task, const Span& span, int64_t t) {
-  V left = spread(1.f);
-  if (task.running != nullptr)
-    for (int64_t i = 0; i < L && t + i < span.t1; ++i) left[i] = static_cast<float>(std::exp(task.until(t + i) - task.mark(span.to)));
-  return left;
+// what is left for each query of a block of a state that keeps what is left of its keys after the last of them; ones past the last query
+void pack_reads(const Task& task, const Span& span, float* reads) {
+  for (int64_t i = 0; i < BLOCK; ++i)
+    reads[i] = task.running == nullptr || span.t0 + i >= span.t1 ? 1.f : static_cast<float>(std::exp(task.until(span.t0 + i) - task.mark(span.to)));
 }
 
 void fade_reads(const Task& task, const Span& span, const Buffers& at) {
   if (task.running == nullptr || !span.reads) return;
   for (int64_t t = span.t0; t < span.t1; t += C)
     for (int j = 0; j < C; j += L) {
-      const V left = reads_left(task, span, t + j);
+      const V left = load(at.reads + t - span.t0 + j);
       for (int64_t g = 0; g < task.groups; ++g)
         for (int64_t p = 0; p < task.width; ++p) {
           float* row = at.out + ((g * PER + (t - span.t0) / C) * task.width + p) * C + j;
@@ -248,7 +251,7 @@ void guard(const Task& task, const Span& span, const Buffers& at) {
       const float* queries = at.queries + column * c.low * C;
       float* mass = at.out + (column * task.width + values) * C;
       for (int j = 0; j < C; j += L) {
-        V square = V{}, bound = V{}, left = reads_left(task, span, t + j);
+        V square = V{}, bound = V{}, left = load(at.reads + t - span.t0 + j);
         for (int64_t d = 1; d <= c.D; ++d) square += load(queries + d * C + j) * load(queries + d * C + j);
         for (int64_t k = c.powers - 1; k >= 0; --k) bound = bound * square + std::fabs(monomials[k]);
         bound = root(bound * size) * left * share;
@@ -301,6 +304,7 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
   start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     pack_queries(task, span, at.queries);
+    pack_reads(task, span, at.reads);
     std::memset(at.out, 0, sizeof(float) * task.groups * PER * task.width * C);
     fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
@@ -319,7 +323,7 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
 
 struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) and columns (groups, PER, width, C), queries as rows
   float *du, *du_columns, *query_rows;   // (groups, BLOCK, up(D, C))
-  float *read, *read_columns;            // as du, where what was read from the state has another gradient than what was seen directly
+  float *read_columns;                   // as du_columns, where what was read from the state has another gradient than what was seen directly
   float *dlow;                           // gradients of low features, (groups * PER, low, C)
   float *value_columns, *dvalues;        // (PER, width, C), (PER, values, C)
   float *scores, *changes;               // weights and gradients of scores between neighbours, (PER, BLOCK keys, C)
@@ -329,19 +333,18 @@ struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) 
 struct Backward {
   Buffers at;
   More more;
-  const float *read, *read_columns;  // of the block at hand, in more: the gradient of what was read from the state
-  bool thin;                         // some of its rows did without the state
+  const float* read_columns;  // of the block at hand, in more: the gradient of what was read from the state
+  bool thin;                  // some of its rows did without the state
 };
 
 Backward backward_buffers(const Task& task, Scratch& scratch) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER, D16 = up(c.D, C);
-  const size_t extra = columns * C * (2 * task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
+  const size_t extra = columns * C * (task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
   Backward all;
   all.at = forward_buffers(task, scratch, extra);
   all.more.du = scratch.take(columns * C * task.step);
   all.more.du_columns = scratch.take(columns * C * task.width);
-  all.more.read = scratch.take(columns * C * task.step);
   all.more.read_columns = scratch.take(columns * C * task.width);
   all.more.query_rows = scratch.take(columns * C * D16);
   all.more.dlow = scratch.take(columns * C * c.low);
@@ -354,40 +357,41 @@ Backward backward_buffers(const Task& task, Scratch& scratch) {
   return all;
 }
 
-// The gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y; and of what they read from the state.
-void pack_gradients(const Task& task, const Span& span, Backward& all) {
+// Into du the gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y. Forwards that is what keys seen directly get,
+// and what was read from the state has columns of its own where it differs; backwards du is the gradient of what was read.
+void pack_gradients(const Task& task, const Span& span, bool forwards, Backward& all) {
   const Sums& c = task.c;
   More& more = all.more;
-  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C), columns = task.groups * PER;
-  bool same = task.running == nullptr;
+  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C);
+  pack_reads(task, span, all.at.reads);
+  all.thin = false;
   for (int64_t g = 0; g < task.groups; ++g) {
     float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * D16;
     std::memset(rows, 0, sizeof(float) * BLOCK * task.step);
-    std::memset(queries, 0, sizeof(float) * BLOCK * D16);
+    if (forwards) std::memset(queries, 0, sizeof(float) * BLOCK * D16);
     for (int64_t i = 0; i < tokens; ++i) {
       const int64_t row = (task.b * c.H + task.head(g)) * c.T + span.t0 + i;
-      const float *dy = c.dy + row * c.P, *q = task.query(g, span.t0 + i);
-      const float factor = c.factor[row], scale = c.scale[task.head(g)] * unit(c, q);
+      const bool thin = c.apart != nullptr && c.apart[row];
+      all.at.thin[g * BLOCK + i] = thin;
+      all.thin = all.thin || thin;
+      const float *dy = c.dy + row * c.P, factor = c.factor[row] * (forwards ? 1.f : thin ? 0.f : all.at.reads[i]);
       for (int64_t p = 0; p < values; ++p) rows[i * task.step + p] = dy[task.p0 + p] * factor;
       if (task.mass) rows[i * task.step + values] = -dot(dy, c.y + row * c.P, c.P) * factor;
+      if (!forwards) continue;
+      const float *q = task.query(g, span.t0 + i), scale = c.scale[task.head(g)] * unit(c, q);
       for (int64_t d = 0; d < c.D; ++d) queries[i * D16 + d] = q[d] * scale;
-      all.at.thin[g * BLOCK + i] = c.apart != nullptr && c.apart[row];
-      same = same && !all.at.thin[g * BLOCK + i];
     }
-    turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
+    if (forwards || task.width % C == 1) turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
   }
-  all.thin = !same && c.apart != nullptr;
-  all.read = same ? more.du : more.read;
+  const bool same = !forwards || (task.running == nullptr && !all.thin);
   all.read_columns = same ? more.du_columns : more.read_columns;
-  if (same) return;
-  std::memcpy(more.read, more.du, sizeof(float) * columns * C * task.step);
-  for (int64_t g = 0; g < task.groups; ++g) {
-    float* rows = more.read + g * BLOCK * task.step;
-    for (int64_t i = 0; i < tokens; ++i) {
-      const float left = all.at.thin[g * BLOCK + i] ? 0.f : reads_left(task, span, span.t0 + i)[0];
-      for (int64_t p = 0; p < task.width; ++p) rows[i * task.step + p] *= left;
+  for (int64_t i = 0; !same && i < task.groups * BLOCK; i += L) {
+    V left = load(all.at.reads + i % BLOCK);
+    for (int64_t j = 0; j < L; ++j) left[j] = all.at.thin[i + j] ? 0.f : left[j];
+    for (int64_t p = 0; p < task.width; ++p) {
+      const int64_t at = (i / C * task.width + p) * C + i % C;
+      store(more.read_columns + at, load(more.du_columns + at) * left);
     }
-    turn(rows, task.step, tokens, task.width, more.read_columns + g * PER * task.width * C);
   }
 }
 
@@ -402,7 +406,7 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
   const Sums& c = task.c;
   const Buffers& at = all.at;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
+  pack_values(task, s0, s1, [&](int32_t s) { return at.left[s - task.start]; }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
@@ -526,7 +530,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   const More& more = all.more;
   const int64_t keys = s1 - s0, columns = (keys + C - 1) / C, values = task.p1 - task.p0, tokens = span.t1 - span.t0;
   const int64_t kept = values + (into.dmass != nullptr);
-  const auto left = [&](int32_t s) { return task.left(s, span.to); };
+  const auto left = [&](int32_t s) { return at.left[s - task.start]; };
   pack_keys(task, s0, s1, at.factors, at.keys);
   pack_values(task, s0, s1, left, at.values);
   turn(at.values, task.step, keys, task.width, more.value_columns);
@@ -538,7 +542,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
     float* state = at.state + a0 * task.width;
     for (int64_t g = 0; reads && g < task.groups; ++g) {
       const float* read_columns = all.read_columns + g * PER * task.width * C;
-      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, all.read + g * BLOCK * task.step, task.step, task.width,
+      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, more.du + g * BLOCK * task.step, task.step, task.width,
              read_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.lost + a0 * task.width, at.room);
     }
     for (int64_t i = 0; i < columns; ++i) {
@@ -580,7 +584,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
   for (const Span& span : task.spans) {
     if (span.t1 == span.t0) continue;  // nobody reads what comes in last
     pack_queries(task, span, at.queries);
-    pack_gradients(task, span, all);
+    pack_gradients(task, span, true, all);
     std::memset(all.more.dlow, 0, sizeof(float) * task.groups * PER * c.low * C);
     std::fill(power_sums.begin(), power_sums.end(), V{});
     fade(task, span.from, span.to, at.state, at.lost);
@@ -604,7 +608,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
     bool reads = span->reads;
     if (reads) {
       pack_queries(task, *span, at.queries);
-      pack_gradients(task, *span, all);
+      pack_gradients(task, *span, false, all);
     }
     int32_t s = span->from;
     do {
@@ -621,9 +625,15 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
 // parts summed in order, and the way back through norm and scale: rows of gradients in ``g`` and of vectors from ``x`` on
 void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
   double along_all = 0;
+  const bool along_vectors = c.normalise || dscale != nullptr;
+  if (!along_vectors && c.split == 1 && scale == 1.f) return;
   for (int64_t i = 0; i < rows; ++i, g += c.D, x += x_step) {
     for (int64_t part = 1; part < c.split; ++part)
       for (int64_t d = 0; d < c.D; ++d) g[d] += g[part * part_size + d];
+    if (!along_vectors) {
+      for (int64_t d = 0; d < c.D; ++d) g[d] *= scale;
+      continue;
+    }
     const float along = dot(g, x, c.D), norm = std::sqrt(dot(x, x, c.D)), inverse = c.normalise ? 1.f / std::max(norm, c.eps) : 1.f;
     along_all += static_cast<double>(along) * inverse;
     // beyond eps a unit vector does not change along itself

@@ -153,34 +153,15 @@ INLINE Rows rows_of(int64_t count, const Row& row, const Factor& factor) {
 
 // rows of n numbers as a column (n, C)
 void put(const Rows& rows, int64_t n, float* column) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < C; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(rows.at[j + i] + d) * rows.factor[j + i];
-      transpose(x);
-      for (int i = 0; i < L; ++i) store(column + (d + i) * C + j, x[i]);
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < C; ++i) column[d * C + i] = rows.at[i][d] * rows.factor[i];
+  as_column([&](int64_t i) { return rows.at[i]; }, rows.factor, C, n, column);
 }
 
 // and back: rows = column, or rows += column
 template <bool ADD>
 void take(const float* column, int64_t n, const Rows& rows) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < rows.count; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(column + (d + i) * C + j);
-      transpose(x);
-      for (int i = 0; i < L && j + i < rows.count; ++i) {
-        float* to = rows.at[j + i] + d;
-        store(to, ADD ? load(to) + x[i] * rows.factor[j + i] : x[i] * rows.factor[j + i]);
-      }
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < rows.count; ++i) rows.at[i][d] = (ADD ? rows.at[i][d] : 0.f) + column[d * C + i] * rows.factor[i];
+  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(rows.at[i] + d, ADD ? load8(rows.at[i] + d) + x : x); };
+  const auto one = [&](int64_t i, int64_t d, float x) { rows.at[i][d] = ADD ? rows.at[i][d] + x : x; };
+  as_rows(column, rows.factor, static_cast<int>(rows.count), n, eight, one);
 }
 
 // products of a column's rows up to the last low feature
@@ -405,9 +386,8 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
         const float* at = room + (i * SLICE + a - s0) * C;
         for (int64_t r = 0; r < L; ++r) totals[r] += load(at + r * C) * first + load(at + r * C + L) * second;
       }
-      transpose(totals);
-      V masses = V{};
-      for (int r = 0; r < L; ++r) masses += totals[r];
+      float masses[L];
+      for (int r = 0; r < L; ++r) masses[r] = sum(totals[r]);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t place = (a - a0 + r) * width + width - 1;
         add(strip + place, lost + place, masses[r]);
