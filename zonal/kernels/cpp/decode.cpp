@@ -250,7 +250,7 @@ int whole_head(const Decoder& c, const Step& step, int64_t task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, or 1 when memory ran out; nothing of ``after`` is then to be used. 2: the environment has kernels switched off, nothing was done.
 int zonal_decode(const Decoder* decoder, const Step* step) {

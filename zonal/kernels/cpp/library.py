@@ -14,7 +14,7 @@ from zonal.kernels.cpp import recipe
 from zonal.kernels.cpp.build import BuildError, build
 from zonal.kernels.spec import TileSpec
 
-_ABI = 5
+_ABI = 6
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("q", "k", "v", "scale", "coefficients", "key_mask", "edges")
 _SIZES = (

@@ -363,7 +363,7 @@ int convolution(const Convolution& c, bool back) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // All return 0, or 1 when memory ran out.
 int zonal_convolution_forward(const Convolution* call) { return convolution(*call, false); }

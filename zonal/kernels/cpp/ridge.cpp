@@ -864,7 +864,7 @@ int each_task(const Ridge& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, 1 when memory ran out, or 2 where a matrix that is inverted is not positive definite or not a number.
 int zonal_ridge_forward(const Ridge* call) {

@@ -146,7 +146,7 @@ void head(const Step& c, int64_t task, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, or 1 when memory ran out; nothing of what comes after is then to be used.
 int zonal_ridge_step(const Step* step) {

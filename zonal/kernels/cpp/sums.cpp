@@ -18,103 +18,6 @@ namespace {
 
 constexpr float THIN = 1.f / 256, LOST = 1.f / (1 << 16);
 
-// ---- between neighbours ------------------------------------------------------------------------------------------------------------------
-
-// A log decay in two numbers, to base 2: their differences lose no digits where the decays themselves are long sums.
-struct Mark {
-  float high, low;
-};
-
-inline Mark mark_of(double log_decay) {
-  const double exponent = log_decay * 1.4426950408889634;
-  const float high = static_cast<float>(exponent);
-  return {high, static_cast<float>(exponent - high)};
-}
-
-struct Lanes {  // which keys the sixteen queries of a column see, and when they stand
-  I hi[2];
-  V high[2], low[2];
-  int32_t whole, last;  // keys before whole are seen by all lanes, keys from last on by none
-};
-
-// sees(t): whether query t is asked at all
-template <typename Sees>
-Lanes lanes_of(const Task& task, const Span& span, int64_t column, const Sees& sees) {
-  Lanes lanes;
-  lanes.whole = std::numeric_limits<int32_t>::max();
-  lanes.last = 0;
-  for (int i = 0; i < C; ++i) {
-    const int64_t t = span.t0 + column * C + i;
-    const int32_t hi = t < span.t1 && sees(t) ? task.hi[t] : 0;
-    lanes.hi[i / L][i % L] = hi;
-    if (task.running != nullptr) {
-      const Mark mark = mark_of(task.until(std::min(t, span.t1 - 1)));
-      lanes.high[i / L][i % L] = mark.high;
-      lanes.low[i / L][i % L] = mark.low;
-    }
-    lanes.whole = std::min(lanes.whole, hi);
-    lanes.last = std::max(lanes.last, hi);
-  }
-  return lanes;
-}
-
-// of all columns, (groups, PER)
-template <typename Sees>
-std::vector<Lanes> all_lanes(const Task& task, const Span& span, const Sees& sees) {
-  std::vector<Lanes> lanes;
-  for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t i = 0; i < PER; ++i) lanes.push_back(lanes_of(task, span, i, [&](int64_t t) { return sees(g, t); }));
-  return lanes;
-}
-
-constexpr auto EVERY = [](int64_t, int64_t) { return true; };  // query of a group
-
-void pack_marks(const Task& task, int32_t s0, int32_t s1, Mark* marks) {
-  for (int32_t s = s0; task.running != nullptr && s < s1; ++s) marks[s - s0] = mark_of(task.running[task.index[s]]);
-}
-
-// what is left of a key when the queries of half a column stand; later keys count in full, and are not seen
-inline V left_of(const Lanes& lanes, int j, Mark mark) {
-  const V exponent = least((lanes.high[j] - mark.high) + (lanes.low[j] - mark.low), V{});
-  return exponent > -126.f ? exp2(exponent) : V{};
-}
-
-// weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
-template <int N>
-APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  const float* at[N];
-  EACH_ROW at[r] = rows + r * c.D;
-  for (int64_t d = 0; d < c.D; ++d) {
-    const V first = load(column), second = load(column + L);
-    EACH_ROW {
-      const V number = spread(at[r][d]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    column += C;
-  }
-  EACH_ROW {
-    x[r] = in_domain(x[r]);
-    y[r] = in_domain(y[r]);
-  }
-  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
-  if (marks != nullptr)
-    for (int r = 0; r < N; ++r) {
-      x[r] *= left_of(lanes, 0, marks[r]);
-      y[r] *= left_of(lanes, 1, marks[r]);
-    }
-  EACH_ROW {
-    if (s + r >= lanes.whole) {
-      x[r] = lanes.hi[0] > s + r ? x[r] : V{};
-      y[r] = lanes.hi[1] > s + r ? y[r] : V{};
-    }
-    store(weights + r * C, x[r]);
-    store(weights + r * C + L, y[r]);
-  }
-}
-
 // ---- forward -----------------------------------------------------------------------------------------------------------------------------
 
 struct Buffers {
@@ -565,13 +468,14 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   }
 }
 
-void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
+// share: of the gradients of shared queries and keys, the part that this task adds to
+void backward_task(const Sums& c, int64_t number, int64_t share, Scratch& scratch) {
   const Task task(c, number, false);
   Backward all = backward_buffers(task, scratch);
   const Buffers& at = all.at;
   const int64_t kv_head = task.b * c.Hkv + task.kv;
   const Into into = {
-      c.dk + (task.part * c.B * c.Hkv + kv_head) * c.S * c.D, c.dv + kv_head * c.S * c.P,
+      c.dk + (c.shares > 0 ? share * c.B + task.b : task.part * c.B * c.Hkv + kv_head) * c.S * c.D, c.dv + kv_head * c.S * c.P,
       c.dmass == nullptr || !task.mass ? nullptr : c.dmass + kv_head * c.S,
       c.dcoefficients == nullptr ? nullptr : c.dcoefficients + number * task.groups * c.learned,
   };
@@ -595,10 +499,14 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
     if (all.thin) directly_back(task, span, task.start, span.to, thin(span), all, into);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t i = 0; i < PER; ++i) pull_low(c, at.queries + (g * PER + i) * c.low * C, all.more.dlow + (g * PER + i) * c.low * C);
-      float* dq = c.dq + ((task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
-      for (int64_t t = span.t0; t < span.t1; t += C)
-        take<false>(all.more.dlow + ((g * PER + (t - span.t0) / C) * c.low + 1) * C, c.D,
-                    rows_of(span.t1 - t, [&](int64_t i) { return dq + (t + i) * c.D; }, [](int64_t) { return 1.f; }));
+      float* dq = c.dq + (c.shares > 0 ? share * c.B + task.b : (task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
+      const float scale = c.shares > 0 ? c.scale[task.head(g)] : 1.f;
+      for (int64_t t = span.t0; t < span.t1; t += C) {
+        const float* column = all.more.dlow + ((g * PER + (t - span.t0) / C) * c.low + 1) * C;
+        const Rows rows = rows_of(span.t1 - t, [&](int64_t i) { return dq + (t + i) * c.D; }, [&](int64_t) { return scale; });
+        if (c.shares > 0) take<true>(column, c.D, rows);
+        else take<false>(column, c.D, rows);
+      }
       for (int64_t k = 0; dmonomials != nullptr && k < c.powers; ++k)
         for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
     }
@@ -623,12 +531,12 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
 }
 
 // parts summed in order, and the way back through norm and scale: rows of gradients in ``g`` and of vectors from ``x`` on
-void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
+void finish_rows(const Sums& c, float* g, int64_t parts, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
   double along_all = 0;
   const bool along_vectors = c.normalise || dscale != nullptr;
-  if (!along_vectors && c.split == 1 && scale == 1.f) return;
+  if (!along_vectors && parts == 1 && scale == 1.f) return;
   for (int64_t i = 0; i < rows; ++i, g += c.D, x += x_step) {
-    for (int64_t part = 1; part < c.split; ++part)
+    for (int64_t part = 1; part < parts; ++part)
       for (int64_t d = 0; d < c.D; ++d) g[d] += g[part * part_size + d];
     if (!along_vectors) {
       for (int64_t d = 0; d < c.D; ++d) g[d] *= scale;
@@ -643,9 +551,11 @@ void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int
   if (dscale != nullptr) *dscale = along_all;
 }
 
+int64_t all_tasks(const Sums& c) { return c.B * c.Hkv * c.segments * c.split; }
+
+// task(i, scratch) for i < tasks, shared out over the threads
 template <typename F>
-int each_task(const Sums& c, const F& task) {
-  const int64_t tasks = c.B * c.Hkv * c.segments * c.split;
+int each_task(const Sums& c, int64_t tasks, const F& task) {
   if (tasks == 0) return 0;
   std::atomic<int> failed{0};
   std::atomic<int64_t> next{0};
@@ -666,11 +576,11 @@ int each_task(const Sums& c, const F& task) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
-  return each_task(*call, [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
+  return each_task(*call, all_tasks(*call), [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
 }
 
 // out (B, H, T) = the products of rows of a and b, of P numbers each
@@ -693,17 +603,23 @@ int zonal_sums_dots(const Dots* call) {
 // Returns 0, or 1 when memory ran out. Gradients of raw queries and keys end up in part 0 of dq and dk.
 int zonal_sums_backward(const Sums* call) {
   const Sums& c = *call;
-  const int failed = each_task(c, [&](int64_t i, Scratch& scratch) { backward_task(c, i, scratch); });
+  const int64_t shares = c.shares, of_one = c.Hkv * c.segments * c.split;
+  const int failed = each_task(c, shares > 0 ? c.B * shares : all_tasks(c), [&](int64_t i, Scratch& scratch) {
+    if (shares == 0) return backward_task(c, i, 0, scratch);
+    const int64_t first = i / shares * of_one, share = i % shares;
+    for (int64_t n = share * of_one / shares; n < (share + 1) * of_one / shares; ++n) backward_task(c, first + n, share, scratch);
+  });
   if (failed) return failed;
-#pragma omp parallel for schedule(static) if (c.B * c.H * c.T * c.D > (1 << 15))
-  for (int64_t i = 0; i < c.B * c.H; ++i) {
-    const int64_t b = i / c.H, h = i % c.H;
-    finish_rows(c, c.dq + i * c.T * c.D, c.B * c.H * c.T * c.D, c.q + b * c.qs.batch + h * c.qs.head, c.qs.token, c.T, c.scale[h],
+  const int64_t parts = shares > 0 ? shares : c.split, heads = shares > 0 ? 1 : c.H, kv_heads = shares > 0 ? 1 : c.Hkv;
+#pragma omp parallel for schedule(static) if (c.B * heads * c.T * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * heads; ++i) {
+    const int64_t b = i / heads, h = i % heads;
+    finish_rows(c, c.dq + i * c.T * c.D, parts, c.B * heads * c.T * c.D, c.q + b * c.qs.batch + h * c.qs.head, c.qs.token, c.T, shares > 0 ? 1.f : c.scale[h],
                 c.dscale == nullptr ? nullptr : c.dscale + i);
   }
-#pragma omp parallel for schedule(static) if (c.B * c.Hkv * c.S * c.D > (1 << 15))
-  for (int64_t i = 0; i < c.B * c.Hkv; ++i)
-    finish_rows(c, c.dk + i * c.S * c.D, c.B * c.Hkv * c.S * c.D, c.k + i / c.Hkv * c.ks.batch + i % c.Hkv * c.ks.head, c.ks.token, c.S, 1.f, nullptr);
+#pragma omp parallel for schedule(static) if (c.B * kv_heads * c.S * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * kv_heads; ++i)
+    finish_rows(c, c.dk + i * c.S * c.D, parts, c.B * kv_heads * c.S * c.D, c.k + i / kv_heads * c.ks.batch + i % kv_heads * c.ks.head, c.ks.token, c.S, 1.f, nullptr);
   return 0;
 }
 }

@@ -338,7 +338,7 @@ void backward_task(const Call& c, const Part& part, Scratch& scratch) {
 
 extern "C" {
 
-int64_t zonal_version() { return 5; }
+int64_t zonal_version() { return 6; }
 
 // Whether tile_bf16.cpp would run on this processor.
 int zonal_has_bf16() {
