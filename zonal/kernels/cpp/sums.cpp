@@ -604,10 +604,25 @@ int zonal_sums_dots(const Dots* call) {
 int zonal_sums_backward(const Sums* call) {
   const Sums& c = *call;
   const int64_t shares = c.shares, of_one = c.Hkv * c.segments * c.split;
+  const bool alone = c.segments * c.split == 1;  // a task has its key head for itself: it clears what it adds to when it begins, and finds it near
+  const auto clear = [](float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); };
+  if (!alone) {
+    clear(c.dv, c.B * c.Hkv * c.S * c.P);
+    if (shares == 0) clear(c.dk, c.split * c.B * c.Hkv * c.S * c.D);
+  }
   const int failed = each_task(c, shares > 0 ? c.B * shares : all_tasks(c), [&](int64_t i, Scratch& scratch) {
-    if (shares == 0) return backward_task(c, i, 0, scratch);
-    const int64_t first = i / shares * of_one, share = i % shares;
-    for (int64_t n = share * of_one / shares; n < (share + 1) * of_one / shares; ++n) backward_task(c, first + n, share, scratch);
+    const int64_t b = i / std::max<int64_t>(shares, 1), share = shares > 0 ? i % shares : 0;
+    if (shares > 0) {
+      clear(c.dq + (share * c.B + b) * c.T * c.D, c.T * c.D);
+      clear(c.dk + (share * c.B + b) * c.S * c.D, c.S * c.D);
+    } else if (alone) {
+      clear(c.dk + i * c.S * c.D, c.S * c.D);
+    }
+    const int64_t first = shares > 0 ? b * of_one + share * of_one / shares : i, last = shares > 0 ? b * of_one + (share + 1) * of_one / shares : i + 1;
+    for (int64_t n = first; n < last; ++n) {
+      if (alone) clear(c.dv + n * c.S * c.P, c.S * c.P);
+      backward_task(c, n, share, scratch);
+    }
   });
   if (failed) return failed;
   const int64_t parts = shares > 0 ? shares : c.split, heads = shares > 0 ? 1 : c.H, kv_heads = shares > 0 ? 1 : c.Hkv;

@@ -42,9 +42,9 @@ struct Sums {
   uint8_t* apart;             // (B, H, T): which those are, zeros at first; null without guards
   float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
   const float *dy, *dfinal;   // as y and final
-  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P), the last two zeros at first; as initial, or null
-  // Where all heads have the same queries and keys their gradients are summed over the heads, in ``shares`` parts: zeros (shares, B, T, D) and
-  // (shares, B, S, D) at first, without dscale. Otherwise shares is 0.
+  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P); as initial, or null
+  // Where all heads have the same queries and keys their gradients are summed over the heads, in ``shares`` parts, (shares, B, T, D) and
+  // (shares, B, S, D), without dscale. Otherwise shares is 0.
   float* dmass;               // (B, Hkv, S): the gradient of the sum of weights that came through each key, zeros at first; or null
   double *dscale, *dcoefficients, *dmonomials;  // (B, H), (tasks, H / Hkv, learned), (tasks, H / Hkv, powers) or null; zeros at first
 };

@@ -251,8 +251,9 @@ def backward(
     v = library.dense_last(v, torch.float32)
     shared = (q.shape[1], k.shape[1]) != (heads, kv_heads)
     shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
-    dq = torch.zeros(shares, batch, 1, queries, dim) if shares else torch.empty(split, batch, heads, queries, dim)
-    dk, dv = torch.zeros(shares or split, batch, k.shape[1], keys, dim), torch.zeros(batch, kv_heads, keys, value_dim)
+    parts = shares or split
+    dq, dk = torch.empty(parts, batch, q.shape[1], queries, dim), torch.empty(parts, batch, k.shape[1], keys, dim)
+    dv = torch.empty(batch, kv_heads, keys, value_dim)
     dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if asked.initial else None
     dmass = torch.zeros(batch, kv_heads, keys) if spec.anchor == "row" and (asked.log_decay or asked.key_bias) else None
     dscale = torch.zeros(batch, heads, dtype=torch.float64) if asked.scale else None
