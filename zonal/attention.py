@@ -62,8 +62,8 @@ def attention(
     """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest exact path.
 
     Args:
-        q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. One floating type; statistics, sums and
-            polynomials are computed in float32 or better.
+        q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. With one head of q and one of k all heads of v share
+            them. One floating type; statistics, sums and polynomials are computed in float32 or better.
         causal: queries see no later key. Whether they see their own is the operator's (softmax and its like do, ridge and
             Koopman do not). With T < S the queries are the last T positions.
         key_padding_mask: bool (B, S), True = real token.

@@ -20,6 +20,7 @@ from zonal.execution.call import prepare
 from zonal.kernels import sums_ops
 from zonal.kernels.cpp import build, sums_library
 from zonal.memory.sums import anchored
+from zonal.nn.recurrence import ssd
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -154,6 +155,59 @@ def test_decays_and_biases_of_tokens(name: str, what: tuple[str, ...], strength:
     got = found(operator, data, "chunked")
     assert called == ["kernel"]
     assert_as_good(got, found(operator, data, "dense"), found(double, exact, "dense"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("documents", [None, (0, 3, 120, 300)])
+@pytest.mark.parametrize("name", ["ssd", "squared_affine", "squared_affine-raw", "degree-6"])
+def test_heads_that_share_queries_and_keys(name: str, documents: tuple[int, ...] | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of queries and keys for five of values: gradients are sums over the heads, from parts that do not hang on the run."""
+    operator = randomised(ssd() if name == "ssd" else KINDS[name]()).float()
+    generator, batch = torch.Generator().manual_seed(3), 2 if documents is None else 1
+    q, k = (torch.randn(batch, 1, 300, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    v, bias = torch.randn(batch, 5, 300, 6, generator=generator, dtype=torch.float64), torch.randn(batch, 5, 300, generator=generator, dtype=torch.float64)
+    mask = torch.rand(batch, 300, generator=generator) > 0.2 if documents is None else None
+    data = Fading(q, k, v, mask, -0.1 * torch.rand(batch, 5, 300, generator=generator, dtype=torch.float64), bias).to(torch.float32)
+    borders = None if documents is None else torch.tensor(documents)
+
+    def found(operator: Operator, data: Fading, path: str, spread: bool) -> list[Tensor]:
+        call = data.part(0, 300)
+        if spread:
+            call |= {"q": data.q.expand(-1, 5, -1, -1), "k": data.k.expand(-1, 5, -1, -1)}
+        y = zonal.attention(**call, operator=operator, causal=True, path=path, cu_seqlens=borders)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)
+        return [y.detach(), *torch.autograd.grad((y * weight).sum(), [*data.leaves, *operator.parameters()])]
+
+    shapes: list[tuple[int, ...]] = []
+    original = sums_library.backward
+    monkeypatch.setattr(sums_library, "backward", lambda *given: shapes.append(tuple(given[2].shape)) or original(*given))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        got = found(operator, data, "chunked", False)
+        assert all(torch.equal(a, b) for a, b in zip(got, found(operator, data, "chunked", False), strict=True))
+    finally:
+        torch.set_num_threads(before)
+    # a scale that is learned a head has a gradient a head
+    assert shapes == [(batch, 5 if name == "degree-6" else 1, 300, 4)] * 2
+    exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
+    assert_as_good(got, found(operator, data, "dense", True), found(double, exact, "dense", True))
+
+
+def test_heads_that_share_go_on_from_a_memory() -> None:
+    """In pieces, and by every path, as when each head is given its own."""
+    operator, generator = ssd(), torch.Generator().manual_seed(4)
+    q, k = (torch.randn(1, 1, 150, 4, generator=generator) for _ in range(2))
+    v, decay = torch.randn(1, 5, 150, 6, generator=generator), -0.1 * torch.rand(1, 5, 150, generator=generator)
+    expected = zonal.attention(q.expand(-1, 5, -1, -1), k.expand(-1, 5, -1, -1), v, operator, causal=True, log_decay=decay, path="dense")
+    for path in ("dense", "tiled", "chunked", "streaming"):
+        assert torch.allclose(zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), expected, atol=1e-4)
+    memory, parts = Memory.empty(operator, 1, 5, 4, 6, kind="decayed"), []
+    for start, stop in itertools.pairwise((0, 70, 71, 150)):
+        at = slice(start, stop)
+        y, memory = zonal.attention(q[:, :, at], k[:, :, at], v[:, :, at], operator, causal=True, log_decay=decay[:, :, at], memory=memory)
+        parts.append(y)
+    assert torch.allclose(torch.cat(parts, 2), expected, atol=1e-4)
 
 
 def test_decays_within_documents() -> None:

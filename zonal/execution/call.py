@@ -40,7 +40,8 @@ class Call:
 
     They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
-    it is also contained in ``bias``, but for anchors that solve. causal: whether queries are tied to positions at all (declared or asked for).
+    it is also contained in ``bias``, but for anchors that solve. shared: raw queries and keys of one head that all heads share, before they were
+    spread over them; or None. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
     operator: Operator
@@ -57,6 +58,7 @@ class Call:
     include_self: bool
     dtype: torch.dtype  # of the result
     head_dim: int  # of queries and keys as they came
+    shared: tuple[Tensor, Tensor] | None = None
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -167,6 +169,13 @@ def checked(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, lo
             raise ArgumentError(f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, received {tuple(x.shape)}.")
 
 
+def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one head each for all heads of values, without a copy; others as they are."""
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[1] == k.shape[1] == 1 < v.shape[1]):
+        return q, k
+    return q.expand(-1, v.shape[1], -1, -1), k.expand(-1, v.shape[1], -1, -1)
+
+
 def prepare(
     operator: Operator,
     q: Tensor,
@@ -184,6 +193,7 @@ def prepare(
     past: int = 0,
 ) -> Call:
     """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
+    shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if not isinstance(operator, Operator):
         raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
@@ -215,7 +225,7 @@ def prepare(
     call = Call(
         operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
-        head_dim=q.shape[3],
+        head_dim=q.shape[3], shared=shared if shared[0] is not q else None,
     )
     if action_mask is None and key_gate is None:
         return call

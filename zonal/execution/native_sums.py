@@ -123,6 +123,8 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
     scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
+        q, k = call.shared
     given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if not tracked and not transforms.active() and native.plain(q, k, v):

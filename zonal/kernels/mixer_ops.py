@@ -25,8 +25,8 @@ def _(
     x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, order: Tensor | None, present: Tensor | None, reach: Tensor | None,
     silu: bool, heads: int, parts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shapes = [*mixer_library.shapes(x, heads, parts), (0,), (0,)]
-    return x.new_empty(shapes[0]), x.new_empty(shapes[1]), x.new_empty(shapes[2])
+    first, second, third = [*mixer_library.empty_parts(x, heads, parts), x.new_empty(0), x.new_empty(0)][:3]
+    return first, second, third
 
 
 @torch.library.custom_op("zonal::short_convolution_backward", mutates_args=(), device_types="cpu")

@@ -38,7 +38,8 @@ def feature_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, initial: Tensor | None, log_decay: Tensor | None,
     key_bias: Tensor | None, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, factor, state after the last key, rows without the state) of ``SumsSpec``'s equation; arguments as in ``sums_library.forward``.
+    """(y, factor, state after the last key, rows without the state) of ``SumsSpec``'s equation; arguments as in ``sums_library.forward``, one
+    head of queries and keys that all heads share where the scale needs no gradient.
     Gradients flow to q, k, v, scale, the first ``learned`` coefficients, monomials, initial, log_decay and key_bias, from y and the last state."""
     seen = sums_library.places(key_mask, lo, hi, segment_start, k.shape[2])
     return sums_library.forward(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, decode(spec))
@@ -52,7 +53,7 @@ def on_cuda(
     """The same by Triton kernels, which sum no row apart."""
     from zonal.kernels.triton import sums_forward
 
-    rules = decode(spec)
+    rules, q, k = decode(spec), q.expand(-1, scale.shape[0], -1, -1), k.expand(-1, v.shape[1], -1, -1)
     made = sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, log_decay, key_bias, rules)
     return *made, q.new_zeros(q.shape[:3] if rules.guards else (0,), dtype=torch.uint8)
 
@@ -63,8 +64,8 @@ def _(
     key_bias: Tensor | None, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Tensor | None, spec: str, learned: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rules = decode(spec)
-    shape = (q.shape[0], q.shape[1], q.shape[2])
-    state = sums_library.state_shape(k.shape[0], k.shape[1], k.shape[3], v.shape[3], rules) if rules.keeps else (0,)
+    shape = (q.shape[0], scale.shape[0], q.shape[2])
+    state = sums_library.state_shape(k.shape[0], v.shape[1], k.shape[3], v.shape[3], rules) if rules.keeps else (0,)
     return (
         q.new_empty((*shape, v.shape[3]), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32), q.new_empty(state, dtype=torch.float32),
         q.new_empty(shape if rules.guards else (0,), dtype=torch.uint8),
@@ -106,7 +107,7 @@ def backward_on_cuda(
 
     rules, ddecay, dbias = decode(spec), q.new_empty(0), q.new_empty(0)
     found = sums_backward.backward(
-        dy, dfinal, q, k, v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, log_decay, key_bias, rules, learned
+        dy, dfinal, q.expand(-1, scale.shape[0], -1, -1), k.expand(-1, v.shape[1], -1, -1), v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, log_decay, key_bias, rules, learned
     )
     if found.counted is not None and log_decay is not None and asked[3]:
         # what rows lose by rounding dy, keys have lost too
@@ -115,7 +116,7 @@ def backward_on_cuda(
     if found.counted is not None and key_bias is not None and asked[4]:
         dbias = found.counted.to(key_bias.dtype)
     return (
-        found.q, found.k, found.v, _as(scale, found.scale if asked[0] else None), _as(coefficients, found.coefficients if learned else None),
+        found.q.sum_to_size(q.shape), found.k.sum_to_size(k.shape), found.v, _as(scale, found.scale if asked[0] else None), _as(coefficients, found.coefficients if learned else None),
         _as(monomials, found.monomials if asked[1] else None), q.new_empty(0) if initial is None else _as(initial, found.initial if asked[2] else None),
         ddecay, dbias,
     )  # fmt: skip

@@ -69,8 +69,10 @@ class Sizes:
         return self.groups * self.state
 
     def by_head(self, x: Tensor) -> Tensor:
-        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; without a copy for one group."""
+        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; one group, which serves all, is (B, 1, T, N)."""
         grouped = x.unflatten(2, (self.groups, self.state)).transpose(1, 2)
+        if self.groups == 1:
+            return grouped
         return grouped.unsqueeze(2).expand(-1, -1, self.heads // self.groups, -1, -1).flatten(1, 2)
 
     def empty_memory(self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device) -> Memory:

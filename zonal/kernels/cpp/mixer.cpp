@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t RANGE = 128;  // tokens of a task
-constexpr int64_t STRIP = 256;  // channels taken through a range at once: their sums and a few rows stay in the first cache
+constexpr int64_t BAND = 1024;  // channels taken through a range at once, backward: whole rows where they fit, and their sums stay near
 
 }  // namespace
 
@@ -104,17 +104,18 @@ struct Places {
   }
 };
 
-// f(part, head, first channel, width) over strips of channels that lie together in y
+// f(part, head, first channel there, first of all channels, how many) over the stretches of channels [c0, c1) that lie together in y
 template <typename F>
-void each_strip(const Convolution& c, const F& f) {
+INLINE void each_strip(const Convolution& c, int64_t c0, int64_t c1, const F& f) {
   int64_t channel = 0;
-  for (int64_t part = 0; part < c.parts; ++part)
-    for (int64_t head = 0; head < c.heads[part]; ++head)
-      for (int64_t from = 0; from < c.widths[part]; from += STRIP) {
-        const int64_t width = std::min(STRIP, c.widths[part] - from);
-        f(part, head, from, channel, width);
-        channel += width;
-      }
+  for (int64_t part = 0; part < c.parts && channel < c1; channel += c.heads[part] * c.widths[part], ++part) {
+    const int64_t end = std::min(c1 - channel, c.heads[part] * c.widths[part]);
+    for (int64_t i = std::max<int64_t>(c0 - channel, 0); i < end;) {
+      const int64_t head = i / c.widths[part], from = i % c.widths[part], width = std::min(c.widths[part] - from, end - i);
+      f(part, head, from, channel + i, width);
+      i += width;
+    }
+  }
 }
 
 inline float* at(const Rows& rows, int64_t b, int64_t t, int64_t head, int64_t from) { return rows.data + b * rows.batch + t * rows.token + head * rows.head + from; }
@@ -142,7 +143,7 @@ void convolve(const Convolution& c, int64_t b, int64_t range, const float* zeros
     const int64_t t = places.token(place);
     const bool there = place < places.count;
     if (there) places.window(place, rows);
-    each_strip(c, [&](int64_t part, int64_t head, int64_t from, int64_t channel, int64_t width) {
+    each_strip(c, 0, c.channels, [&](int64_t part, int64_t head, int64_t from, int64_t channel, int64_t width) {
       float* y = at(c.y[part], b, t, head, from);
       if (!there) {
         std::memset(y, 0, sizeof(float) * width);
@@ -164,25 +165,26 @@ template <int W>
 void convolve_back(const Convolution& c, int64_t b, int64_t range, const float* zeros) {
   static thread_local std::vector<float> ring;
   const int64_t w = W > 0 ? W : c.width;
-  ring.resize(w * STRIP);
+  ring.resize(w * BAND);
   const Places places(c, b, zeros);
   const int64_t ranges = (c.T + RANGE - 1) / RANGE, t0 = range * RANGE, t1 = std::min(c.T, t0 + RANGE);
   float* sums = c.sums + (b * ranges + range) * (w + 1) * c.channels;
   const float* rows[WIDEST];
-  each_strip(c, [&](int64_t part, int64_t head, int64_t from, int64_t channel, int64_t width) {
+  for (int64_t band = 0; band < c.channels; band += BAND) {
+    const int64_t size = std::min(BAND, c.channels - band);
     std::fill(ring.begin(), ring.end(), 0.f);
-    const auto kept = [&](int64_t place) { return ring.data() + (place % w) * STRIP; };
+    const auto kept = [&](int64_t place) { return ring.data() + (place % w) * BAND; };
     // what place p's token gets from the windows it is in, p to p + w - 1, once their gradients are there
     const auto give = [&](int64_t p, float* to) {
       const float* from_window[WIDEST];
       for (int64_t i = 0; i < w; ++i) from_window[i] = p + i >= 0 && p + i < places.count && i <= places.back(p + i) ? kept(p + i) : zeros;
-      each(width, [&](int64_t d, auto get, auto put) {
-        auto sum = get(from_window[0] + d) * get(c.taps + channel + d);
+      each(size, [&](int64_t d, auto get, auto put) {
+        auto sum = get(from_window[0] + d) * get(c.taps + band + d);
         if constexpr (W > 0) {
 #pragma GCC unroll 8
-          for (int i = 1; i < W; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + channel + d);
+          for (int i = 1; i < W; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + band + d);
         } else {
-          for (int64_t i = 1; i < w; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + channel + d);
+          for (int64_t i = 1; i < w; ++i) sum += get(from_window[i] + d) * get(c.taps + i * c.channels + band + d);
         }
         put(to + d, sum);
       });
@@ -190,38 +192,39 @@ void convolve_back(const Convolution& c, int64_t b, int64_t range, const float* 
     for (int64_t place = t0; place < t1 + w - 1; ++place) {
       if (place < places.count) {
         places.window(place, rows);
-        float* change = kept(place);
-        const float* dy = c.dy[part].data == nullptr ? zeros : at(c.dy[part], b, places.token(place), head, from);
         const bool own = place < t1;
-        each(width, [&](int64_t d, auto get, auto put) {
-          auto g = get(dy + d);
-          if (c.silu) {
-            const auto x = filtered<W>(c, rows, channel + d, get);
-            const auto s = sigmoid(x);
-            g *= s * (1.f + x * (1.f - s));
-          }
-          put(change + d, g);
-          if (!own) return;
-          float* sum = sums + channel + d;
-          if constexpr (W > 0) {
+        each_strip(c, band, band + size, [&](int64_t part, int64_t head, int64_t from, int64_t channel, int64_t width) {
+          const float* dy = c.dy[part].data == nullptr ? zeros : at(c.dy[part], b, places.token(place), head, from);
+          float *change = kept(place) + channel - band, *sum = sums + channel;
+          each(width, [&](int64_t d, auto get, auto put) {
+            auto g = get(dy + d);
+            if (c.silu) {
+              const auto x = filtered<W>(c, rows, channel + d, get);
+              const auto s = sigmoid(x);
+              g *= s * (1.f + x * (1.f - s));
+            }
+            put(change + d, g);
+            if (!own) return;
+            if constexpr (W > 0) {
 #pragma GCC unroll 8
-            for (int i = 0; i < W; ++i) put(sum + i * c.channels, get(sum + i * c.channels) + g * get(rows[i] + channel + d));
-          } else {
-            for (int64_t i = 0; i < w; ++i) put(sum + i * c.channels, get(sum + i * c.channels) + g * get(rows[i] + channel + d));
-          }
-          put(sum + w * c.channels, get(sum + w * c.channels) + g);
+              for (int i = 0; i < W; ++i) put(sum + i * c.channels + d, get(sum + i * c.channels + d) + g * get(rows[i] + channel + d));
+            } else {
+              for (int64_t i = 0; i < w; ++i) put(sum + i * c.channels + d, get(sum + i * c.channels + d) + g * get(rows[i] + channel + d));
+            }
+            put(sum + w * c.channels + d, get(sum + w * c.channels + d) + g);
+          });
         });
       }
       const int64_t p = place - (w - 1);  // its last window has come
       if (p >= t0 && p < t1) {
-        float* to = c.dx + (b * c.T + places.token(p)) * c.channels + channel;
+        float* to = c.dx + (b * c.T + places.token(p)) * c.channels + band;
         if (p < places.count) give(p, to);
-        else std::memset(to, 0, sizeof(float) * width);
+        else std::memset(to, 0, sizeof(float) * size);
       } else if (p < 0 && t0 == 0 && c.dtail != nullptr) {
-        give(p, c.dtail + (b * (w - 1) + w - 1 + p) * c.channels + channel);
+        give(p, c.dtail + (b * (w - 1) + w - 1 + p) * c.channels + band);
       }
     }
-  });
+  }
 }
 
 // ---- gated norm --------------------------------------------------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ void norm_back(const Gated& c, int64_t b, int64_t range) {
 
 template <int W>
 void run(const Convolution& c, bool back) {
-  const std::vector<float> zeros(std::max(c.channels, STRIP), 0.f);
+  const std::vector<float> zeros(std::max(c.channels, BAND), 0.f);
   each_range(c.B, c.T, c.channels, [&](int64_t b, int64_t range) {
     if (back) convolve_back<W>(c, b, range, zeros.data());
     else convolve<W>(c, b, range, zeros.data());

@@ -64,10 +64,10 @@ class Seen(NamedTuple):
     reach: Tensor | None = None
 
 
-def shapes(x: Tensor, heads: int, parts: list[int]) -> list[tuple[int, ...]]:
-    """The shapes of what a convolution returns: the first part (B, T, heads, numbers), the others (B, T, numbers)."""
+def empty_parts(x: Tensor, heads: int, parts: list[int]) -> list[Tensor]:
+    """What a convolution fills in: the first part (B, T, heads, numbers), lying head by head as a recurrence reads it, the others (B, T, numbers)."""
     batch, length, _ = x.shape
-    return [(batch, length, heads, parts[0] // heads), *((batch, length, part) for part in parts[1:])]
+    return [_by_head(x, batch, length, heads, parts[0] // heads), *(x.new_empty((batch, length, part), dtype=torch.float32) for part in parts[1:])]
 
 
 def _call(x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]) -> _Convolution:
@@ -83,12 +83,12 @@ def _call(x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, see
 def convolution(
     x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]
 ) -> list[Tensor]:
-    """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in up to three parts of its channels (``shapes``); zero where no token is.
+    """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in up to three parts of its channels (``empty_parts``); zero where no token is.
 
     x (B, T, channels); tail (B, w − 1, channels), the tokens before the first, or None; taps (channels, w), the token's own first; bias (channels,).
     """
     x, tail, bias, across = library.dense_last(x, torch.float32), _contiguous(tail), _contiguous(bias), taps.float().t().contiguous()
-    found = [torch.empty(shape) for shape in shapes(x, heads, parts)]
+    found = empty_parts(x, heads, parts)
     call = _call(x, tail, across, bias, seen, silu, heads, parts)
     for i, y in enumerate(found):
         call.y[i] = _rows(y)
@@ -155,7 +155,11 @@ def gated_norm_backward(
 
 def head_by_head(x: Tensor) -> Tensor:
     """An empty float32 tensor of the shape (B, T, heads, n) of x that lies as (B, heads, T, n)."""
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=torch.float32).transpose(1, 2)
+    return _by_head(x, *x.shape)
+
+
+def _by_head(like: Tensor, batch: int, length: int, heads: int, width: int) -> Tensor:
+    return like.new_empty((batch, heads, length, width), dtype=torch.float32).transpose(1, 2)
 
 
 def _run(function: object, call: ctypes.Structure) -> None:
@@ -164,5 +168,5 @@ def _run(function: object, call: ctypes.Structure) -> None:
 
 
 __all__ = [
-    "CODE", "SOURCE", "WIDEST", "Seen", "convolution", "convolution_backward", "gated_norm", "gated_norm_backward", "head_by_head", "shapes",
+    "CODE", "SOURCE", "WIDEST", "Seen", "convolution", "convolution_backward", "empty_parts", "gated_norm", "gated_norm_backward", "head_by_head",
 ]  # fmt: skip

@@ -18,107 +18,11 @@ namespace {
 
 constexpr float THIN = 1.f / 256, LOST = 1.f / (1 << 16);
 
-// ---- between neighbours ------------------------------------------------------------------------------------------------------------------
-
-// A log decay in two numbers, to base 2: their differences lose no digits where the decays themselves are long sums.
-struct Mark {
-  float high, low;
-};
-
-inline Mark mark_of(double log_decay) {
-  const double exponent = log_decay * 1.4426950408889634;
-  const float high = static_cast<float>(exponent);
-  return {high, static_cast<float>(exponent - high)};
-}
-
-struct Lanes {  // which keys the sixteen queries of a column see, and when they stand
-  I hi[2];
-  V high[2], low[2];
-  int32_t whole, last;  // keys before whole are seen by all lanes, keys from last on by none
-};
-
-// sees(t): whether query t is asked at all
-template <typename Sees>
-Lanes lanes_of(const Task& task, const Span& span, int64_t column, const Sees& sees) {
-  Lanes lanes;
-  lanes.whole = std::numeric_limits<int32_t>::max();
-  lanes.last = 0;
-  for (int i = 0; i < C; ++i) {
-    const int64_t t = span.t0 + column * C + i;
-    const int32_t hi = t < span.t1 && sees(t) ? task.hi[t] : 0;
-    lanes.hi[i / L][i % L] = hi;
-    if (task.running != nullptr) {
-      const Mark mark = mark_of(task.until(std::min(t, span.t1 - 1)));
-      lanes.high[i / L][i % L] = mark.high;
-      lanes.low[i / L][i % L] = mark.low;
-    }
-    lanes.whole = std::min(lanes.whole, hi);
-    lanes.last = std::max(lanes.last, hi);
-  }
-  return lanes;
-}
-
-// of all columns, (groups, PER)
-template <typename Sees>
-std::vector<Lanes> all_lanes(const Task& task, const Span& span, const Sees& sees) {
-  std::vector<Lanes> lanes;
-  for (int64_t g = 0; g < task.groups; ++g)
-    for (int64_t i = 0; i < PER; ++i) lanes.push_back(lanes_of(task, span, i, [&](int64_t t) { return sees(g, t); }));
-  return lanes;
-}
-
-constexpr auto EVERY = [](int64_t, int64_t) { return true; };  // query of a group
-
-void pack_marks(const Task& task, int32_t s0, int32_t s1, Mark* marks) {
-  for (int32_t s = s0; task.running != nullptr && s < s1; ++s) marks[s - s0] = mark_of(task.running[task.index[s]]);
-}
-
-// what is left of a key when the queries of half a column stand; later keys count in full, and are not seen
-inline V left_of(const Lanes& lanes, int j, Mark mark) {
-  const V exponent = least((lanes.high[j] - mark.high) + (lanes.low[j] - mark.low), V{});
-  return exponent > -126.f ? exp2(exponent) : V{};
-}
-
-// weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
-template <int N>
-APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  const float* at[N];
-  EACH_ROW at[r] = rows + r * c.D;
-  for (int64_t d = 0; d < c.D; ++d) {
-    const V first = load(column), second = load(column + L);
-    EACH_ROW {
-      const V number = spread(at[r][d]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    column += C;
-  }
-  EACH_ROW {
-    x[r] = in_domain(x[r]);
-    y[r] = in_domain(y[r]);
-  }
-  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
-  if (marks != nullptr)
-    for (int r = 0; r < N; ++r) {
-      x[r] *= left_of(lanes, 0, marks[r]);
-      y[r] *= left_of(lanes, 1, marks[r]);
-    }
-  EACH_ROW {
-    if (s + r >= lanes.whole) {
-      x[r] = lanes.hi[0] > s + r ? x[r] : V{};
-      y[r] = lanes.hi[1] > s + r ? y[r] : V{};
-    }
-    store(weights + r * C, x[r]);
-    store(weights + r * C + L, y[r]);
-  }
-}
-
 // ---- forward -----------------------------------------------------------------------------------------------------------------------------
 
 struct Buffers {
   float *state, *lost, *weights, *factors, *queries, *out, *keys, *values, *masses, *rows, *near, *strip, *room;
+  float *left, *reads;  // what is left of each key when the state has taken its block in, and of the state when the queries at hand read it, (BLOCK)
   Mark* marks;
   uint8_t* thin;  // (groups, BLOCK): rows of the block that do without the state
 };
@@ -126,7 +30,7 @@ struct Buffers {
 Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER;
-  scratch.begin(extra + 512 + task.keys() + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
+  scratch.begin(extra + 512 + 2 * task.keys() + BLOCK + c.F * (2 * task.width + task.groups) + columns * C * (c.low + std::max(c.low, task.width)) + BLOCK * (c.low + task.step + c.D + 3 + task.groups) + (task.width + c.D) * C + (2 * task.strip + BLOCK) * C + SLICE * BLOCK);
   Buffers at;
   at.state = scratch.take(c.F * task.width);
   at.lost = scratch.take(c.F * task.width);
@@ -134,6 +38,10 @@ Buffers forward_buffers(const Task& task, Scratch& scratch, size_t extra = 0) {
   at.weights = scratch.take(task.groups * c.F);
   at.factors = scratch.take(task.keys());
   for (int64_t s = 0; s < task.keys(); ++s) at.factors[s] = unit(c, task.key(task.start + static_cast<int32_t>(s)));
+  at.left = scratch.take(task.keys());
+  for (const Span& span : task.spans)
+    for (int32_t s = span.from; s < span.to; ++s) at.left[s - task.start] = task.left(s, span.to);
+  at.reads = scratch.take(BLOCK);
   at.queries = scratch.take(columns * c.low * C);
   at.out = scratch.take(columns * std::max(c.low, task.width) * C);
   at.keys = scratch.take(BLOCK * c.low);
@@ -161,7 +69,7 @@ void start(const Task& task, const float* memory, bool gradient, const Buffers& 
 void advance(const Task& task, const Span& span, int32_t s0, int32_t s1, bool reads, const Buffers& at) {
   const Sums& c = task.c;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
+  pack_values(task, s0, s1, [&](int32_t s) { return at.left[s - task.start]; }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
@@ -209,19 +117,17 @@ void directly(const Task& task, const Span& span, int32_t from, int32_t to, cons
   }
 }
 
-// what is left for queries t, t + 1, … of a state that keeps what is left of its keys after the last of them
-V reads_left(const Task& task, const Span& span, int64_t t) {
-  V left = spread(1.f);
-  if (task.running != nullptr)
-    for (int64_t i = 0; i < L && t + i < span.t1; ++i) left[i] = static_cast<float>(std::exp(task.until(t + i) - task.mark(span.to)));
-  return left;
+// what is left for each query of a block of a state that keeps what is left of its keys after the last of them; ones past the last query
+void pack_reads(const Task& task, const Span& span, float* reads) {
+  for (int64_t i = 0; i < BLOCK; ++i)
+    reads[i] = task.running == nullptr || span.t0 + i >= span.t1 ? 1.f : static_cast<float>(std::exp(task.until(span.t0 + i) - task.mark(span.to)));
 }
 
 void fade_reads(const Task& task, const Span& span, const Buffers& at) {
   if (task.running == nullptr || !span.reads) return;
   for (int64_t t = span.t0; t < span.t1; t += C)
     for (int j = 0; j < C; j += L) {
-      const V left = reads_left(task, span, t + j);
+      const V left = load(at.reads + t - span.t0 + j);
       for (int64_t g = 0; g < task.groups; ++g)
         for (int64_t p = 0; p < task.width; ++p) {
           float* row = at.out + ((g * PER + (t - span.t0) / C) * task.width + p) * C + j;
@@ -248,7 +154,7 @@ void guard(const Task& task, const Span& span, const Buffers& at) {
       const float* queries = at.queries + column * c.low * C;
       float* mass = at.out + (column * task.width + values) * C;
       for (int j = 0; j < C; j += L) {
-        V square = V{}, bound = V{}, left = reads_left(task, span, t + j);
+        V square = V{}, bound = V{}, left = load(at.reads + t - span.t0 + j);
         for (int64_t d = 1; d <= c.D; ++d) square += load(queries + d * C + j) * load(queries + d * C + j);
         for (int64_t k = c.powers - 1; k >= 0; --k) bound = bound * square + std::fabs(monomials[k]);
         bound = root(bound * size) * left * share;
@@ -301,6 +207,7 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
   start(task, c.initial, false, at);
   for (const Span& span : task.spans) {
     pack_queries(task, span, at.queries);
+    pack_reads(task, span, at.reads);
     std::memset(at.out, 0, sizeof(float) * task.groups * PER * task.width * C);
     fade(task, span.from, span.to, at.state, at.lost);
     int32_t s = span.from;
@@ -319,7 +226,7 @@ void forward_task(const Sums& c, int64_t number, Scratch& scratch) {
 
 struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) and columns (groups, PER, width, C), queries as rows
   float *du, *du_columns, *query_rows;   // (groups, BLOCK, up(D, C))
-  float *read, *read_columns;            // as du, where what was read from the state has another gradient than what was seen directly
+  float *read_columns;                   // as du_columns, where what was read from the state has another gradient than what was seen directly
   float *dlow;                           // gradients of low features, (groups * PER, low, C)
   float *value_columns, *dvalues;        // (PER, width, C), (PER, values, C)
   float *scores, *changes;               // weights and gradients of scores between neighbours, (PER, BLOCK keys, C)
@@ -329,19 +236,18 @@ struct More {  // what backward needs besides: du as rows (groups, BLOCK, step) 
 struct Backward {
   Buffers at;
   More more;
-  const float *read, *read_columns;  // of the block at hand, in more: the gradient of what was read from the state
-  bool thin;                         // some of its rows did without the state
+  const float* read_columns;  // of the block at hand, in more: the gradient of what was read from the state
+  bool thin;                  // some of its rows did without the state
 };
 
 Backward backward_buffers(const Task& task, Scratch& scratch) {
   const Sums& c = task.c;
   const int64_t columns = task.groups * PER, D16 = up(c.D, C);
-  const size_t extra = columns * C * (2 * task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
+  const size_t extra = columns * C * (task.step + 2 * task.width + D16 + c.low) + BLOCK * (2 * task.width + 2 * BLOCK + D16 + task.step) + task.strip * C;
   Backward all;
   all.at = forward_buffers(task, scratch, extra);
   all.more.du = scratch.take(columns * C * task.step);
   all.more.du_columns = scratch.take(columns * C * task.width);
-  all.more.read = scratch.take(columns * C * task.step);
   all.more.read_columns = scratch.take(columns * C * task.width);
   all.more.query_rows = scratch.take(columns * C * D16);
   all.more.dlow = scratch.take(columns * C * c.low);
@@ -354,40 +260,41 @@ Backward backward_buffers(const Task& task, Scratch& scratch) {
   return all;
 }
 
-// The gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y; and of what they read from the state.
-void pack_gradients(const Task& task, const Span& span, Backward& all) {
+// Into du the gradient of what queries summed up, [v, 1]: factor dy, and of the mass -factor dy . y. Forwards that is what keys seen directly get,
+// and what was read from the state has columns of its own where it differs; backwards du is the gradient of what was read.
+void pack_gradients(const Task& task, const Span& span, bool forwards, Backward& all) {
   const Sums& c = task.c;
   More& more = all.more;
-  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C), columns = task.groups * PER;
-  bool same = task.running == nullptr;
+  const int64_t values = task.p1 - task.p0, tokens = span.t1 - span.t0, D16 = up(c.D, C);
+  pack_reads(task, span, all.at.reads);
+  all.thin = false;
   for (int64_t g = 0; g < task.groups; ++g) {
     float *rows = more.du + g * BLOCK * task.step, *queries = more.query_rows + g * BLOCK * D16;
     std::memset(rows, 0, sizeof(float) * BLOCK * task.step);
-    std::memset(queries, 0, sizeof(float) * BLOCK * D16);
+    if (forwards) std::memset(queries, 0, sizeof(float) * BLOCK * D16);
     for (int64_t i = 0; i < tokens; ++i) {
       const int64_t row = (task.b * c.H + task.head(g)) * c.T + span.t0 + i;
-      const float *dy = c.dy + row * c.P, *q = task.query(g, span.t0 + i);
-      const float factor = c.factor[row], scale = c.scale[task.head(g)] * unit(c, q);
+      const bool thin = c.apart != nullptr && c.apart[row];
+      all.at.thin[g * BLOCK + i] = thin;
+      all.thin = all.thin || thin;
+      const float *dy = c.dy + row * c.P, factor = c.factor[row] * (forwards ? 1.f : thin ? 0.f : all.at.reads[i]);
       for (int64_t p = 0; p < values; ++p) rows[i * task.step + p] = dy[task.p0 + p] * factor;
       if (task.mass) rows[i * task.step + values] = -dot(dy, c.y + row * c.P, c.P) * factor;
+      if (!forwards) continue;
+      const float *q = task.query(g, span.t0 + i), scale = c.scale[task.head(g)] * unit(c, q);
       for (int64_t d = 0; d < c.D; ++d) queries[i * D16 + d] = q[d] * scale;
-      all.at.thin[g * BLOCK + i] = c.apart != nullptr && c.apart[row];
-      same = same && !all.at.thin[g * BLOCK + i];
     }
-    turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
+    if (forwards || task.width % C == 1) turn(rows, task.step, tokens, task.width, more.du_columns + g * PER * task.width * C);
   }
-  all.thin = !same && c.apart != nullptr;
-  all.read = same ? more.du : more.read;
+  const bool same = !forwards || (task.running == nullptr && !all.thin);
   all.read_columns = same ? more.du_columns : more.read_columns;
-  if (same) return;
-  std::memcpy(more.read, more.du, sizeof(float) * columns * C * task.step);
-  for (int64_t g = 0; g < task.groups; ++g) {
-    float* rows = more.read + g * BLOCK * task.step;
-    for (int64_t i = 0; i < tokens; ++i) {
-      const float left = all.at.thin[g * BLOCK + i] ? 0.f : reads_left(task, span, span.t0 + i)[0];
-      for (int64_t p = 0; p < task.width; ++p) rows[i * task.step + p] *= left;
+  for (int64_t i = 0; !same && i < task.groups * BLOCK; i += L) {
+    V left = load(all.at.reads + i % BLOCK);
+    for (int64_t j = 0; j < L; ++j) left[j] = all.at.thin[i + j] ? 0.f : left[j];
+    for (int64_t p = 0; p < task.width; ++p) {
+      const int64_t at = (i / C * task.width + p) * C + i % C;
+      store(more.read_columns + at, load(more.du_columns + at) * left);
     }
-    turn(rows, task.step, tokens, task.width, more.read_columns + g * PER * task.width * C);
   }
 }
 
@@ -402,7 +309,7 @@ void advance_back(const Task& task, const Span& span, int32_t s0, int32_t s1, bo
   const Sums& c = task.c;
   const Buffers& at = all.at;
   pack_keys(task, s0, s1, at.factors, at.keys);
-  pack_values(task, s0, s1, [&](int32_t s) { return task.left(s, span.to); }, at.values, at.masses);
+  pack_values(task, s0, s1, [&](int32_t s) { return at.left[s - task.start]; }, at.values, at.masses);
   const int64_t columns = (span.t1 - span.t0 + C - 1) / C;
   for (int64_t a0 = 0; a0 < c.F; a0 += task.strip) {
     const int64_t a1 = std::min(a0 + task.strip, c.F);
@@ -526,7 +433,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   const More& more = all.more;
   const int64_t keys = s1 - s0, columns = (keys + C - 1) / C, values = task.p1 - task.p0, tokens = span.t1 - span.t0;
   const int64_t kept = values + (into.dmass != nullptr);
-  const auto left = [&](int32_t s) { return task.left(s, span.to); };
+  const auto left = [&](int32_t s) { return at.left[s - task.start]; };
   pack_keys(task, s0, s1, at.factors, at.keys);
   pack_values(task, s0, s1, left, at.values);
   turn(at.values, task.step, keys, task.width, more.value_columns);
@@ -538,7 +445,7 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
     float* state = at.state + a0 * task.width;
     for (int64_t g = 0; reads && g < task.groups; ++g) {
       const float* read_columns = all.read_columns + g * PER * task.width * C;
-      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, all.read + g * BLOCK * task.step, task.step, task.width,
+      absorb(c, at.queries + g * PER * c.low * C, tokens, at.weights + g * c.F, more.du + g * BLOCK * task.step, task.step, task.width,
              read_columns + (task.width - 1) * C, task.width * C, a0, a1, state, at.lost + a0 * task.width, at.room);
     }
     for (int64_t i = 0; i < columns; ++i) {
@@ -561,13 +468,14 @@ void retreat(const Task& task, const Span& span, int32_t s0, int32_t s1, bool re
   }
 }
 
-void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
+// share: of the gradients of shared queries and keys, the part that this task adds to
+void backward_task(const Sums& c, int64_t number, int64_t share, Scratch& scratch) {
   const Task task(c, number, false);
   Backward all = backward_buffers(task, scratch);
   const Buffers& at = all.at;
   const int64_t kv_head = task.b * c.Hkv + task.kv;
   const Into into = {
-      c.dk + (task.part * c.B * c.Hkv + kv_head) * c.S * c.D, c.dv + kv_head * c.S * c.P,
+      c.dk + (c.shares > 0 ? share * c.B + task.b : task.part * c.B * c.Hkv + kv_head) * c.S * c.D, c.dv + kv_head * c.S * c.P,
       c.dmass == nullptr || !task.mass ? nullptr : c.dmass + kv_head * c.S,
       c.dcoefficients == nullptr ? nullptr : c.dcoefficients + number * task.groups * c.learned,
   };
@@ -580,7 +488,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
   for (const Span& span : task.spans) {
     if (span.t1 == span.t0) continue;  // nobody reads what comes in last
     pack_queries(task, span, at.queries);
-    pack_gradients(task, span, all);
+    pack_gradients(task, span, true, all);
     std::memset(all.more.dlow, 0, sizeof(float) * task.groups * PER * c.low * C);
     std::fill(power_sums.begin(), power_sums.end(), V{});
     fade(task, span.from, span.to, at.state, at.lost);
@@ -591,10 +499,14 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
     if (all.thin) directly_back(task, span, task.start, span.to, thin(span), all, into);
     for (int64_t g = 0; g < task.groups; ++g) {
       for (int64_t i = 0; i < PER; ++i) pull_low(c, at.queries + (g * PER + i) * c.low * C, all.more.dlow + (g * PER + i) * c.low * C);
-      float* dq = c.dq + ((task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
-      for (int64_t t = span.t0; t < span.t1; t += C)
-        take<false>(all.more.dlow + ((g * PER + (t - span.t0) / C) * c.low + 1) * C, c.D,
-                    rows_of(span.t1 - t, [&](int64_t i) { return dq + (t + i) * c.D; }, [](int64_t) { return 1.f; }));
+      float* dq = c.dq + (c.shares > 0 ? share * c.B + task.b : (task.part * c.B + task.b) * c.H + task.head(g)) * c.T * c.D;
+      const float scale = c.shares > 0 ? c.scale[task.head(g)] : 1.f;
+      for (int64_t t = span.t0; t < span.t1; t += C) {
+        const float* column = all.more.dlow + ((g * PER + (t - span.t0) / C) * c.low + 1) * C;
+        const Rows rows = rows_of(span.t1 - t, [&](int64_t i) { return dq + (t + i) * c.D; }, [&](int64_t) { return scale; });
+        if (c.shares > 0) take<true>(column, c.D, rows);
+        else take<false>(column, c.D, rows);
+      }
       for (int64_t k = 0; dmonomials != nullptr && k < c.powers; ++k)
         for (int i = 0; i < L; ++i) dmonomials[g * c.powers + k] += power_sums[g * c.powers + k][i];
     }
@@ -604,7 +516,7 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
     bool reads = span->reads;
     if (reads) {
       pack_queries(task, *span, at.queries);
-      pack_gradients(task, *span, all);
+      pack_gradients(task, *span, false, all);
     }
     int32_t s = span->from;
     do {
@@ -619,11 +531,17 @@ void backward_task(const Sums& c, int64_t number, Scratch& scratch) {
 }
 
 // parts summed in order, and the way back through norm and scale: rows of gradients in ``g`` and of vectors from ``x`` on
-void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
+void finish_rows(const Sums& c, float* g, int64_t parts, int64_t part_size, const float* x, int64_t x_step, int64_t rows, float scale, double* dscale) {
   double along_all = 0;
+  const bool along_vectors = c.normalise || dscale != nullptr;
+  if (!along_vectors && parts == 1 && scale == 1.f) return;
   for (int64_t i = 0; i < rows; ++i, g += c.D, x += x_step) {
-    for (int64_t part = 1; part < c.split; ++part)
+    for (int64_t part = 1; part < parts; ++part)
       for (int64_t d = 0; d < c.D; ++d) g[d] += g[part * part_size + d];
+    if (!along_vectors) {
+      for (int64_t d = 0; d < c.D; ++d) g[d] *= scale;
+      continue;
+    }
     const float along = dot(g, x, c.D), norm = std::sqrt(dot(x, x, c.D)), inverse = c.normalise ? 1.f / std::max(norm, c.eps) : 1.f;
     along_all += static_cast<double>(along) * inverse;
     // beyond eps a unit vector does not change along itself
@@ -633,9 +551,11 @@ void finish_rows(const Sums& c, float* g, int64_t part_size, const float* x, int
   if (dscale != nullptr) *dscale = along_all;
 }
 
+int64_t all_tasks(const Sums& c) { return c.B * c.Hkv * c.segments * c.split; }
+
+// task(i, scratch) for i < tasks, shared out over the threads
 template <typename F>
-int each_task(const Sums& c, const F& task) {
-  const int64_t tasks = c.B * c.Hkv * c.segments * c.split;
+int each_task(const Sums& c, int64_t tasks, const F& task) {
   if (tasks == 0) return 0;
   std::atomic<int> failed{0};
   std::atomic<int64_t> next{0};
@@ -660,7 +580,7 @@ int64_t zonal_version() { return 6; }
 
 // Returns 0, or 1 when memory ran out.
 int zonal_sums_forward(const Sums* call) {
-  return each_task(*call, [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
+  return each_task(*call, all_tasks(*call), [&](int64_t i, Scratch& scratch) { forward_task(*call, i, scratch); });
 }
 
 // out (B, H, T) = the products of rows of a and b, of P numbers each
@@ -683,17 +603,38 @@ int zonal_sums_dots(const Dots* call) {
 // Returns 0, or 1 when memory ran out. Gradients of raw queries and keys end up in part 0 of dq and dk.
 int zonal_sums_backward(const Sums* call) {
   const Sums& c = *call;
-  const int failed = each_task(c, [&](int64_t i, Scratch& scratch) { backward_task(c, i, scratch); });
+  const int64_t shares = c.shares, of_one = c.Hkv * c.segments * c.split;
+  const bool alone = c.segments * c.split == 1;  // a task has its key head for itself: it clears what it adds to when it begins, and finds it near
+  const auto clear = [](float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); };
+  if (!alone) {
+    clear(c.dv, c.B * c.Hkv * c.S * c.P);
+    if (shares == 0) clear(c.dk, c.split * c.B * c.Hkv * c.S * c.D);
+  }
+  const int failed = each_task(c, shares > 0 ? c.B * shares : all_tasks(c), [&](int64_t i, Scratch& scratch) {
+    const int64_t b = i / std::max<int64_t>(shares, 1), share = shares > 0 ? i % shares : 0;
+    if (shares > 0) {
+      clear(c.dq + (share * c.B + b) * c.T * c.D, c.T * c.D);
+      clear(c.dk + (share * c.B + b) * c.S * c.D, c.S * c.D);
+    } else if (alone) {
+      clear(c.dk + i * c.S * c.D, c.S * c.D);
+    }
+    const int64_t first = shares > 0 ? b * of_one + share * of_one / shares : i, last = shares > 0 ? b * of_one + (share + 1) * of_one / shares : i + 1;
+    for (int64_t n = first; n < last; ++n) {
+      if (alone) clear(c.dv + n * c.S * c.P, c.S * c.P);
+      backward_task(c, n, share, scratch);
+    }
+  });
   if (failed) return failed;
-#pragma omp parallel for schedule(static) if (c.B * c.H * c.T * c.D > (1 << 15))
-  for (int64_t i = 0; i < c.B * c.H; ++i) {
-    const int64_t b = i / c.H, h = i % c.H;
-    finish_rows(c, c.dq + i * c.T * c.D, c.B * c.H * c.T * c.D, c.q + b * c.qs.batch + h * c.qs.head, c.qs.token, c.T, c.scale[h],
+  const int64_t parts = shares > 0 ? shares : c.split, heads = shares > 0 ? 1 : c.H, kv_heads = shares > 0 ? 1 : c.Hkv;
+#pragma omp parallel for schedule(static) if (c.B * heads * c.T * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * heads; ++i) {
+    const int64_t b = i / heads, h = i % heads;
+    finish_rows(c, c.dq + i * c.T * c.D, parts, c.B * heads * c.T * c.D, c.q + b * c.qs.batch + h * c.qs.head, c.qs.token, c.T, shares > 0 ? 1.f : c.scale[h],
                 c.dscale == nullptr ? nullptr : c.dscale + i);
   }
-#pragma omp parallel for schedule(static) if (c.B * c.Hkv * c.S * c.D > (1 << 15))
-  for (int64_t i = 0; i < c.B * c.Hkv; ++i)
-    finish_rows(c, c.dk + i * c.S * c.D, c.B * c.Hkv * c.S * c.D, c.k + i / c.Hkv * c.ks.batch + i % c.Hkv * c.ks.head, c.ks.token, c.S, 1.f, nullptr);
+#pragma omp parallel for schedule(static) if (c.B * kv_heads * c.S * c.D > (1 << 15))
+  for (int64_t i = 0; i < c.B * kv_heads; ++i)
+    finish_rows(c, c.dk + i * c.S * c.D, parts, c.B * kv_heads * c.S * c.D, c.k + i / kv_heads * c.ks.batch + i % kv_heads * c.ks.head, c.ks.token, c.S, 1.f, nullptr);
   return 0;
 }
 }

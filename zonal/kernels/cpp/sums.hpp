@@ -1,4 +1,4 @@
-// What the passes of sums.cpp are made of: the call, its blocks, packing, products, and the state of features.
+// What the passes of sums.cpp are made of: the call, its blocks, packing, products, the state of features, and weights between neighbours.
 
 #define ZONAL_LANES 8
 #define ZONAL_ROUNDED 0
@@ -37,12 +37,14 @@ struct Sums {
   const float* initial;       // (B, Hkv, F, W) or null: the memory before the first key
   const double* before;       // (B): keys in it, for the count anchor; null without
   Strides qs, ks, vs;
-  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards;
+  int64_t B, H, Hkv, T, S, D, P, F, low, powers, segments, by_batch, numbers, learned, anchor, normalise, split, offset, guards, shares;
   float eps;                  // offset: the position of query 0 among the keys; guards: rows whose terms cancel are found and summed directly
   uint8_t* apart;             // (B, H, T): which those are, zeros at first; null without guards
   float *y, *factor, *final;  // (B, H, T, P), (B, H, T), (B, Hkv, F, W) or null: the memory after the last key
   const float *dy, *dfinal;   // as y and final
-  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P): zeros at first; as initial, or null
+  float *dq, *dk, *dv, *dinitial;  // (split, B, H, T, D), (split, B, Hkv, S, D), (B, Hkv, S, P); as initial, or null
+  // Where all heads have the same queries and keys their gradients are summed over the heads, in ``shares`` parts, (shares, B, T, D) and
+  // (shares, B, S, D), without dscale. Otherwise shares is 0.
   float* dmass;               // (B, Hkv, S): the gradient of the sum of weights that came through each key, zeros at first; or null
   double *dscale, *dcoefficients, *dmonomials;  // (B, H), (tasks, H / Hkv, learned), (tasks, H / Hkv, powers) or null; zeros at first
 };
@@ -153,34 +155,15 @@ INLINE Rows rows_of(int64_t count, const Row& row, const Factor& factor) {
 
 // rows of n numbers as a column (n, C)
 void put(const Rows& rows, int64_t n, float* column) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < C; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(rows.at[j + i] + d) * rows.factor[j + i];
-      transpose(x);
-      for (int i = 0; i < L; ++i) store(column + (d + i) * C + j, x[i]);
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < C; ++i) column[d * C + i] = rows.at[i][d] * rows.factor[i];
+  as_column([&](int64_t i) { return rows.at[i]; }, rows.factor, C, n, column);
 }
 
 // and back: rows = column, or rows += column
 template <bool ADD>
 void take(const float* column, int64_t n, const Rows& rows) {
-  int64_t d = 0;
-  for (; d + L <= n; d += L)
-    for (int j = 0; j < rows.count; j += L) {
-      V x[L];
-      for (int i = 0; i < L; ++i) x[i] = load(column + (d + i) * C + j);
-      transpose(x);
-      for (int i = 0; i < L && j + i < rows.count; ++i) {
-        float* to = rows.at[j + i] + d;
-        store(to, ADD ? load(to) + x[i] * rows.factor[j + i] : x[i] * rows.factor[j + i]);
-      }
-    }
-  for (; d < n; ++d)
-    for (int i = 0; i < rows.count; ++i) rows.at[i][d] = (ADD ? rows.at[i][d] : 0.f) + column[d * C + i] * rows.factor[i];
+  const auto eight = [&](int64_t i, int64_t d, V8 x) { put8(rows.at[i] + d, ADD ? load8(rows.at[i] + d) + x : x); };
+  const auto one = [&](int64_t i, int64_t d, float x) { rows.at[i][d] = ADD ? rows.at[i][d] + x : x; };
+  as_rows(column, rows.factor, static_cast<int>(rows.count), n, eight, one);
 }
 
 // products of a column's rows up to the last low feature
@@ -405,9 +388,8 @@ void absorb(const Sums& c, const float* low, int64_t tokens, const float* weight
         const float* at = room + (i * SLICE + a - s0) * C;
         for (int64_t r = 0; r < L; ++r) totals[r] += load(at + r * C) * first + load(at + r * C + L) * second;
       }
-      transpose(totals);
-      V masses = V{};
-      for (int r = 0; r < L; ++r) masses += totals[r];
+      float masses[L];
+      for (int r = 0; r < L; ++r) masses[r] = sum(totals[r]);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t place = (a - a0 + r) * width + width - 1;
         add(strip + place, lost + place, masses[r]);
@@ -500,6 +482,103 @@ void fade(const Task& task, int32_t from, int32_t to, float* state, float* lost)
   for (int64_t i = 0; i < task.c.F * task.width; ++i) {
     state[i] *= left;
     lost[i] *= left;
+  }
+}
+
+// ---- between neighbours ------------------------------------------------------------------------------------------------------------------
+
+// A log decay in two numbers, to base 2: their differences lose no digits where the decays themselves are long sums.
+struct Mark {
+  float high, low;
+};
+
+inline Mark mark_of(double log_decay) {
+  const double exponent = log_decay * 1.4426950408889634;
+  const float high = static_cast<float>(exponent);
+  return {high, static_cast<float>(exponent - high)};
+}
+
+struct Lanes {  // which keys the sixteen queries of a column see, and when they stand
+  I hi[2];
+  V high[2], low[2];
+  int32_t whole, last;  // keys before whole are seen by all lanes, keys from last on by none
+};
+
+// sees(t): whether query t is asked at all
+template <typename Sees>
+Lanes lanes_of(const Task& task, const Span& span, int64_t column, const Sees& sees) {
+  Lanes lanes;
+  lanes.whole = std::numeric_limits<int32_t>::max();
+  lanes.last = 0;
+  for (int i = 0; i < C; ++i) {
+    const int64_t t = span.t0 + column * C + i;
+    const int32_t hi = t < span.t1 && sees(t) ? task.hi[t] : 0;
+    lanes.hi[i / L][i % L] = hi;
+    if (task.running != nullptr) {
+      const Mark mark = mark_of(task.until(std::min(t, span.t1 - 1)));
+      lanes.high[i / L][i % L] = mark.high;
+      lanes.low[i / L][i % L] = mark.low;
+    }
+    lanes.whole = std::min(lanes.whole, hi);
+    lanes.last = std::max(lanes.last, hi);
+  }
+  return lanes;
+}
+
+// of all columns, (groups, PER)
+template <typename Sees>
+std::vector<Lanes> all_lanes(const Task& task, const Span& span, const Sees& sees) {
+  std::vector<Lanes> lanes;
+  for (int64_t g = 0; g < task.groups; ++g)
+    for (int64_t i = 0; i < PER; ++i) lanes.push_back(lanes_of(task, span, i, [&](int64_t t) { return sees(g, t); }));
+  return lanes;
+}
+
+constexpr auto EVERY = [](int64_t, int64_t) { return true; };  // query of a group
+
+void pack_marks(const Task& task, int32_t s0, int32_t s1, Mark* marks) {
+  for (int32_t s = s0; task.running != nullptr && s < s1; ++s) marks[s - s0] = mark_of(task.running[task.index[s]]);
+}
+
+// what is left of a key when the queries of half a column stand; later keys count in full, and are not seen
+inline V left_of(const Lanes& lanes, int j, Mark mark) {
+  const V exponent = least((lanes.high[j] - mark.high) + (lanes.low[j] - mark.low), V{});
+  return exponent > -126.f ? exp2(exponent) : V{};
+}
+
+// weights (N, C) of keys from place s on, whose rows are at ``rows``; marks: null where nothing fades
+template <int N>
+APART void weigh(const Sums& c, const float* coefficients, const Lanes& lanes, const float* rows, const Mark* marks, const float* column, int32_t s, float* weights) {
+  V x[N], y[N];
+  EACH_ROW x[r] = y[r] = V{};
+  const float* at[N];
+  EACH_ROW at[r] = rows + r * c.D;
+  for (int64_t d = 0; d < c.D; ++d) {
+    const V first = load(column), second = load(column + L);
+    EACH_ROW {
+      const V number = spread(at[r][d]);
+      x[r] += number * first;
+      y[r] += number * second;
+    }
+    column += C;
+  }
+  EACH_ROW {
+    x[r] = in_domain(x[r]);
+    y[r] = in_domain(y[r]);
+  }
+  values<N>(x, y, coefficients, static_cast<int>(c.numbers));
+  if (marks != nullptr)
+    for (int r = 0; r < N; ++r) {
+      x[r] *= left_of(lanes, 0, marks[r]);
+      y[r] *= left_of(lanes, 1, marks[r]);
+    }
+  EACH_ROW {
+    if (s + r >= lanes.whole) {
+      x[r] = lanes.hi[0] > s + r ? x[r] : V{};
+      y[r] = lanes.hi[1] > s + r ? y[r] : V{};
+    }
+    store(weights + r * C, x[r]);
+    store(weights + r * C + L, y[r]);
   }
 }
 

@@ -20,7 +20,7 @@ _INPUTS = ("q", "k", "v", "scale", "coefficients", "monomials", "squares", "root
 _OF_MAP = ("left", "right", "run_end", "degree", "place", "low_left", "low_right")
 _TABLES = (*_OF_MAP, "index", "present", "lo", "hi", "edges")
 _SIZES = (
-    "B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split", "offset", "guards",
+    "B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split", "offset", "guards", "shares",
 )  # fmt: skip
 _RESULTS = ("apart", "y", "factor", "final", "dy", "dfinal", "dq", "dk", "dv", "dinitial", "dmass", "dscale", "dcoefficients", "dmonomials")
 
@@ -143,11 +143,11 @@ class _Arguments:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None,
-        before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec, split: int,
+        before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec, split: int, shares: int = 0,
     ) -> None:  # fmt: skip
-        batch, heads, queries, dim = q.shape
-        keys, value_dim = k.shape[2], v.shape[3]
+        heads, (batch, kv_heads, keys, value_dim), (queries, dim) = scale.shape[0], v.shape, q.shape[2:]
         q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
+        q, k = q.expand(-1, heads, -1, -1), k.expand(-1, kv_heads, -1, -1)
         table = tables(spec.degree, spec.lowest, dim)
         running = None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
         favour = None if key_bias is None else plain(key_bias.double().exp(), torch.float32)
@@ -157,8 +157,8 @@ class _Arguments:
             None if initial is None else plain(initial, torch.float32), None if before is None else plain(before, torch.float64),
         )  # fmt: skip
         sizes = (
-            batch, heads, k.shape[1], queries, keys, dim, value_dim, table.left.shape[0], table.low_left.shape[0], monomials.shape[1],
-            seen.edges.shape[0] - 1, seen.lo.shape[0] > 1, coefficients.shape[1], 0, _ANCHORS[spec.anchor], spec.normalise, split, keys - queries, spec.guards,
+            batch, heads, kv_heads, queries, keys, dim, value_dim, table.left.shape[0], table.low_left.shape[0], monomials.shape[1],
+            seen.edges.shape[0] - 1, seen.lo.shape[0] > 1, coefficients.shape[1], 0, _ANCHORS[spec.anchor], spec.normalise, split, keys - queries, spec.guards, shares,
         )  # fmt: skip
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         self.kept: list[object] = [tensors]
@@ -193,14 +193,13 @@ def forward(
     """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and which rows
     were summed without the state, uint8 (B, H, T), empty unless ``spec.guards``.
 
-    scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
+    q (B, H or 1, T, D), k (B, Hkv or 1, S, D): with one head all heads share it. scale (H,), coefficients (H, n), monomials (H, degree + 1). initial: the state before the first key; before (B,): keys in it.
     log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; the queries are then the last positions. key_bias: (B, Hkv, S).
 
     Of a positive link with the row anchor, a row whose sum over features has cancelled to less than 1/256 of what its terms may sum to is
     summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
     """
-    batch, heads, queries, dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
+    heads, (batch, kv_heads, _, value_dim), (queries, dim) = scale.shape[0], v.shape, q.shape[2:]
     y = torch.empty(batch, heads, queries, value_dim)
     factor = torch.empty(batch, heads, queries)
     final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
@@ -243,21 +242,24 @@ def backward(
     coefficients: Tensor, monomials: Tensor, seen: Places, initial: Tensor | None, before: Tensor | None, log_decay: Tensor | None,
     key_bias: Tensor | None, spec: SumsSpec, asked: Asked,
 ) -> Gradients:  # fmt: skip
-    """The gradients of ``forward``, whose four results are y, factor, final and apart."""
-    batch, heads, queries, dim = q.shape
-    kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    """The gradients of ``forward``, whose four results are y, factor, final and apart. The scale has none where heads share queries and keys."""
+    heads, (batch, kv_heads, keys, value_dim), (queries, dim) = scale.shape[0], v.shape, q.shape[2:]
     segments = seen.edges.shape[0] - 1
     split = _split(batch, kv_heads, segments, value_dim)
     tasks = batch * kv_heads * segments * split
     groups = heads // kv_heads
-    q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
-    dq, dk, dv = torch.zeros(split, batch, heads, queries, dim), torch.zeros(split, batch, kv_heads, keys, dim), torch.zeros(batch, kv_heads, keys, value_dim)
+    v = library.dense_last(v, torch.float32)
+    shared = (q.shape[1], k.shape[1]) != (heads, kv_heads)
+    shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
+    parts = shares or split
+    dq, dk = torch.empty(parts, batch, q.shape[1], queries, dim), torch.empty(parts, batch, k.shape[1], keys, dim)
+    dv = torch.empty(batch, kv_heads, keys, value_dim)
     dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if asked.initial else None
     dmass = torch.zeros(batch, kv_heads, keys) if spec.anchor == "row" and (asked.log_decay or asked.key_bias) else None
     dscale = torch.zeros(batch, heads, dtype=torch.float64) if asked.scale else None
     dcoefficients = torch.zeros(tasks, groups, asked.learned, dtype=torch.float64) if asked.learned else None
     dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if asked.monomials else None
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split)
+    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split, shares)
     arguments.call.learned = asked.learned
     arguments.point(
         {
