@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zonal.evaluation.statistics import Spread
+from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats, glossary
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.summary import Row, Summary, slice_order
@@ -150,6 +150,29 @@ def slice_names(summary: Summary) -> tuple[str, ...]:
     """The properties that examples are grouped by; one with a single value says nothing beyond the accuracy."""
     names = dict.fromkeys(name for row in summary.rows for name in row.slices)
     return tuple(name for name in names if len({key for row in summary.rows for key in row.slices.get(name, {})}) > 1)
+
+
+def examined(summary: Summary) -> list[tuple[str, Table]]:
+    """(what was measured, table) of everything that the task found by other means than the next token: one row an operator, one column a cell."""
+    cells = [cell for row in summary.rows for run in row.runs if run.final for cell in run.final.examined]
+    columns = list(dict.fromkeys(tuple(cell.slices.items()) for cell in cells))
+    found = []
+    for name in dict.fromkeys(name for cell in cells for name in cell.values):
+        kept = [column for column in columns if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)]
+        rows = []
+        for operator in summary.ranking:
+            row = summary.row(operator)
+            ours = [_examined(row, name, column) for column in kept]
+            if any(value is not None for value in ours):
+                rows.append((operator, (Cell(row.label), *(_spread(value, best=False) for value in ours))))
+        found.append((name, Table(("Operator", *(glossary.cell_name(dict(column)) for column in kept)), tuple(rows))))
+    return found
+
+
+def _examined(row: Row, name: str, slices: tuple[tuple[str, int | str], ...]) -> Spread | None:
+    """One number over the seeds of an operator."""
+    values = [cell.values[name] for run in row.runs if run.final for cell in run.final.examined if tuple(cell.slices.items()) == slices and name in cell.values]
+    return spread(values) if values else None
 
 
 def learned(summary: Summary) -> Table:
