@@ -1,5 +1,6 @@
 """What a trained model is worth: metrics of one run, and what several seeds say together."""
 
+from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.examination import Marks, examine
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
 from zonal.evaluation.selection import best_learning_rate
@@ -12,10 +13,12 @@ __all__ = [
     "Marks",
     "Spread",
     "best_learning_rate",
+    "common_target",
     "difference_within_spread",
     "evaluate",
     "evaluate_transfer",
     "examine",
     "spread",
     "student_t_quantile",
+    "tokens_to",
 ]

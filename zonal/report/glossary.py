@@ -12,6 +12,7 @@ HOW_TO_READ = (
     ("Bits per byte", "the loss on text, counted in bits for each byte of the text, so that tokenisers can be compared."),
     ("Learning rate", "the size of the training steps. Where several were tried, every operator had the same list and is shown with the one whose mean result was best on the reported data: slightly optimistic, and equally so for all."),
     ("Steps to 0.9", "training steps until the first evaluation at or above this accuracy, for the highest listed accuracy that some operator reached with every seed."),
+    ("Tokens to a loss", "tokens of training until the held-out loss is as low as the lowest that every run on the page reached, on straight lines between evaluations; × is the ratio to softmax. Fewer is better."),
     ("Tokens a second", "training tokens per second of training time on the machine named below, without evaluation; × is the ratio to softmax."),
     ("Peak memory", "the parameters plus the largest growth of memory while training."),
     ("Memory a sequence", "what a model must keep to continue one sequence after 1k, 16k or 128k tokens, in bytes: a cache that grows with the text, or a state of fixed size."),

@@ -98,6 +98,11 @@ class Run:
     def done(self) -> bool:
         return self.status == "done" and self.final is not None
 
+    @property
+    def losses(self) -> tuple[tuple[int, float], ...]:
+        """(tokens trained, held-out loss) of each evaluation."""
+        return tuple((point.tokens, point.loss) for point in self.evaluations)
+
 
 @dataclass(frozen=True)
 class ComparisonData:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED, Batch, Examinee, Examined, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
 
 _TRAIN, _TEST, _DEPTHS = range(3)
 SIGNS = "·()=_?."

@@ -19,7 +19,7 @@ import torch
 from zonal.errors import ArgumentError
 from zonal.tasks import relations
 from zonal.tasks.relations import Cell, Question, Source
-from zonal.tasks.task import IGNORED, Batch, Examinee, Examined, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
 
 _TRAIN, _TEST, _CONTROL, _CELLS = range(4)
 ASK = 0
@@ -40,7 +40,7 @@ class Lookup(Task):
     metric = "accuracy"
 
     def __init__(self, source: Source, *, pairs: int = 8, questions: int = 4, test_examples: int = 100, seed: int = 0, name: str = "lookup") -> None:
-        if not 2 <= pairs or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
+        if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
             raise ArgumentError(
                 f"Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at least 0 are required, got pairs={pairs}, "
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
@@ -146,7 +146,7 @@ class Lookup(Task):
         return sum(1 / (self.pairs - asked) for asked in range(self.questions)) / self.questions
 
     def describe(self) -> str:
-        group, size = self.source.slices
+        size = self.source.slices[1]
         sizes = sorted({cell.size for cell in self.tests})
         return (
             f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "

@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -205,7 +205,7 @@ class Paths(Source):
 
     def starts(self, path: tuple[int, ...]) -> np.ndarray:
         """The entities from which a path leads to another; none for a path that turns back on itself."""
-        if any(pair in _REVERSED for pair in zip(path, path[1:], strict=False)):
+        if any(pair in _REVERSED for pair in pairwise(path)):
             return np.empty(0, dtype=np.int64)
         return np.array([entity for entity in range(self.entities) if self.ends(entity, path) - {entity}], dtype=np.int64)
 
