@@ -8,7 +8,8 @@ that function of one subtree of L, and which one is said by the way there from t
 depends on all the heads above it, and write it down by the same rule.
 
 Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node beside the next instead of an atom.
-The subtree put out is any node of at most two levels but the root. Prompts of one depth are filled from the left to one length, so that all answers
+The subtree put out is any node of at most two levels but the root. In training all of R is to be told from L, not the subtree alone: it follows by the
+same rules, and gives ten times as much to learn from; only the subtree is measured. Prompts of one depth are filled from the left to one length, so that all answers
 begin at the same place.
 """
 
@@ -126,20 +127,23 @@ class Expressions(Task):
         self.test_examples, self.seed, self.name = test_examples, seed, name
         self.length = max(prompt_length(depth) for depth in self.depths) + LONGEST
 
-    def row(self, depth: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``."""
+    def row(self, depth: int, key: tuple[int, ...], *, reading: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: all of R is a target too, but for the gap."""
         chance = stream(*key)
         tree = self._tree(depth, chance)
         other = turned(tree)
         gaps = [way for way in ways(other) if way and height(at(other, way)) <= 2]
         gap = gaps[chance.integers(len(gaps))]
-        prompt = [OPEN, SAME, *written(tree), *written(other, gap), CLOSE, ASK]
+        asked = written(other, gap)
+        prompt = [OPEN, SAME, *written(tree), *asked, CLOSE, ASK]
         answer = [*written(at(other, gap)), STOP]
         size, start = prompt_length(depth) + LONGEST, prompt_length(depth)
         tokens, targets = np.full(size, FILL, dtype=np.int64), np.full(size, IGNORED, dtype=np.int64)
         tokens[start - len(prompt) : start] = prompt
         tokens[start : start + len(answer) - 1] = answer[:-1]
         targets[start - 1 : start - 1 + len(answer)] = answer
+        if reading:
+            targets[start - 3 - len(asked) : start - 3] = [IGNORED if token == GAP else token for token in asked]
         return tokens, targets
 
     def _tree(self, depth: int, chance: np.random.Generator) -> Tree:
@@ -158,7 +162,7 @@ class Expressions(Task):
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Expressions.train_batch", batch_size, step, seed)
         depth = self.depths[stream(self.seed, seed, step, _DEPTHS).integers(len(self.depths))]
-        return self._batch(depth, [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)])
+        return self._batch(depth, [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)], reading=True)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         check_batch("Expressions.evaluation_batches", batch_size)
@@ -166,8 +170,8 @@ class Expressions(Task):
             for begin in range(0, self.test_examples, batch_size):
                 yield self._batch(depth, [(self.seed, depth, number, _TEST) for number in range(begin, min(begin + batch_size, self.test_examples))])
 
-    def _batch(self, depth: int, keys: Sequence[tuple[int, ...]]) -> Batch:
-        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*(self.row(depth, key) for key in keys), strict=True))
+    def _batch(self, depth: int, keys: Sequence[tuple[int, ...]], *, reading: bool = False) -> Batch:
+        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*(self.row(depth, key, reading=reading) for key in keys), strict=True))
         return Batch(tokens, targets, {"depth": [depth] * len(keys)})
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:

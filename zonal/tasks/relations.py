@@ -101,7 +101,7 @@ class Ancestors(Source):
         widest = self.entities // _WIDEST
         self._above = [tuple(a - nodes.start for a in self._nouns.ancestors(node) if a in nodes) for node in nodes]
         self._pairs: dict[Cell, np.ndarray] = {}
-        # to be told by itself comes first: it teaches what a label is for
+        # a word itself comes first: it teaches what a label is for
         self._pairs[Cell("trained", 0)] = np.arange(self.entities)[:, None].repeat(2, 1)
         for distance in range(1, FARTHEST + 1):
             far = [(node, above[distance - 1]) for node, above in enumerate(self._above) if len(above) >= distance]
@@ -168,7 +168,8 @@ class Paths(Source):
         member = [tuple(place[group] for group in nouns.groups[node] if group in place) for node in self._nodes]
         self._next = (up, _reversed(up), member, _reversed(member))
         self._ends = functools.lru_cache(maxsize=1 << 16)(self._walk)
-        self._starts: dict[Cell, list[tuple[tuple[int, ...], np.ndarray]]] = {}
+        # no relation at all comes first: it teaches what a label is for
+        self._starts: dict[Cell, list[tuple[tuple[int, ...], np.ndarray]]] = {Cell("trained", 0): [((), np.arange(self.entities))]}
         for hops in range(1, most + 1):
             self._divide(hops)
         cells = [cell for cell, found in self._starts.items() if found]
@@ -221,7 +222,7 @@ class Paths(Source):
         path, starts = entries[chance.integers(len(entries))]
         entity = int(starts[chance.integers(len(starts))])
         ends = self.ends(entity, path)
-        others = sorted(ends - {entity})
+        others = sorted(ends - {entity}) if path else [entity]
         return Question(entity, path, ends | {entity}, others[chance.integers(len(others))])
 
     def word(self, entity: int) -> str:
