@@ -14,13 +14,12 @@ def _hybrid(*last: str) -> str:
 
 
 _CHUNK = 16
-_BY_HEAD = "SKA K=0 and 1 by head"
 _MODELS = {
     "SKA K=0": _hybrid("ska(power=0)"),
     "SKA K=1": _hybrid("ska(power=1)"),
     "SKA K=2": _hybrid("ska(power=2)"),
     "SKA K=0, then K=1": _hybrid("ska(power=0)", "ska(power=1)"),
-    _BY_HEAD: _hybrid("ska(power=(0, 1))"),
+    "SKA K=0 and 1 by head": _hybrid("ska(power=(0, 1))"),
     f"SKA K=1, chunks of {_CHUNK}": _hybrid(f"ska(power=1, chunk={_CHUNK})"),
     f"SKA K=2, the paper's form, chunks of {_CHUNK}": _hybrid(f"ska(power=2, chunk={_CHUNK}, eps=0.001, key_limit=None, running_max=True)"),
     "Softmax": _hybrid("softmax"),
@@ -29,6 +28,7 @@ _MODELS = {
     "Gated DeltaNet": _hybrid("gated_deltanet"),
     "Mamba-2 alone": "mamba2(state=16)",
 }
+_GRID_MODELS = ("SKA K=0", "SKA K=1", "SKA K=2", "SKA K=0, then K=1", f"SKA K=1, chunks of {_CHUNK}", "Softmax", "Gated DeltaNet", "Mamba-2 alone")
 _LENGTH_MODELS = ("SKA K=1", "SKA K=0, then K=1", "Softmax", "Mamba-2 alone")
 _SOURCE = "Sridhar and Johansen, Echo: KV-Cache-Free Associative Recall with Spectral Koopman Operators, 2026"
 _COLUMNS = ("paper: SSM", "paper: SSM + attention", "paper: SSM + SKA")
@@ -129,7 +129,7 @@ PRESETS = {
     ),
     "echo-mqar": Preset(
         "the grid of the Echo paper's section 5.2: 4 to 32 pairs in up to 4096 tokens",
-        {label: spec for label, spec in _MODELS.items() if label != _BY_HEAD},  # there is one head
+        {label: _MODELS[label] for label in _GRID_MODELS},
         "2", "2e-3,5e-3", TaskOptions(task="mqar-grid"), dataclasses.replace(_TRANSFER_MODEL, heads=1),
         dataclasses.replace(_TRANSFER, steps=600, batch_size=16, eval_every=100),
         Published(_SOURCE, (_GRID,), _MQAR_RECIPE, (_UNTRAINED,)),

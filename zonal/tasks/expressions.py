@@ -8,6 +8,7 @@ that function of one subtree of L, and which one is said by the way there from t
 depends on all the heads above it, and write it down by the same rule.
 
 Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node beside the next instead of an atom.
+No atom stands twice in a tree; heads do.
 The subtree put out is any node of at most two levels but the root. In training all of R is to be told from L, not the subtree alone: it follows by the
 same rules, and gives ten times as much to learn from; only the subtree is measured. Prompts of one depth are filled from the left to one length, so that all answers
 begin at the same place.
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
@@ -25,10 +27,12 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_bat
 _TRAIN, _TEST, _DEPTHS = range(3)
 SIGNS = "·()=_?."
 FILL, OPEN, CLOSE, SAME, GAP, ASK, STOP = range(len(SIGNS))
-HEADS, ATOMS = 8, 16
+HEADS, ATOMS = 8, 32
 _FIRST_HEAD = len(SIGNS)
 _FIRST_ATOM = _FIRST_HEAD + HEADS
 _BESIDE = 3
+DEEPEST = 24
+"""A tree of this depth has as many atoms as there are."""
 LONGEST = 13
 """Tokens of the largest subtree put out: a node whose two arguments are nodes of atoms."""
 
@@ -105,13 +109,13 @@ def height(tree: Tree) -> int:
 
 
 class Expressions(Task):
-    """Completing a subtree of S-expressions of each of ``depths``.
+    """Completing a subtree of S-expressions, trained at all depths from 2 to the largest of ``depths`` and tested at these.
 
     test_examples: sequences of each depth. Slices: "depth". Metric: the share of right tokens of the subtree (and of the stop after it), each given the right
     ones before. ``examine`` lets the model write, always the most likely token, and measures ``exact match`` and ``parse errors``, texts that are
     no expression: brackets that do not close, a head where an argument belongs, no stop in time.
 
-    Raises: ArgumentError when a depth is below 2 or a number is out of range.
+    Raises: ArgumentError when a depth is not from 2 to ``DEEPEST`` or a number is out of range.
     """
 
     metric = "accuracy"
@@ -119,9 +123,9 @@ class Expressions(Task):
 
     def __init__(self, depths: Sequence[int] = (5, 10, 15), *, test_examples: int = 100, seed: int = 0, name: str = "sexpr") -> None:
         self.depths = tuple(depths)
-        if not self.depths or min(self.depths) < 2 or test_examples < 1 or seed < 0:
+        if not self.depths or min(self.depths) < 2 or max(self.depths) > DEEPEST or test_examples < 1 or seed < 0:
             raise ArgumentError(
-                f"Expressions: depths of at least 2, at least 1 test example and a seed of at least 0 are required, got depths={self.depths}, "
+                f"Expressions: depths from 2 to {DEEPEST}, at least 1 test example and a seed of at least 0 are required, got depths={self.depths}, "
                 f"test_examples={test_examples}, seed={seed}."
             )
         self.test_examples, self.seed, self.name = test_examples, seed, name
@@ -150,8 +154,10 @@ class Expressions(Task):
         def node(left: Tree, right: Tree) -> Tree:
             return (_FIRST_HEAD + int(chance.integers(HEADS)), left, right)
 
+        atoms = iter(chance.permutation(ATOMS).tolist())
+
         def atom() -> int:
-            return _FIRST_ATOM + int(chance.integers(ATOMS))
+            return _FIRST_ATOM + next(atoms)
 
         tree = node(atom(), atom())
         for level in range(1, depth):
@@ -161,7 +167,7 @@ class Expressions(Task):
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Expressions.train_batch", batch_size, step, seed)
-        depth = self.depths[stream(self.seed, seed, step, _DEPTHS).integers(len(self.depths))]
+        depth = int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(self.depths) + 1))
         return self._batch(depth, [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)], reading=True)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
@@ -197,6 +203,10 @@ class Expressions(Task):
     def describe(self) -> str:
         depths = ", ".join(map(str, self.depths))
         return f"S-expressions of depth {depths}: write the missing subtree of a tree whose heads say how it is read from another; {HEADS} heads, {ATOMS} atoms."
+
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """What tokens are, and the number of each token's group."""
+        return ("sign", "head", "atom"), torch.bucketize(tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device), right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Signs as they are, f0 … for heads, a0 … for atoms."""

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.tasks import relations
@@ -30,7 +31,7 @@ class Lookup(Task):
     """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another candidate.
 
     test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices: those of the source, such as
-    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own.
+    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own, and batches have 1, 2, 4 … ``pairs`` candidates a row.
     ``examine`` measures, at each question of tests and controls, ``accuracy`` and ``average precision``: one over the place of the right label among the labels of
     the context, most likely first (one candidate is right, so this is its mean over questions, MAP).
 
@@ -46,6 +47,8 @@ class Lookup(Task):
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
             )
         self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = source, pairs, questions, test_examples, seed, name
+        # from many candidates alone, models of this size learn nothing for a long while
+        self.sizes = (*(size for size in (1, 2, 4, 8, 16) if size < pairs), pairs)
         self._labels = ASK + 1
         self._relations = self._labels + pairs
         self._entities = self._relations + len(source.relations)
@@ -57,33 +60,37 @@ class Lookup(Task):
 
     def _possible(self, cells: Sequence[Cell]) -> tuple[Cell, ...]:
         """The cells with enough candidates that are not related to each other's questions."""
-        return tuple(cell for cell in cells if self._related(cell, stream(self.seed, _CELLS, cell.size)) is not None)
+        return tuple(cell for cell in cells if self._related(cell, self.pairs, stream(self.seed, _CELLS, cell.size)) is not None)
 
     def _size(self, cell: Cell) -> int:
         return 2 * self.pairs + self.questions * (3 + self.source.hops(cell)) - 1
 
-    def _related(self, cell: Cell, chance: np.random.Generator) -> list[Question] | None:
+    def _asked(self, pairs: int) -> int:
+        """How many questions a context of so many candidates gets: of few, no more than half, or ruling out what was named would be an answer."""
+        return self.questions if pairs == self.pairs else max(1, min(self.questions, pairs // 2))
+
+    def _related(self, cell: Cell, pairs: int, chance: np.random.Generator) -> list[Question] | None:
         """A question for each candidate, such that no other candidate answers it; None when that was not found."""
         found: list[Question] = []
-        for _ in range(_TRIES * self.pairs):
+        for _ in range(_TRIES * pairs):
             new = self.source.draw(cell, chance)
             if all(new.answer not in old.answers and old.answer not in new.answers for old in found):
                 found.append(new)
-                if len(found) == self.pairs:
+                if len(found) == pairs:
                     return found
         return None
 
-    def row(self, cell: Cell, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a cell that is named by ``key``."""
+    def row(self, cell: Cell, pairs: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64, of the sequence of a cell with so many candidates that is named by ``key``."""
         chance = stream(*key)
-        while (asked := self._related(cell, chance)) is None:  # the next draws are others
+        while (asked := self._related(cell, pairs, chance)) is None:  # the next draws are others
             pass
         labels = (chance.permutation(self.pairs) + self._labels).tolist()
         words: list[int] = []
-        for place in chance.permutation(self.pairs).tolist():
+        for place in chance.permutation(pairs).tolist():
             words += [labels[place], self._entities + asked[place].answer]
         targets = [IGNORED] * len(words)
-        for place in range(self.questions):  # questions were drawn in any order
+        for place in range(self._asked(pairs)):  # questions were drawn in any order
             question = asked[place]
             words += [ASK, self._entities + question.entity, *(self._relations + relation for relation in question.relations), labels[place]]
             targets += [IGNORED] * (1 + len(question.relations)) + [labels[place], IGNORED]
@@ -96,7 +103,8 @@ class Lookup(Task):
         fitting = [cell for cell in self.training if self.source.hops(cell) == hops]
         numbers = range(step * batch_size, (step + 1) * batch_size)
         cells = [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
-        return self._batch(cells, [(self.seed, seed, number, _TRAIN) for number in numbers])
+        pairs = self.sizes[stream(self.seed, seed, step, _CELLS, 1).integers(len(self.sizes))]
+        return self._batch(cells, pairs, [(self.seed, seed, number, _TRAIN) for number in numbers])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         check_batch("Lookup.evaluation_batches", batch_size)
@@ -106,10 +114,10 @@ class Lookup(Task):
         for index, cell in enumerate(cells):
             for begin in range(0, self.test_examples, batch_size):
                 numbers = range(begin, min(begin + batch_size, self.test_examples))
-                yield self._batch([cell] * len(numbers), [(self.seed, index, number, use) for number in numbers])
+                yield self._batch([cell] * len(numbers), self.pairs, [(self.seed, index, number, use) for number in numbers])
 
-    def _batch(self, cells: Sequence[Cell], keys: Sequence[tuple[int, ...]]) -> Batch:
-        drawn = [self.row(cell, key) for cell, key in zip(cells, keys, strict=True)]
+    def _batch(self, cells: Sequence[Cell], pairs: int, keys: Sequence[tuple[int, ...]]) -> Batch:
+        drawn = [self.row(cell, pairs, key) for cell, key in zip(cells, keys, strict=True)]
         tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
         group, size = self.source.slices
         return Batch(tokens, targets, {group: [cell.group for cell in cells], size: [cell.size for cell in cells]})
@@ -153,8 +161,13 @@ class Lookup(Task):
             f"a guess among labels is right in {self.chance():.0%}."
         )
 
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """What tokens are, and the number of each token's group."""
+        starts = torch.tensor([self._labels, self._relations, self._entities], device=tokens.device)
+        return ("sign", "label", "relation", "entity"), torch.bucketize(tokens, starts, right=True)
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """?, a label as a letter and its number, relations and entities by their names."""
+        """?, #3 for the third label, relations and entities by their names."""
         return " ".join(self._word(token) for token in map(int, tokens))
 
     def _word(self, token: int) -> str:
