@@ -40,14 +40,13 @@ def questions(task, tokens, targets):
     entities = task.vocab_size - task.source.entities
     names = [task.decode([token]) for token in tokens]
     end = names.index("?")
-    labels = {tokens[place + 1] - entities: tokens[place] for place in range(0, end, 2)}
+    labels = {tokens[place] - entities: tokens[place + 1] for place in range(0, end, 2)}
     asked = []
     for place in range(end, len(tokens)):
         if names[place] == "?":
             last = next(at for at in range(place + 1, len(tokens)) if targets[at] >= 0)
             asked.append((tokens[place + 1] - entities, names[place + 2 : last + 1], targets[last]))
-            if last + 1 < len(tokens):
-                assert tokens[last + 1] == targets[last]
+            assert names[last + 1 : last + 2] in ([], ["?"])
     assert sum(target >= 0 for target in targets) == len(asked)
     return labels, asked
 
@@ -74,8 +73,8 @@ def test_one_candidate_is_an_ancestor(hypernyms):
     seen = set()
     for tokens, targets, group, distance in itertools.chain(train, rows(hypernyms.evaluation_batches(5))):
         labels, asked = questions(hypernyms, tokens, targets)
-        assert len(labels) == len(set(labels.values())) == (4 if group == "held out" else len(labels))
-        assert len({label for _, _, label in asked}) == len(asked) == {1: 1, 2: 1, 4: 3}[len(labels)]
+        assert len(labels) == len(set(labels.values())) == 4
+        assert len({label for _, _, label in asked}) == len(asked) == 3
         for entity, relations, label in asked:
             assert relations == []
             right = [node for node in labels if node + first in above(entity + first) or (distance == 0 and node == entity)]
@@ -204,10 +203,9 @@ def test_examination(hypernyms, right, accuracy, precision):
 
 
 def test_what_is_told(hypernyms, paths):
-    assert hypernyms.chance() == pytest.approx((1 / 4 + 1 / 3 + 1 / 2) / 3)
+    assert hypernyms.chance() == 0.25
     assert "WordNet's tree of carnivore" in hypernyms.describe()
     assert "never seen" in paths.describe()
-    assert {batch.tokens.shape[1] for batch in (hypernyms.train_batch(step, 1, 0) for step in range(30))} == {4, 6, 16}
     assert paths.decode(next(paths.evaluation_batches(1)).tokens[0].tolist()).count("?") == 2
     for task, names in ((hypernyms, {"sign", "label", "entity"}), (paths, {"sign", "label", "relation", "entity"})):
         groups, group = task.token_groups(torch.cat([batch.tokens.flatten() for batch in task.evaluation_batches(8)]))

@@ -59,7 +59,7 @@ class TaskOptions:
     """For hypernyms: the part of the pairs at a distance of 2 or more that is trained."""
     hops: Annotated[int | None, _shown("INT", "(default: 4)")] = None
     """For paths: the most relations in a question."""
-    questions: Annotated[int | None, _shown("INT", "(default: 4)")] = None
+    questions: Annotated[int | None, _shown("INT", "(default: 8)")] = None
     """For hypernyms and paths: questions a sequence."""
     depth: Annotated[int | None, _shown("INT", "(default: 5, 10 and 15)")] = None
     """For sexpr: depth of the expressions."""

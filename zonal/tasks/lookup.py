@@ -1,13 +1,14 @@
 """Recall by relation: a context names candidates, each with a label; a question names an entity, and asks the label of the candidate it is related to.
 
-    a c1 b c2 c c3 d c4 ? e1 c ? e2 r1 r2 a ? e3 …          labels a b c d, candidates c1 … c4, entities e, relations r
+    c1 a c2 b c3 c c4 d ? e1 ? e2 r1 r2 ? e3 …          candidates c1 … c4, labels a b c d, entities e, relations r
 
 This is associative recall whose keys match by what was learned of them instead of being equal: labels are drawn anew for each sequence, so nothing can
 be answered but by finding the candidate that the question belongs to, which is what the score of query and key decides.
 
 Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence belong to a question. So how common a
-candidate is says nothing, and who names any label in the context is right once in as many times as there are candidates. A label stands before its
-candidate, so that a model whose keys see the token before (the short convolution) or that has two layers can bring one to the other.
+candidate is says nothing, and who names any label is right once in as many times as there are candidates. Answers are not written down: what was named
+before would rule labels out, which models learn instead of relations. A label stands after its
+candidate, as values of associative recall do: a key there is of the candidate, by the short convolution or a layer below, and no question meets itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ class Lookup(Task):
     """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another candidate.
 
     test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices: those of the source, such as
-    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own, and batches have 1, 2, 4 … ``pairs`` candidates a row.
+    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own.
     ``examine`` measures, at each question of tests and controls, ``accuracy`` and ``average precision``: one over the place of the right label among the labels of
     the context, most likely first (one candidate is right, so this is its mean over questions, MAP).
 
@@ -40,15 +41,13 @@ class Lookup(Task):
 
     metric = "accuracy"
 
-    def __init__(self, source: Source, *, pairs: int = 8, questions: int = 4, test_examples: int = 100, seed: int = 0, name: str = "lookup") -> None:
+    def __init__(self, source: Source, *, pairs: int = 8, questions: int = 8, test_examples: int = 100, seed: int = 0, name: str = "lookup") -> None:
         if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
             raise ArgumentError(
                 f"Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at least 0 are required, got pairs={pairs}, "
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
             )
         self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = source, pairs, questions, test_examples, seed, name
-        # from many candidates alone, models of this size learn nothing for a long while
-        self.sizes = (*(size for size in (1, 2, 4, 8, 16) if size < pairs), pairs)
         self._labels = ASK + 1
         self._relations = self._labels + pairs
         self._entities = self._relations + len(source.relations)
@@ -60,41 +59,36 @@ class Lookup(Task):
 
     def _possible(self, cells: Sequence[Cell]) -> tuple[Cell, ...]:
         """The cells with enough candidates that are not related to each other's questions."""
-        return tuple(cell for cell in cells if self._related(cell, self.pairs, stream(self.seed, _CELLS, cell.size)) is not None)
+        return tuple(cell for cell in cells if self._related(cell, stream(self.seed, _CELLS, cell.size)) is not None)
 
     def _size(self, cell: Cell) -> int:
-        return 2 * self.pairs + self.questions * (3 + self.source.hops(cell)) - 1
+        return 2 * self.pairs + self.questions * (2 + self.source.hops(cell))
 
-    def _asked(self, pairs: int) -> int:
-        """How many questions a context of so many candidates gets: of few, no more than half, or ruling out what was named would be an answer."""
-        return self.questions if pairs == self.pairs else max(1, min(self.questions, pairs // 2))
-
-    def _related(self, cell: Cell, pairs: int, chance: np.random.Generator) -> list[Question] | None:
+    def _related(self, cell: Cell, chance: np.random.Generator) -> list[Question] | None:
         """A question for each candidate, such that no other candidate answers it; None when that was not found."""
         found: list[Question] = []
-        for _ in range(_TRIES * pairs):
+        for _ in range(_TRIES * self.pairs):
             new = self.source.draw(cell, chance)
             if all(new.answer not in old.answers and old.answer not in new.answers for old in found):
                 found.append(new)
-                if len(found) == pairs:
+                if len(found) == self.pairs:
                     return found
         return None
 
-    def row(self, cell: Cell, pairs: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a cell with so many candidates that is named by ``key``."""
+    def row(self, cell: Cell, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64, of the sequence of a cell that is named by ``key``."""
         chance = stream(*key)
-        while (asked := self._related(cell, pairs, chance)) is None:  # the next draws are others
+        while (asked := self._related(cell, chance)) is None:  # the next draws are others
             pass
         labels = (chance.permutation(self.pairs) + self._labels).tolist()
         words: list[int] = []
-        for place in chance.permutation(pairs).tolist():
-            words += [labels[place], self._entities + asked[place].answer]
+        for place in chance.permutation(self.pairs).tolist():
+            words += [self._entities + asked[place].answer, labels[place]]
         targets = [IGNORED] * len(words)
-        for place in range(self._asked(pairs)):  # questions were drawn in any order
-            question = asked[place]
-            words += [ASK, self._entities + question.entity, *(self._relations + relation for relation in question.relations), labels[place]]
-            targets += [IGNORED] * (1 + len(question.relations)) + [labels[place], IGNORED]
-        return np.array(words[:-1], dtype=np.int64), np.array(targets[:-1], dtype=np.int64)
+        for question, label in zip(asked[: self.questions], labels, strict=False):  # questions were drawn in any order
+            words += [ASK, self._entities + question.entity, *(self._relations + relation for relation in question.relations)]
+            targets += [IGNORED] * (1 + len(question.relations)) + [label]
+        return np.array(words, dtype=np.int64), np.array(targets, dtype=np.int64)
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Lookup.train_batch", batch_size, step, seed)
@@ -103,8 +97,7 @@ class Lookup(Task):
         fitting = [cell for cell in self.training if self.source.hops(cell) == hops]
         numbers = range(step * batch_size, (step + 1) * batch_size)
         cells = [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
-        pairs = self.sizes[stream(self.seed, seed, step, _CELLS, 1).integers(len(self.sizes))]
-        return self._batch(cells, pairs, [(self.seed, seed, number, _TRAIN) for number in numbers])
+        return self._batch(cells, [(self.seed, seed, number, _TRAIN) for number in numbers])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         check_batch("Lookup.evaluation_batches", batch_size)
@@ -114,10 +107,10 @@ class Lookup(Task):
         for index, cell in enumerate(cells):
             for begin in range(0, self.test_examples, batch_size):
                 numbers = range(begin, min(begin + batch_size, self.test_examples))
-                yield self._batch([cell] * len(numbers), self.pairs, [(self.seed, index, number, use) for number in numbers])
+                yield self._batch([cell] * len(numbers), [(self.seed, index, number, use) for number in numbers])
 
-    def _batch(self, cells: Sequence[Cell], pairs: int, keys: Sequence[tuple[int, ...]]) -> Batch:
-        drawn = [self.row(cell, pairs, key) for cell, key in zip(cells, keys, strict=True)]
+    def _batch(self, cells: Sequence[Cell], keys: Sequence[tuple[int, ...]]) -> Batch:
+        drawn = [self.row(cell, key) for cell, key in zip(cells, keys, strict=True)]
         tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
         group, size = self.source.slices
         return Batch(tokens, targets, {group: [cell.group for cell in cells], size: [cell.size for cell in cells]})
@@ -150,8 +143,8 @@ class Lookup(Task):
         )  # fmt: skip
 
     def chance(self) -> float:
-        """The accuracy of who names any label that was not the answer before."""
-        return sum(1 / (self.pairs - asked) for asked in range(self.questions)) / self.questions
+        """The accuracy of who names any label."""
+        return 1 / self.pairs
 
     def describe(self) -> str:
         size = self.source.slices[1]
