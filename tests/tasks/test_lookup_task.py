@@ -188,8 +188,10 @@ class Speaker:
             for place, target in enumerate(self.answers[tuple(words)]):
                 if target >= 0 and self.right:
                     logits[row, place, target] = 1.0
-                if target >= 0 and self.right == "second":
-                    logits[row, place, 1 + target % self.task.pairs] = 2.0
+                if target >= 0 and self.right == "second":  # another label of the context is more likely, and one that is not in it most of all
+                    others = [label for label in words[1 : 2 * self.task.pairs : 2] if label != target]
+                    logits[row, place, others[0]] = 2.0
+                    logits[row, place, next(label for label in range(1, 9) if label not in (target, *others))] = 3.0
         return logits
 
 

@@ -6,7 +6,7 @@ This is associative recall whose keys match by what was learned of them instead 
 be answered but by finding the candidate that the question belongs to, which is what the score of query and key decides.
 
 Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence belong to a question. So how common a
-candidate is says nothing, and who names any label is right once in as many times as there are candidates. Answers are not written down: what was named
+candidate is says nothing, and who names any label in the context is right once in as many times as there are candidates. Answers are not written down: what was named
 before would rule labels out, which models learn instead of relations. A label stands after its
 candidate, as values of associative recall do: a key there is of the candidate, by the short convolution or a layer below, and no question meets itself.
 """
@@ -25,6 +25,8 @@ from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_bat
 
 _TRAIN, _TEST, _CONTROL, _CELLS = range(4)
 ASK = 0
+LABELS = 8
+"""Labels there are for each in a context: what stands in it can then be learned before what belongs to what, as with values of associative recall."""
 _TRIES = 200
 
 
@@ -33,8 +35,7 @@ class Lookup(Task):
 
     test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices: those of the source, such as
     "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own.
-    ``examine`` measures, at each question of tests and controls, ``accuracy`` and ``average precision``: one over the place of the right label among the labels of
-    the context, most likely first (one candidate is right, so this is its mean over questions, MAP).
+    ``examine`` measures, at each question of tests and controls, among the labels of the context alone, ``accuracy`` and ``average precision``: one over the place of the right label, most likely first (one candidate is right, so this is its mean over questions, MAP).
 
     Raises: ArgumentError when a number is out of range or no context of so many candidates can be drawn.
     """
@@ -49,7 +50,7 @@ class Lookup(Task):
             )
         self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = source, pairs, questions, test_examples, seed, name
         self._labels = ASK + 1
-        self._relations = self._labels + pairs
+        self._relations = self._labels + LABELS * pairs
         self._entities = self._relations + len(source.relations)
         self.vocab_size = self._entities + source.entities
         self.training, self.tests, self.controls = (self._possible(cells) for cells in (source.training, source.tests, source.controls))
@@ -80,7 +81,7 @@ class Lookup(Task):
         chance = stream(*key)
         while (asked := self._related(cell, chance)) is None:  # the next draws are others
             pass
-        labels = (chance.permutation(self.pairs) + self._labels).tolist()
+        labels = (chance.permutation(LABELS * self.pairs)[: self.pairs] + self._labels).tolist()
         words: list[int] = []
         for place in chance.permutation(self.pairs).tolist():
             words += [self._entities + asked[place].answer, labels[place]]
@@ -121,10 +122,10 @@ class Lookup(Task):
         for cells, use in ((self.controls, _CONTROL), (self.tests, _TEST)):
             for batch in self._fixed(cells, batch_size, use):
                 asked = batch.targets != IGNORED
-                logits = model(batch.tokens.to(device))[..., self._labels : self._relations].float().cpu()
-                right = (batch.targets - self._labels).clamp_min(0)[..., None]
+                logits = model(batch.tokens.to(device)).float().cpu()
+                offered = batch.tokens[:, None, 1 : 2 * self.pairs : 2].expand(-1, logits.shape[1], -1)
                 # a tie counts against the model
-                rank = (logits >= logits.gather(-1, right)).sum(-1).double()
+                rank = (logits.gather(-1, offered) >= logits.gather(-1, batch.targets.clamp_min(0)[..., None])).sum(-1).double()
                 values = {"accuracy": (rank == 1).double(), "average precision": 1 / rank}
                 yield Examined({name: (value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1)).tolist() for name, value in values.items()}, batch.slices)
 
@@ -143,7 +144,7 @@ class Lookup(Task):
         )  # fmt: skip
 
     def chance(self) -> float:
-        """The accuracy of who names any label."""
+        """The accuracy of who names any label in the context."""
         return 1 / self.pairs
 
     def describe(self) -> str:
@@ -151,7 +152,7 @@ class Lookup(Task):
         sizes = sorted({cell.size for cell in self.tests})
         return (
             f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
-            f"a guess among labels is right in {self.chance():.0%}."
+            f"a guess among labels in the context is right in {self.chance():.0%}."
         )
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
