@@ -29,9 +29,7 @@ def lines(tmp_path):
 
 def test_the_script_keeps_trees_and_their_groups(lines):
     # a child of two stands below the first; groups without animals are left out
-    assert lines.splitlines() == ["0 animal", "1 cat", "1 dog 6 5", "2 Rover", "0 taxonomic_group", "1 Canidae", "1 genus", "2 Canis 5"] or lines.splitlines() == [
-        "0 animal", "1 dog 7 5", "2 Rover", "1 cat", "0 taxonomic_group", "1 Canidae", "1 genus", "2 Canis 5", "0 artifact",
-    ]  # fmt: skip
+    assert lines.splitlines() == ["0 animal", "1 dog 7 5", "2 Rover", "1 cat", "0 taxonomic_group", "1 Canidae", "1 genus", "2 Canis 5", "0 artifact"]
 
 
 def test_what_the_script_writes_is_read(lines):
@@ -48,7 +46,7 @@ def test_what_the_script_writes_is_read(lines):
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "data.noun"
     path.write_text(text)
-    with pytest.raises(FileFormatError, match="WordNet 3.0"):
+    with pytest.raises(FileFormatError, match=r"WordNet 3\.0"):
         prepare_wordnet.compact(prepare_wordnet.synsets(path))
     with pytest.raises(FileFormatError, match=r"nowhere is not a data\.noun"):
         prepare_wordnet.synsets(tmp_path / "nowhere")

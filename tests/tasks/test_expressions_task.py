@@ -77,33 +77,23 @@ def test_the_answer_is_in_the_context():
             assert batch.tokens[row, len(prompt) :].tolist()[: len(answer) - 1] == answer[:-1]
 
 
-def test_training_asks_for_the_whole_reading():
-    task = Expressions((5, 8))
-    batch = task.train_batch(0, 16, seed=1)
-    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
-        supervised = [place for place, target in enumerate(targets) if target >= 0]
-        prompt = tokens[: len(tokens) - LONGEST]
-        gap = prompt.index(task_token(task, "_"))
-        assert gap - 1 not in supervised
-        # every target but the last is the next token
-        assert all(targets[place] == tokens[place + 1] for place in supervised[:-1] if place + 1 < len(tokens))
-        end = len(prompt) - 3
-        left = len(task_tree(task, prompt))
-        assert supervised[0] == end - left - (left - (prompt_subtree(task, prompt) - 1)) + left
-        assert len(prompt) - 1 in supervised
-        assert end not in supervised
-
-
 def task_token(task, word):
     return next(token for token in range(task.vocab_size) if task.decode([token]) == word)
 
 
-def task_tree(task, prompt):
-    return text(solve(task, prompt)[0]).split()
-
-
-def prompt_subtree(task, prompt):
-    return len(solve(task, prompt)[1].split())
+def test_training_asks_for_the_whole_reading():
+    task = Expressions((5, 8))
+    batch = task.train_batch(0, 16, seed=1)
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        prompt = tokens[: len(tokens) - LONGEST]
+        left, answer = solve(task, prompt)
+        gap = prompt.index(task_token(task, "_"))
+        size = len(text(left).split())
+        # the second tree, which is as long as the first but for what was put out, then its bracket and the question
+        second = range(len(prompt) - 2 - (size - len(answer.split()) + 1), len(prompt) - 2)
+        expected = {place - 1: prompt[place] for place in second if place != gap}
+        expected |= {len(prompt) - 1 + place: task_token(task, word) for place, word in enumerate(f"{answer} .".split())}
+        assert {place: target for place, target in enumerate(targets) if target >= 0} == expected
 
 
 def test_batches_are_functions_of_their_number():
@@ -169,7 +159,7 @@ def test_examination():
     # the longest answer fits
     assert cells(lambda row: [first] * 20) == {"exact match": [0.0] * 12, "parse errors": [1.0] * 12}
     assert cells(lambda row: [atom, stop, first]) == {"exact match": [0.0] * 12, "parse errors": [0.0] * 12}
-    assert cells(lambda row: solution(row)[:-1] + [atom, stop]) == {"exact match": [0.0] * 12, "parse errors": [1.0] * 12}
+    assert cells(lambda row: [*solution(row)[:-1], atom, stop]) == {"exact match": [0.0] * 12, "parse errors": [1.0] * 12}
 
 
 def test_the_deepest_tree_uses_all_atoms():
