@@ -81,7 +81,7 @@ def task_token(task, word):
     return next(token for token in range(task.vocab_size) if task.decode([token]) == word)
 
 
-def test_training_asks_for_the_whole_reading():
+def test_training_asks_for_heads_and_atoms_of_the_reading():
     task = Expressions((5, 8))
     batch = task.train_batch(0, 16, seed=1)
     for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
@@ -91,7 +91,8 @@ def test_training_asks_for_the_whole_reading():
         size = len(text(left).split())
         # the second tree, which is as long as the first but for what was put out, then its bracket and the question
         second = range(len(prompt) - 2 - (size - len(answer.split()) + 1), len(prompt) - 2)
-        expected = {place - 1: prompt[place] for place in second if place != gap}
+        expected = {place - 1: prompt[place] for place in second if task.decode([prompt[place]])[0] in "fa"}
+        assert gap in second
         expected |= {len(prompt) - 1 + place: task_token(task, word) for place, word in enumerate(f"{answer} .".split())}
         assert {place: target for place, target in enumerate(targets) if target >= 0} == expected
 

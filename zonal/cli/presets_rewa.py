@@ -19,18 +19,19 @@ _GEOMETRIES = {
 _UNLIKE = "Predictions are of models of 124M parameters and data of gigabytes; runs here are small and short, and speak of the mechanism alone."
 _SELF = "Queries and keys have maps of their own here. With the paper's one witness each token attends most to itself, always."
 _SCALE: tuple[tuple[str, str, str], ...] = (
-    ("layers, width, heads", "12, 768, 12", f"2, 64, 2 of {_WIDTH} numbers"),
+    ("layers, width, heads", "12, 768, 12", f"2, 64, 2 of {_WIDTH} numbers (S-expressions: 4)"),
     ("width of a geometry", "128 + 384 + 256 or 256 + 512 + 256 a token", f"{_WIDTH} = 6 + 5 + 5 a head, half of it 3 + 3 + 2"),
     ("positions", "learned", "a short convolution of 4 tokens, no others"),
 )
 
 _MODEL = ModelOptions(layers=2, dim=64, heads=2, head_dim=_WIDTH, conv=4)
-_TRAINING = TrainingOptions(steps=2500, batch_size=64, weight_decay=0.01, eval_every=250, eval_batch_size=50, tensorboard=False)
+_TRAINING = TrainingOptions(steps=2000, batch_size=64, weight_decay=0.01, eval_every=200, eval_batch_size=50, tensorboard=False)
 
 PRESETS = {
     "rewa-sexpr": Preset(
         "experiment 2 of the REWA paper: the missing subtree of S-expressions of depth 5, 10 and 15",
-        _GEOMETRIES, "1", "3e-3", TaskOptions(task="sexpr", test_examples=50), _MODEL, dataclasses.replace(_TRAINING, steps=1000, batch_size=16, eval_every=200),
+        _GEOMETRIES, "1", "3e-3", TaskOptions(task="sexpr", test_examples=50), dataclasses.replace(_MODEL, heads=4, tie_embeddings=False),
+        dataclasses.replace(_TRAINING, batch_size=16),
         Published(
             _SOURCE, (),
             (
@@ -82,7 +83,7 @@ PRESETS = {
             "Softmax": "softmax", "REWA functional": _FUNCTIONAL, "REWA functional, learned frequencies": "rewa_functional(learn=True)",
             "REWA oscillatory": f"rewa_oscillatory(parts={(6, 5, 5)})", "REWA, plane alone": _PLANE,
         },
-        "1", "3e-3", TaskOptions(task="periodic", test_examples=50), _MODEL, dataclasses.replace(_TRAINING, steps=1000, batch_size=16, eval_every=200),
+        "2", "3e-3", TaskOptions(task="periodic", test_examples=50), _MODEL, dataclasses.replace(_TRAINING, steps=1500, batch_size=16, eval_every=150),
         Published(
             _SOURCE, (),
             (("data", "patterns of K frequencies without a common period (theorem 5.1)", "their sum in 32 levels, frequencies drawn anew for each sequence"), *_SCALE),

@@ -9,8 +9,9 @@ depends on all the heads above it, and write it down by the same rule.
 
 Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node beside the next instead of an atom.
 No atom stands twice in a tree; heads do.
-The subtree put out is any node of at most two levels but the root. In training all of R is to be told from L, not the subtree alone: it follows by the
-same rules, and gives ten times as much to learn from; only the subtree is measured. Prompts of one depth are filled from the left to one length, so that all answers
+The subtree put out is any node of at most two levels but the root. In training heads and atoms of R are to be told from L, too, not the subtree alone: they
+follow by the same rules, and are what a model learns them from (of brackets, which are easy, it learns the brackets first and nothing else for a
+long while). Only the subtree is measured. Prompts of one depth are filled from the left to one length, so that all answers
 begin at the same place.
 """
 
@@ -132,7 +133,7 @@ class Expressions(Task):
         self.length = max(prompt_length(depth) for depth in self.depths) + LONGEST
 
     def row(self, depth: int, key: tuple[int, ...], *, reading: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: all of R is a target too, but for the gap."""
+        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: heads and atoms of R are targets, too."""
         chance = stream(*key)
         tree = self._tree(depth, chance)
         other = turned(tree)
@@ -147,7 +148,7 @@ class Expressions(Task):
         tokens[start : start + len(answer) - 1] = answer[:-1]
         targets[start - 1 : start - 1 + len(answer)] = answer
         if reading:
-            targets[start - 3 - len(asked) : start - 3] = [IGNORED if token == GAP else token for token in asked]
+            targets[start - 3 - len(asked) : start - 3] = [token if token >= _FIRST_HEAD else IGNORED for token in asked]
         return tokens, targets
 
     def _tree(self, depth: int, chance: np.random.Generator) -> Tree:
