@@ -32,6 +32,8 @@ HEADS, ATOMS = 8, 32
 _FIRST_HEAD = len(SIGNS)
 _FIRST_ATOM = _FIRST_HEAD + HEADS
 _BESIDE = 3
+# what is learned on shallow trees holds on deep ones, and is hardly found on those
+_FIRST_DEPTHS, _STEPS_A_LEVEL = 3, 50
 DEEPEST = 24
 """A tree of this depth has as many atoms as there are."""
 LONGEST = 13
@@ -110,7 +112,7 @@ def height(tree: Tree) -> int:
 
 
 class Expressions(Task):
-    """Completing a subtree of S-expressions, trained at all depths from 2 to the largest of ``depths`` and tested at these.
+    """Completing a subtree of S-expressions, tested at ``depths`` and trained at all from 2 on: up to 3, and one more every 50 steps, to the largest of them.
 
     test_examples: sequences of each depth. Slices: "depth". Metric: the share of right tokens of the subtree (and of the stop after it), each given the right
     ones before. ``examine`` lets the model write, always the most likely token, and measures ``exact match`` and ``parse errors``, texts that are
@@ -168,7 +170,8 @@ class Expressions(Task):
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Expressions.train_batch", batch_size, step, seed)
-        depth = int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(self.depths) + 1))
+        deepest = min(max(self.depths), _FIRST_DEPTHS + step // _STEPS_A_LEVEL)
+        depth = int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(2, deepest) + 1))
         return self._batch(depth, [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)], reading=True)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
