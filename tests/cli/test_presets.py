@@ -24,7 +24,7 @@ def test_every_preset_is_a_comparison(name):
     assert list(spec.labels) == list(preset.models)
     assert len(spec.operators) == len(preset.models)
     # a row of the paper stands beside cells that are measured
-    slices = [{"task": shape.kind, "pairs": shape.pairs, "length": shape.length} for shape in spec.task.transfer_shapes]
+    slices = [{"task": shape.kind, "pairs": shape.pairs, "length": shape.length} for shape in getattr(spec.task, "transfer_shapes", ())]
     for table in preset.published.tables:
         for row in table.rows:
             assert len(row.values) == len(table.columns)

@@ -228,3 +228,43 @@ def test_tokens_are_told_apart_by_their_first_character():
     assert [names[each] for each in group[0].tolist()][:2] == ["small letter", "capital letter"]
     assert group.shape == (1, len(task.encode(" the Whale 12")))
     assert task.token_groups(torch.empty(1, 0, dtype=torch.long))[1].shape == (1, 0)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.99])
+def test_a_fraction_of_the_training_part(counted, fraction):
+    whole, part = Text(counted(2500), length=8), Text(counted(2500), length=8, train_fraction=fraction)
+    assert part.split == whole.split == whole.train_end
+    lengths = tokenizers.resolve("gpt2").token_bytes[:2500]
+    # set in bytes, from the start
+    assert lengths[: part.train_end].sum() == pytest.approx(fraction * lengths[: whole.split].sum(), abs=float(lengths.max()) + 1)
+    trained = {token for step in range(200) for token in part.train_batch(step, 4, 0).targets.flatten().tolist()}
+    assert max(trained) < part.train_end
+    assert [batch.tokens.tolist() for batch in part.evaluation_batches(4)] == [batch.tokens.tolist() for batch in whole.evaluation_batches(4)]
+    assert f"({fraction:.0%} of {whole.split:,})" in part.describe()
+    assert tasks.from_config(part.config()).config() == part.config()
+
+
+def test_a_fraction_that_is_none(counted):
+    for fraction in (0.0, 1.1, -0.5):
+        with pytest.raises(ArgumentError, match="train_fraction must lie above 0 and be at most 1"):
+            Text(counted(600), length=8, train_fraction=fraction)
+    with pytest.raises(FileFormatError, match="its training part has"):
+        Text(counted(600), length=60, train_fraction=0.05)
+
+
+def test_long_sequences():
+    task = Text("novel", length=32_768)
+    batch = task.train_batch(3, 1, seed=0)
+    assert tuple(batch.tokens.shape) == (1, 32_768)
+    assert [tuple(each.tokens.shape) for each in task.evaluation_batches(1)] == [(1, 32_768)] * 2
+
+
+def test_code_in_a_folder_or_by_a_pattern(tmp_path):
+    for name, code in (("b.py", "import a\n"), ("sub/c.py", "x = 1\n"), ("a.py", "def f():\n    return 0\n"), ("notes.txt", "not code\n")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code * 30)
+    every, pattern = Text(tmp_path, length=16), Text(tmp_path / "**" / "*.py", length=16)
+    texts = [task.decode(task.corpus.read(0, task.corpus.count).tolist()).split("\0") for task in (every, pattern)]
+    assert [text.split("\n")[0] for text in texts[0]] == ["def f():", "import a", "not code", "x = 1"]
+    assert [text.split("\n")[0] for text in texts[1]] == ["def f():", "import a", "x = 1"]

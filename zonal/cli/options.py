@@ -16,6 +16,7 @@ from zonal.models import ModelConfig
 from zonal.models.config import Mlp
 from zonal.training import TrainConfig
 
+_KINDS = {tasks.Retrieval: "Retrieval", tasks.Expressions: "Completing expressions", tasks.Lookup: "Recall by relation", tasks.Periodic: "Signals"}
 _OFTEN = "(default: as the task has it)"
 
 
@@ -29,7 +30,7 @@ class TaskOptions:
     """What is learned."""
 
     task: Annotated[str | None, _shown("NAME", "(required)")] = None
-    """text, mqar, mixed, needle, tool-trace, ... ; without it they are listed."""
+    """text, mqar, mixed, needle, sexpr, hypernyms, ... ; without it they are listed."""
     data: Annotated[str | None, _shown("PATH", "(default: the embedded novel)")] = None
     """For text: a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, novel, or hub:name[:split[:column]]."""
     tokenizer: Annotated[Literal["byte", "gpt2"] | None, _shown("{byte,gpt2}", "(default: byte)")] = None
@@ -42,14 +43,28 @@ class TaskOptions:
     """For text: evaluate on so many bytes of the held-out part."""
     max_bytes: Annotated[int | None, _shown("INT", "(default: all)")] = None
     """For text: read only so many bytes of the source."""
+    train_fraction: Annotated[float | None, _shown("FLOAT", "(default: 1)")] = None
+    """For text: learn from so much of what is not held out."""
     vocab_size: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For recall and retrieval: size of the vocabulary."""
+    """For recall, retrieval and periodic: size of the vocabulary."""
     pairs: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For recall and retrieval: things to remember."""
+    """For recall and retrieval: things to remember; for hypernyms and paths: candidates in the context."""
     train_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
     """For mqar: training sequences."""
     test_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
-    """For recall and retrieval: test sequences (of retrieval, of each kind and size)."""
+    """For all but text: test sequences (of retrieval and others, of each kind and size)."""
+    subset: Annotated[str | None, _shown("WORD", "(default: mammal, of paths carnivore)")] = None
+    """For hypernyms and paths: the word of WordNet, an animal's or an artifact's, below which entities are taken."""
+    closure: Annotated[float | None, _shown("FLOAT", "(default: 0.5)")] = None
+    """For hypernyms: the part of the pairs at a distance of 2 or more that is trained."""
+    hops: Annotated[int | None, _shown("INT", "(default: 4)")] = None
+    """For paths: the most relations in a question."""
+    questions: Annotated[int | None, _shown("INT", "(default: 8)")] = None
+    """For hypernyms and paths: questions a sequence."""
+    depth: Annotated[int | None, _shown("INT", "(default: 5, 10 and 15)")] = None
+    """For sexpr: depth of the expressions."""
+    frequencies: Annotated[int | None, _shown("INT", "(default: 1, 2, 4 and 8)")] = None
+    """For periodic: waves in a signal."""
 
     def resolve(self, command: str) -> tasks.Task:
         """The task. Raises: ArgumentError for an unknown or unsuitable option, FileFormatError for unusable data."""
@@ -184,8 +199,8 @@ def device(name: str) -> torch.device:
 def title(task: tasks.Task) -> str:
     """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
     if isinstance(task, tasks.Text):
-        return f"Language modelling of {task.title}"
-    return f"{'Retrieval' if isinstance(task, tasks.Retrieval) else 'Associative recall'} ({task.name})"
+        return f"Language modelling of {task.title}" + ("" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it")
+    return f"{_KINDS.get(type(task), 'Associative recall')} ({task.name})"
 
 
 def command_line(command: str, options: Any) -> str:

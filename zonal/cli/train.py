@@ -40,7 +40,7 @@ class Train:
     """Train one model."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper: echo-table2, echo-table3 or echo-mqar. It fills in what is not given here, the task among it."""
+    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them. It fills in what is not given here, the task among it."""
     operator: str = "softmax"
     """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None

@@ -1,5 +1,7 @@
 """What a trained model is worth: metrics of one run, and what several seeds say together."""
 
+from zonal.evaluation.efficiency import common_target, tokens_to
+from zonal.evaluation.examination import Marks, examine
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
@@ -8,11 +10,15 @@ __all__ = [
     "Accumulator",
     "Cells",
     "Difference",
+    "Marks",
     "Spread",
     "best_learning_rate",
+    "common_target",
     "difference_within_spread",
     "evaluate",
     "evaluate_transfer",
+    "examine",
     "spread",
     "student_t_quantile",
+    "tokens_to",
 ]

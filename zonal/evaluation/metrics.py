@@ -165,14 +165,15 @@ def evaluate_transfer(model: PieceReader, task: TransferTask, *, batch_size: int
     The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
     """
     cells = Cells()
-    with _evaluating(model) as device:
+    with evaluating(model) as device:
         for batch in task.transfer_batches(batch_size):
             accumulate_in_pieces(model, batch, cells.of(batch), device, piece)
     return cells.result()
 
 
 @contextmanager
-def _evaluating(model: Predictor) -> Iterator[torch.device]:
+def evaluating(model: Predictor) -> Iterator[torch.device]:
+    """The model in evaluation mode without gradients, and the device it is on; afterwards in the mode it was in."""
     was_training = model.training
     model.train(False)
     try:
@@ -190,7 +191,7 @@ def evaluate(model: Predictor, task: EvaluationTask, *, batch_size: int) -> dict
     Returns: see ``Accumulator.result``.
     """
     total = Accumulator(task.bytes_per_token)
-    with _evaluating(model) as device:
+    with evaluating(model) as device:
         for batch in task.evaluation_batches(batch_size):
             accumulate(model, batch, total, device)
     return total.result()

@@ -33,6 +33,7 @@ def rewa(
     """Distance score on R^m x S^(n-1) x H^p, exp link, row anchor.
 
     parts: (m, n, p) with m + n + p = D, a part of 0 leaving its space out; None = thirds, the plane taking what is left over.
+        A layer makes queries and keys of that size, which may differ from that of values.
     weights, gates: where the three weights and gates start (``metric.Product``), in units of the distance typical for numbers from N(0, 1).
     temperature: tau. dot: the factor of a dot product of whole q and k beside the distances (``score.NegativeDistance``).
     shared_witness: one map makes queries and keys, as in the paper; each token is then nearest to itself, always.
@@ -50,7 +51,8 @@ def rewa(
         tuple(spaces[i] for i in kept), None if parts is None else tuple(parts[i] for i in kept), tuple(weights[i] for i in kept),
         None if gates is None else tuple(gates[i] for i in kept), adaptive=adaptive,
     )  # fmt: skip
-    return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa")
+    dim = None if parts is None else sum(parts) + len(kept) * adaptive
+    return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa", qk_dim=dim)
 
 
 def rewa_oscillatory(
@@ -71,7 +73,7 @@ def rewa_oscillatory(
     Raises: ArgumentError as ``rewa``, and for lists of unequal length.
     """
     operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
-    return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory")
+    return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory", qk_dim=operator.qk_dim)
 
 
 def rewa_operator(

@@ -13,7 +13,7 @@ from typing import Any
 from zonal import store
 from zonal.errors import ArgumentError
 from zonal.evaluation.statistics import Spread
-from zonal.report import commands, page
+from zonal.report import commands, page, table
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
 from zonal.report.summary import Row, Summary, Verdict, summarise
 from zonal.report.table import Cell, Table, results
@@ -36,6 +36,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
     """The summary as JSON: full precision, one object an operator in the order of the ranking."""
     data = summary.data
     verdicts = {verdict.other: verdict for verdict in summary.verdicts}
+    target = table.target_loss(summary)
     rows = []
     for row in summary.rows:
         verdict = verdicts.get(row.operator)
@@ -50,6 +51,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "loss": _spread(row.loss),
                 "accuracy": _spread(row.accuracy),
                 "bits_per_byte": _spread(row.bits_per_byte),
+                "tokens_to_loss": None if target is None else _spread(table.tokens_to_loss(row, target)),
                 "seconds": _spread(row.seconds),
                 "tokens_per_second": _spread(row.tokens_per_second),
                 "speed_ratio": row.speed_ratio,
@@ -68,6 +70,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "command": data.command,
         "created": data.created,
         "metric": data.metric,
+        "target_loss": target,
         "headline": summary.headline,
         "sentences": list(summary.sentences),
         "steps": data.steps,

@@ -1,5 +1,7 @@
 """The words of the page, explained once for readers who come from elsewhere."""
 
+from collections.abc import Mapping
+
 HOW_TO_READ = (
     ("Operator", "the rule by which a token looks back at earlier tokens. The models compared here are the same in everything else: the same layers, sizes, data in the same order and the same initial values wherever two operators share a parameter."),
     ("Seed", "the number that fixes the random choices of a run. The same operator with another seed gives a slightly different result."),
@@ -10,6 +12,7 @@ HOW_TO_READ = (
     ("Bits per byte", "the loss on text, counted in bits for each byte of the text, so that tokenisers can be compared."),
     ("Learning rate", "the size of the training steps. Where several were tried, every operator had the same list and is shown with the one whose mean result was best on the reported data: slightly optimistic, and equally so for all."),
     ("Steps to 0.9", "training steps until the first evaluation at or above this accuracy, for the highest listed accuracy that some operator reached with every seed."),
+    ("Tokens to a loss", "tokens of training until the held-out loss is as low as the lowest that every run on the page reached, on straight lines between evaluations; × is the ratio to softmax. Fewer is better."),
     ("Tokens a second", "training tokens per second of training time on the machine named below, without evaluation; × is the ratio to softmax."),
     ("Peak memory", "the parameters plus the largest growth of memory while training."),
     ("Memory a sequence", "what a model must keep to continue one sequence after 1k, 16k or 128k tokens, in bytes: a cache that grows with the text, or a state of fixed size."),
@@ -28,6 +31,8 @@ SLICE_NAMES = {
     "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR", "system-prompt": "system prompt",
     "system-prompt-distractors": "system prompt, distractors", "tool-trace": "tool trace", "needle": "needle in a haystack", "two-hop": "two hops",
     "two-hop-written": "two hops, the first written out", "common-word": "common word",
+    "depth": "depth of the expression", "distance": "distance in the tree", "hops": "number of hops", "composition": "composition of relations",
+    "frequencies": "number of frequencies",
 }  # fmt: skip
 
 CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. The coloured names switch an operator off and on everywhere."
@@ -36,6 +41,11 @@ CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. Th
 def slice_name(key: str) -> str:
     """"pairs" → "number of key-value pairs"; an unknown property as it is."""
     return SLICE_NAMES.get(key, key)
+
+
+def cell_name(slices: Mapping[str, int | str]) -> str:
+    """{"pairs": "held out", "distance": 2} → "held out, distance 2": a number needs its name, a word is one."""
+    return ", ".join(str(value) if isinstance(value, str) else f"{name} {value}" for name, value in slices.items()) or "all"
 
 
 def learned_name(key: str) -> str:

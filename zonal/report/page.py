@@ -69,6 +69,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "created": formats.date(data.created),
         "strips": strips,
         "slices": slices,
+        "examined": table.examined(summary),
         "learned": table.learned(summary),
         "transfer": transfer.tables(summary),
         "transfer_panels": transfer.panels(summary),

@@ -47,14 +47,24 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Examined:
+    """What a task found of a finished run in one cell: ``values`` by name, such as {"exact match": 0.5}, of the rows with these ``slices``."""
+
+    slices: Mapping[str, int | str]
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Metrics:
-    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks and lengths."""
+    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks and lengths; ``examined``:
+    what the task measures by other means."""
 
     loss: float
     accuracy: float | None
     bits_per_byte: float | None
     slices: Mapping[str, Mapping[str, float]]
     transfer: tuple[Transfer, ...] = ()
+    examined: tuple[Examined, ...] = ()
 
     def value(self, metric: str) -> float | None:
         """The number called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
@@ -91,6 +101,11 @@ class Run:
     @property
     def done(self) -> bool:
         return self.status == "done" and self.final is not None
+
+    @property
+    def losses(self) -> tuple[tuple[int, float], ...]:
+        """(tokens trained, held-out loss) of each evaluation."""
+        return tuple((point.tokens, point.loss) for point in self.evaluations)
 
 
 @dataclass(frozen=True)
@@ -155,7 +170,9 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
         for name, values in (record.get("slices") or {}).items()
     }
     transfer = tuple(_transfer(cell, f"{key}.transfer", path) for cell in record.get("transfer") or ())
-    return Metrics(loss, _number(record.get("accuracy"), f"{key}.accuracy", path), _number(record.get("bits_per_byte"), f"{key}.bits_per_byte", path), slices, transfer)
+    examined = tuple(_examined(cell, f"{key}.examined", path) for cell in record.get("examined") or ())
+    accuracy, bits = (_number(record.get(name), f"{key}.{name}", path) for name in ("accuracy", "bits_per_byte"))
+    return Metrics(loss, accuracy, bits, slices, transfer, examined)
 
 
 def _transfer(cell: Any, key: str, path: Path) -> Transfer:
@@ -163,6 +180,13 @@ def _transfer(cell: Any, key: str, path: Path) -> Transfer:
     if accuracy is None:
         raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with an accuracy, got {cell!r}.")
     return Transfer({name: value for name, value in cell.items() if name not in ("accuracy", "loss", "examples")}, accuracy)
+
+
+def _examined(cell: Any, key: str, path: Path) -> Examined:
+    if not isinstance(cell, dict) or not isinstance(cell.get("slices"), dict) or not isinstance(cell.get("values"), dict):
+        raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with slices and values, got {cell!r}.")
+    values = {name: number for name, value in cell["values"].items() if (number := _number(value, f"{key}.values.{name}", path)) is not None}
+    return Examined(cell["slices"], values)
 
 
 def _points(path: Path) -> dict[str, tuple[Point, ...]]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zonal.evaluation.statistics import Spread
-from zonal.report import formats, glossary
+from zonal.evaluation.efficiency import common_target, tokens_to
+from zonal.evaluation.statistics import Spread, spread
+from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
 from zonal.report.summary import Row, Summary, slice_order
 
@@ -74,6 +75,26 @@ def _steps_to(row: Row, threshold: float) -> Cell:
     return Cell(formats.count(sum(steps) / len(steps)), "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds")
 
 
+def target_loss(summary: Summary) -> float | None:
+    """The loss that tokens are counted to, where loss is the headline number: the lowest that every run shown reached."""
+    return common_target([run.losses for row in summary.rows for run in row.runs]) if summary.data.metric == "loss" else None
+
+
+def tokens_to_loss(row: Row, target: float) -> Spread | None:
+    """Tokens of training until the held-out loss is at most the target, over seeds."""
+    found = [tokens for run in row.runs if (tokens := tokens_to(run.losses, target)) is not None]
+    return spread(found) if found else None
+
+
+def _tokens(summary: Summary, row: Row, target: float) -> Cell:
+    """Tokens to the target loss, and how many times those of softmax."""
+    base = next((found for other in summary.rows if style.parse(other.operator)[0] == "softmax" and (found := tokens_to_loss(other, target))), None)
+    mine = tokens_to_loss(row, target)
+    if mine is None:
+        return Cell(formats.MISSING)
+    return Cell(formats.compact(mine.mean), f"{formats.ratio(mine.mean / base.mean)} softmax" if base and base.mean else "")
+
+
 def metrics_of(summary: Summary) -> tuple[str, ...]:
     """The quality columns that have values, the headline number first."""
     present = [name for name in ("accuracy", "loss", "bits_per_byte") if any(row.value(name) for row in summary.rows)]
@@ -98,6 +119,9 @@ def results(summary: Summary) -> Table:
     swept = len(summary.data.learning_rates) > 1
     threshold = _threshold(summary)
     steps = [] if threshold is None else [f"Steps to {threshold:g}"]
+    target = target_loss(summary)
+    if target is not None:
+        steps = [f"Tokens to loss {formats.number(target)}"]
     head = ("Operator", *(_METRIC_TITLES[name] for name in metrics), "Behind the best", *steps, "Tokens a second", "Seeds")
     rows = []
     for row in _ordered(summary):
@@ -106,6 +130,8 @@ def results(summary: Summary) -> Table:
         cells.append(_behind(summary, row))
         if threshold is not None:
             cells.append(_steps_to(row, threshold))
+        if target is not None:
+            cells.append(_tokens(summary, row, target))
         cells += [_speed(row), Cell(f"{len(row.runs)} of {row.planned}", f"{row.failed} failed" if row.failed else "")]
         rows.append((row.operator, tuple(cells)))
     return Table(head, tuple(rows))
@@ -151,6 +177,29 @@ def slice_names(summary: Summary) -> tuple[str, ...]:
     """The properties that examples are grouped by; one with a single value says nothing beyond the accuracy."""
     names = dict.fromkeys(name for row in summary.rows for name in row.slices)
     return tuple(name for name in names if len({key for row in summary.rows for key in row.slices.get(name, {})}) > 1)
+
+
+def examined(summary: Summary) -> list[tuple[str, Table]]:
+    """(what was measured, table) of everything that the task found by other means than the next token: one row an operator, one column a cell."""
+    cells = [cell for row in summary.rows for run in row.runs if run.final for cell in run.final.examined]
+    columns = list(dict.fromkeys(tuple(cell.slices.items()) for cell in cells))
+    found = []
+    for name in dict.fromkeys(name for cell in cells for name in cell.values):
+        kept = [column for column in columns if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)]
+        rows = []
+        for operator in summary.ranking:
+            row = summary.row(operator)
+            ours = [_examined(row, name, column) for column in kept]
+            if any(value is not None for value in ours):
+                rows.append((operator, (Cell(row.label), *(_spread(value, best=False) for value in ours))))
+        found.append((name, Table(("Operator", *(glossary.cell_name(dict(column)) for column in kept)), tuple(rows))))
+    return found
+
+
+def _examined(row: Row, name: str, slices: tuple[tuple[str, int | str], ...]) -> Spread | None:
+    """One number over the seeds of an operator."""
+    values = [cell.values[name] for run in row.runs if run.final for cell in run.final.examined if tuple(cell.slices.items()) == slices and name in cell.values]
+    return spread(values) if values else None
 
 
 def learned(summary: Summary) -> Table:

@@ -1,9 +1,16 @@
-"""Tasks to train and measure on: associative recall, retrieval and language modelling. Tasks are found by ``resolve``."""
+"""Tasks to train and measure on: associative recall, retrieval, hierarchies, relations, signals and language modelling. Tasks are found by ``resolve``."""
 
+from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
+from zonal.tasks.lookup import Lookup
 from zonal.tasks.mqar import MQAR, Segment, multiquery_ar
+from zonal.tasks.periodic import Periodic
 from zonal.tasks.registry import from_config, names, resolve
-from zonal.tasks.task import IGNORED, Batch, Task
+from zonal.tasks.relations import Ancestors, Paths
+from zonal.tasks.task import IGNORED, Batch, Examined, Task
 from zonal.tasks.text import Text
 
-__all__ = ["IGNORED", "MQAR", "Batch", "Retrieval", "Segment", "Shape", "Stage", "Task", "Text", "from_config", "grid", "multiquery_ar", "names", "resolve"]
+__all__ = [
+    "IGNORED", "MQAR", "Ancestors", "Batch", "Examined", "Expressions", "Lookup", "Paths", "Periodic", "Retrieval", "Segment", "Shape", "Stage", "Task", "Text",
+    "from_config", "grid", "multiquery_ar", "names", "resolve",
+]  # fmt: skip

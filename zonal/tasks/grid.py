@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.tasks.retrieval import KINDS, Words, check, example
-from zonal.tasks.task import Batch, Task, check_batch
+from zonal.tasks.task import Batch, Task, check_batch, stream
 
 # words for the streams that derive from a task's seed
 _TRAIN, _TEST, _TRANSFER, _LENGTHS = range(4)
@@ -97,10 +97,10 @@ class Retrieval(Task):
         check_batch("Retrieval.train_batch", batch_size, step, seed)
         shapes = next(stage.shapes for stage in reversed(self.stages) if stage.start <= step)
         # a length is drawn as often as it stands among the shapes
-        length = shapes[_stream(self.seed, seed, step, _LENGTHS).integers(len(shapes))].length
+        length = shapes[stream(self.seed, seed, step, _LENGTHS).integers(len(shapes))].length
         fitting = [shape for shape in shapes if shape.length == length]
         numbers = range(step * batch_size, (step + 1) * batch_size)
-        chosen = [fitting[_stream(self.seed, seed, number, _LENGTHS, 0).integers(len(fitting))] for number in numbers]
+        chosen = [fitting[stream(self.seed, seed, number, _LENGTHS, 0).integers(len(fitting))] for number in numbers]
         return self._batch(chosen, [(self.seed, seed, number, _TRAIN) for number in numbers])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
@@ -178,7 +178,3 @@ def _named(shapes: Sequence[Shape]) -> str:
 
     kinds = ", ".join(dict.fromkeys(shape.kind for shape in shapes))
     return f"{kinds} ({span([shape.pairs for shape in shapes], 'pairs')}, {span([shape.length for shape in shapes], 'tokens')})"
-
-
-def _stream(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))

@@ -1,42 +1,190 @@
 """Tasks by name, with the settings of the field's papers, and tasks from what a run recorded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid
+from zonal.tasks.lookup import Lookup
 from zonal.tasks.mqar import MQAR, Segment
+from zonal.tasks.periodic import Periodic
+from zonal.tasks.relations import Ancestors, Paths, Source
 from zonal.tasks.retrieval import KINDS
 from zonal.tasks.task import Task
 from zonal.tasks.text import Text
 
-_MQAR_ARGUMENTS = ("vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed")
-_TEXT_ARGUMENTS = ("data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes")
-
-_RETRIEVAL_ARGUMENTS = ("vocab_size", "length", "pairs", "test_examples", "seed")
-_MIXED_ARGUMENTS = ("test_examples", "seed")
+Given = dict[str, Any]
+"""The arguments of ``resolve`` that are not None, by name."""
 
 
 @dataclass(frozen=True)
 class _Entry:
+    """summary: one line. accepts: the arguments that it takes. make: (its name, those that were given) → the task."""
+
     summary: str
     accepts: tuple[str, ...]
+    make: Callable[[str, Given], Task]
 
+
+def _retrieval(name: str, given: Given) -> Retrieval:
+    """One kind at one shape, without transfer."""
+    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 16 if name.startswith("offset") else 4), given.get("length", 64))
+    return Retrieval(
+        [Stage(0, (shape,))], vocab_size=given.get("vocab_size", 128), test_examples=given.get("test_examples", 500), seed=given.get("seed", 0), name=name
+    )
+
+
+TRANSFER_KINDS = ("mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written", "common-word")
+"""The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
+MIXED_LENGTHS = (64, 128, 256, 512)
+NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+"""The lengths of its table 2: 1 to 64 times the length of training."""
+
+
+def _mixed(name: str, given: Given) -> Retrieval:
+    """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs, then with up to eight."""
+    kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
+    needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
+    several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
+    return Retrieval(
+        [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, grid(kinds, (1, 2, 4, 8), (length,)))],
+        test_shapes=grid(kinds, (1, 4, 8), (length,)),
+        transfer_shapes=needle if name == "mixed-needle" else tuple(dict.fromkeys((*several, *needle))),
+        test_examples=given.get("test_examples", 50),
+        transfer_examples=given.get("test_examples", 32),
+        seed=given.get("seed", 0),
+        name=name,
+    )
+
+
+def _mqar_grid(name: str, given: Given) -> Retrieval:
+    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell.
+
+    It begins with few pairs in 64 tokens: from many pairs alone, models of this size learn nothing for a long while.
+    """
+    shapes = tuple(Shape("mqar", pairs, 256 if pairs == 32 else 128) for pairs in (4, 8, 16, 32))
+    return Retrieval(
+        [Stage(0, grid(("mqar",), (1, 2, 4, 8), (64,))), Stage(200, shapes)],
+        transfer_shapes=grid(("mqar",), (4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096)),
+        test_examples=given.get("test_examples", 50),
+        transfer_examples=given.get("test_examples", 32),
+        seed=given.get("seed", 0),
+        name=name,
+    )
+
+
+def _text(name: str, given: Given) -> Text:
+    return Text(
+        given.get("data", "novel"),
+        given.get("tokenizer"),
+        given.get("length", 256),
+        validation_fraction=given.get("validation_fraction", 0.1),
+        evaluation_bytes=given.get("evaluation_bytes", 65_536),
+        max_bytes=given.get("max_bytes"),
+        train_fraction=given.get("train_fraction", 1.0),
+        name=name,
+    )
+
+
+def _single(name: str, given: Given) -> MQAR:
+    demo = name == "mqar-demo"
+    return MQAR(
+        given.get("vocab_size", 512 if demo else 8192),
+        length=given.get("length", 64),
+        pairs=given.get("pairs", 4),
+        train_examples=given.get("train_examples", 40_000 if demo else 100_000),
+        test_examples=given.get("test_examples", 1_000 if demo else 3_000),
+        power_a=given.get("power_a", 0.01),
+        random_non_queries=given.get("random_non_queries", not demo),
+        seed=given.get("seed", 123),
+        name=name,
+    )
+
+
+def _based_figure_2(name: str, given: Given) -> MQAR:
+    """The data of zoology's arxiv24_based_figure2 (trained there in batches of 256 for 32 epochs)."""
+    train = [(64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000)]
+    test = [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
+    return MQAR(
+        8192,
+        train_segments=[Segment(length, pairs, examples) for length, pairs, examples in train],
+        test_segments=[Segment(length, pairs, 1_000) for length, pairs in test],
+        seed=given.get("seed", 123),
+        name=name,
+    )
+
+
+def _iclr24_figure_2(name: str, given: Given) -> MQAR:
+    """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64 epochs)."""
+    length = given.get("length", 64)
+    if length not in _ICLR24_ROWS:
+        raise ArgumentError(f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}.")
+    pairs = _ICLR24_ROWS[length]
+    return MQAR(
+        8192,
+        train_segments=[Segment(length, pairs, given.get("train_examples", 100_000), seed=0)],
+        test_segments=[Segment(length, pairs, given.get("test_examples", 3_000), seed=10)],
+        random_non_queries=False,
+        name=name,
+    )
+
+
+def _expressions(name: str, given: Given) -> Expressions:
+    depths = {"depths": (given["depth"],)} if "depth" in given else {}
+    return Expressions(**depths, **_given(given, "test_examples", "seed"), name=name)
+
+
+def _hypernyms(name: str, given: Given) -> Lookup:
+    return _lookup(name, Ancestors(**_given(given, "subset", "closure", "seed")), given)
+
+
+def _paths(name: str, given: Given) -> Lookup:
+    most = {"most": given["hops"]} if "hops" in given else {}
+    return _lookup(name, Paths(**most, **_given(given, "subset", "seed")), given)
+
+
+def _lookup(name: str, source: Source, given: Given) -> Lookup:
+    return Lookup(source, **_given(given, "pairs", "questions", "test_examples", "seed"), name=name)
+
+
+def _periodic(name: str, given: Given) -> Periodic:
+    counts = {"frequencies": (given["frequencies"],)} if "frequencies" in given else {}
+    return Periodic(**counts, **_given(given, "vocab_size", "length", "test_examples", "seed"), name=name)
+
+
+def _given(given: Given, *names: str) -> Given:
+    """What was given of these; the task's own defaults stand for the rest."""
+    return {name: given[name] for name in names if name in given}
+
+
+_ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
+_MQAR_ARGUMENTS = ("vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed")
+_TEXT_ARGUMENTS = ("data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes", "train_fraction")
+_RETRIEVAL_ARGUMENTS = ("vocab_size", "length", "pairs", "test_examples", "seed")
+_MIXED_ARGUMENTS = ("test_examples", "seed")
+_LOOKUP_ARGUMENTS = ("subset", "pairs", "questions", "test_examples", "seed")
 
 _TASKS = {
-    "mqar": _Entry("multi-query associative recall with the numbers you give", _MQAR_ARGUMENTS),
-    "mqar-demo": _Entry("vocabulary 512, 64 tokens, 4 pairs, blank fillers; 40,000 training sequences", _MQAR_ARGUMENTS),
-    "mqar-8k": _Entry("vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS),
-    "mqar-based-fig2": _Entry("figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs", ("seed",)),
-    "mqar-iclr24-fig2": _Entry("figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples")),
-    **{name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS) for name, kind in KINDS.items() if name != "mqar"},
-    "mqar-gap": _Entry(f"retrieval: {KINDS['mqar'].about}", _RETRIEVAL_ARGUMENTS),
-    "mqar-grid": _Entry("mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens", _MIXED_ARGUMENTS),
-    "mixed": _Entry("system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens", _MIXED_ARGUMENTS),
-    "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS),
-    "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS),
+    "mqar": _Entry("multi-query associative recall with the numbers you give", _MQAR_ARGUMENTS, _single),
+    "mqar-demo": _Entry("vocabulary 512, 64 tokens, 4 pairs, blank fillers; 40,000 training sequences", _MQAR_ARGUMENTS, _single),
+    "mqar-8k": _Entry("vocabulary 8192, 64 tokens, 4 pairs, random fillers; 100,000 training sequences", _MQAR_ARGUMENTS, _single),
+    "mqar-based-fig2": _Entry("figure 2 of the Based paper: five training shapes, tested on seven up to 1024 tokens and 256 pairs", ("seed",), _based_figure_2),
+    "mqar-iclr24-fig2": _Entry(
+        "figure 2 of the Zoology paper (ICLR 2024); length picks its row: 64, 128, 256 or 512", ("length", "train_examples", "test_examples"), _iclr24_figure_2
+    ),
+    **{name: _Entry(f"retrieval: {kind.about}", _RETRIEVAL_ARGUMENTS, _retrieval) for name, kind in KINDS.items() if name != "mqar"},
+    "mqar-gap": _Entry(f"retrieval: {KINDS['mqar'].about}", _RETRIEVAL_ARGUMENTS, _retrieval),
+    "mqar-grid": _Entry("mqar-gap with 1 to 8, then 4 to 32 pairs in 64 to 256 tokens; then measured up to 4096 tokens", _MIXED_ARGUMENTS, _mqar_grid),
+    "mixed": _Entry("system prompts and tool traces of 64 tokens; then measured on eight kinds, up to 1024 tokens", _MIXED_ARGUMENTS, _mixed),
+    "mixed-needle": _Entry("as mixed; then measured on one needle in 64 to 4096 tokens", _MIXED_ARGUMENTS, _mixed),
+    "sexpr": _Entry("the missing subtree of S-expressions of depth 5, 10 and 15, written out", ("depth", "test_examples", "seed"), _expressions),
+    "hypernyms": _Entry("which candidate is an ancestor in WordNet; tested on pairs that were never trained", (*_LOOKUP_ARGUMENTS, "closure"), _hypernyms),
+    "paths": _Entry("which candidate is at the end of 1 to 4 relations of WordNet; tested on sequences that were never trained", (*_LOOKUP_ARGUMENTS, "hops"), _paths),
+    "periodic": _Entry("the next value of a sum of 1, 2, 4 and 8 waves without a common period", ("frequencies", "vocab_size", "length", "test_examples", "seed"), _periodic),
+    "text": _Entry("language modelling of the embedded novel or of your own text", _TEXT_ARGUMENTS, _text),
 }  # fmt: skip
-_ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
 
 
 def names() -> dict[str, str]:
@@ -60,149 +208,43 @@ def resolve(
     power_a: float | None = None,
     random_non_queries: bool | None = None,
     seed: int | None = None,
+    train_fraction: float | None = None,
+    depth: int | None = None,
+    subset: str | None = None,
+    closure: float | None = None,
+    hops: int | None = None,
+    questions: int | None = None,
+    frequencies: int | None = None,
 ) -> Task:
-    """The task called ``name`` with its own settings, except where an argument is given. See ``Text`` and ``MQAR`` for their meaning.
+    """The task called ``name`` with its own settings, except where an argument is given. See the classes of the tasks for their meaning.
 
-    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what ``Text`` and ``MQAR`` raise.
+    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what the task itself raises.
     """
     if name not in _TASKS:
         raise unknown_name("tasks.resolve", "task", name, _TASKS)
-    given: dict[str, Any] = {
+    given: Given = {
         key: value
         for key, value in (
             ("data", data), ("tokenizer", tokenizer), ("length", length), ("validation_fraction", validation_fraction),
             ("evaluation_bytes", evaluation_bytes), ("max_bytes", max_bytes), ("vocab_size", vocab_size), ("pairs", pairs),
             ("train_examples", train_examples), ("test_examples", test_examples), ("power_a", power_a),
-            ("random_non_queries", random_non_queries), ("seed", seed),
+            ("random_non_queries", random_non_queries), ("seed", seed), ("train_fraction", train_fraction), ("depth", depth), ("subset", subset),
+            ("closure", closure), ("hops", hops), ("questions", questions), ("frequencies", frequencies),
         )
         if value is not None
     }  # fmt: skip
     for key in given:
         if key not in _TASKS[name].accepts:
             raise ArgumentError(f"tasks.resolve: the task {name!r} takes no {key}; it takes: {', '.join(_TASKS[name].accepts)}.")
-    if name == "text":
-        return _text(given)
-    if name == "mqar-based-fig2":
-        return _based_figure_2(123 if seed is None else seed)
-    if name == "mqar-iclr24-fig2":
-        return _iclr24_figure_2(given.get("length", 64), given.get("train_examples", 100_000), given.get("test_examples", 3_000))
-    if name in ("mixed", "mixed-needle"):
-        return _mixed(name, given)
-    if name == "mqar-grid":
-        return _mqar_grid(given)
-    if name in ("mqar", "mqar-demo", "mqar-8k"):
-        return _single(name, given)
-    return _retrieval(name, given)
-
-
-def _retrieval(name: str, given: dict[str, Any]) -> Retrieval:
-    """One kind at one shape, without transfer."""
-    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 16 if name.startswith("offset") else 4), given.get("length", 64))
-    return Retrieval(
-        [Stage(0, (shape,))], vocab_size=given.get("vocab_size", 128), test_examples=given.get("test_examples", 500), seed=given.get("seed", 0), name=name
-    )
-
-
-TRANSFER_KINDS = ("mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written", "common-word")
-"""The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
-MIXED_LENGTHS = (64, 128, 256, 512)
-NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-"""The lengths of its table 2: 1 to 64 times the length of training."""
-
-
-def _mixed(name: str, given: dict[str, Any]) -> Retrieval:
-    """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs, then with up to eight."""
-    kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
-    needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
-    several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
-    return Retrieval(
-        [Stage(0, grid(kinds, (1, 2, 4), (length,))), Stage(300, grid(kinds, (1, 2, 4, 8), (length,)))],
-        test_shapes=grid(kinds, (1, 4, 8), (length,)),
-        transfer_shapes=needle if name == "mixed-needle" else tuple(dict.fromkeys((*several, *needle))),
-        test_examples=given.get("test_examples", 50),
-        transfer_examples=given.get("test_examples", 32),
-        seed=given.get("seed", 0),
-        name=name,
-    )
-
-
-def _mqar_grid(given: dict[str, Any]) -> Retrieval:
-    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell.
-
-    It begins with few pairs in 64 tokens: from many pairs alone, models of this size learn nothing for a long while.
-    """
-    shapes = tuple(Shape("mqar", pairs, 256 if pairs == 32 else 128) for pairs in (4, 8, 16, 32))
-    return Retrieval(
-        [Stage(0, grid(("mqar",), (1, 2, 4, 8), (64,))), Stage(200, shapes)],
-        transfer_shapes=grid(("mqar",), (4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096)),
-        test_examples=given.get("test_examples", 50),
-        transfer_examples=given.get("test_examples", 32),
-        seed=given.get("seed", 0),
-        name="mqar-grid",
-    )
-
-
-def _text(given: dict[str, Any]) -> Text:
-    return Text(
-        given.get("data", "novel"),
-        given.get("tokenizer"),
-        given.get("length", 256),
-        validation_fraction=given.get("validation_fraction", 0.1),
-        evaluation_bytes=given.get("evaluation_bytes", 65_536),
-        max_bytes=given.get("max_bytes"),
-    )
-
-
-def _single(name: str, given: dict[str, Any]) -> MQAR:
-    demo = name == "mqar-demo"
-    return MQAR(
-        given.get("vocab_size", 512 if demo else 8192),
-        length=given.get("length", 64),
-        pairs=given.get("pairs", 4),
-        train_examples=given.get("train_examples", 40_000 if demo else 100_000),
-        test_examples=given.get("test_examples", 1_000 if demo else 3_000),
-        power_a=given.get("power_a", 0.01),
-        random_non_queries=given.get("random_non_queries", not demo),
-        seed=given.get("seed", 123),
-        name=name,
-    )
-
-
-def _based_figure_2(seed: int) -> MQAR:
-    """The data of zoology's arxiv24_based_figure2 (trained there in batches of 256 for 32 epochs)."""
-    train = [(64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000)]
-    test = [(64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256)]
-    return MQAR(
-        8192,
-        train_segments=[Segment(length, pairs, examples) for length, pairs, examples in train],
-        test_segments=[Segment(length, pairs, 1_000) for length, pairs in test],
-        seed=seed,
-        name="mqar-based-fig2",
-    )
-
-
-def _iclr24_figure_2(length: int, train_examples: int, test_examples: int) -> MQAR:
-    """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64 epochs)."""
-    if length not in _ICLR24_ROWS:
-        raise ArgumentError(
-            f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}."
-        )
-    pairs = _ICLR24_ROWS[length]
-    return MQAR(
-        8192,
-        train_segments=[Segment(length, pairs, train_examples, seed=0)],
-        test_segments=[Segment(length, pairs, test_examples, seed=10)],
-        random_non_queries=False,
-        name="mqar-iclr24-fig2",
-    )
+    return _TASKS[name].make(name, given)
 
 
 def from_config(config: dict[str, Any]) -> Task:
     """The task whose ``config()`` this is.
 
-    Raises: FileFormatError when it is not such a value; what ``Text`` and ``MQAR`` raise, as when the text has changed.
+    Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    kinds = {"mqar": MQAR, "retrieval": Retrieval, "text": Text}
+    kinds = {"expressions": Expressions, "lookup": Lookup, "mqar": MQAR, "periodic": Periodic, "retrieval": Retrieval, "text": Text}
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
         raise FileFormatError(f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}.")

@@ -33,7 +33,7 @@ from typing import TypeVar
 import numpy as np
 
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED
+from zonal.tasks.task import IGNORED, stream
 
 MARKERS = "?:>=[]#"
 MOST_QUESTIONS = 4
@@ -265,7 +265,7 @@ def check(kind: str, pairs: int, length: int, words: Words) -> None:
 
 def example(kind: str, pairs: int, length: int, words: Words, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, targets), int64 (length,), of the sequence named by ``key``: a pure function of the arguments, which ``check`` has passed."""
-    context, questions = KINDS[kind].compose(Draw(np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))), words), pairs, length)
+    context, questions = KINDS[kind].compose(Draw(stream(*key), words), pairs, length)
     tokens, targets = np.empty(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
     end = len(context)
     tokens[:end] = context

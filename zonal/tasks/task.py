@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
 
@@ -20,12 +21,34 @@ def check_batch(call: str, batch_size: int, step: int = 0, seed: int = 0) -> Non
         raise ArgumentError(f"{call}: step and seed must not be negative, got step={step}, seed={seed}.")
 
 
+def stream(*key: int) -> np.random.Generator:
+    """Random numbers that are a function of ``key`` alone."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
 class Batch(NamedTuple):
     """tokens, targets: (B, T) int64. A target of -100 is not supervised. slices: a label per example by slice name, e.g. {"pairs": [4, 4]}."""
 
     tokens: Tensor
     targets: Tensor
     slices: Mapping[str, Sequence[int | str]]
+
+
+class Examined(NamedTuple):
+    """values: what was found of each row, by name, such as {"exact match": [1.0, 0.0]}. slices: as in ``Batch``, equal in all rows."""
+
+    values: Mapping[str, Sequence[float]]
+    slices: Mapping[str, Sequence[int | str]]
+
+
+class Examinee(Protocol):
+    """What is needed of a model to examine it: logits (B, T, V) of tokens (B, T), and text that it writes by itself."""
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def generate(
+        self, tokens: Tensor, max_new_tokens: int, temperature: float = ..., top_k: int | None = ..., top_p: float | None = ..., stop: Sequence[int | Sequence[int]] = ...
+    ) -> Iterator[Tensor]: ...
 
 
 class Task(ABC):
@@ -67,6 +90,13 @@ class Task(ABC):
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, to colour them in a picture: names of groups, and the number of each token's group, shaped like tokens. By default one group."""
         return ("token",), torch.zeros_like(tokens)
+
+    def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
+        """What a finished run is measured on by other means than the next token: what it writes, how it ranks. By default nothing.
+
+        The caller has put the model into evaluation mode, without gradients. Raises: ArgumentError when batch_size < 1.
+        """
+        return iter(())
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Text(Task):
 
     tokenizer: "byte" or "gpt2"; None takes the corpus's own, or "byte" for text. length: tokens of a sequence.
     validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from the start of the validation part (rounded to
-    whole windows, at least one); None takes all of it. max_bytes: read only so much of the source. content: SHA-256 that
+    whole windows, at least one); None takes all of it. max_bytes: read only so much of the source. train_fraction: learn from so much of the training part,
+    in bytes from its start, in (0, 1]; the validation part stays the same. content: SHA-256 that
     the prepared tokens must have, as ``config`` records it, so that a run is never resumed on a text that has changed.
 
     Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the epoch, and visits them in
@@ -66,6 +67,7 @@ class Text(Task):
         validation_fraction: float = 0.1,
         evaluation_bytes: int | None = 65_536,
         max_bytes: int | None = None,
+        train_fraction: float = 1.0,
         content: str | None = None,
         name: str = "text",
     ) -> None:
@@ -75,6 +77,9 @@ class Text(Task):
             raise ArgumentError(f"Text: validation_fraction must lie between 0 and 1, got {validation_fraction}.")
         if evaluation_bytes is not None and evaluation_bytes < 1:
             raise ArgumentError(f"Text: evaluation_bytes must be at least 1 or None, got {evaluation_bytes}.")
+        if not 0 < train_fraction <= 1:
+            raise ArgumentError(f"Text: train_fraction must lie above 0 and be at most 1, got {train_fraction}.")
+        self.train_fraction = train_fraction
         self.name, self.length, self.validation_fraction = name, length, validation_fraction
         self.evaluation_bytes, self.max_bytes = evaluation_bytes, max_bytes
         self.source, self.title, self.corpus, self.tokenizer = _load(os.fspath(source), tokenizer, max_bytes)
@@ -84,6 +89,8 @@ class Text(Task):
                 f"Text: {self.source} has changed since the run was started (its tokens' SHA-256 differs). Bring the old text back or start a new run."
             )
         self.split = _split(self.corpus, self.tokenizer.token_bytes, validation_fraction)
+        unread = 1 - train_fraction * (1 - validation_fraction)
+        self.train_end = self.split if train_fraction == 1 else _split(self.corpus, self.tokenizer.token_bytes, unread)
         self._check_size()
         self._windows = self._count_windows()
         targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * length)
@@ -91,10 +98,10 @@ class Text(Task):
 
     def _check_size(self) -> None:
         needed = self.length + 1
-        for part, count in (("training", self.split), ("validation", self.corpus.count - self.split)):
+        for part, count in (("training", self.train_end), ("validation", self.corpus.count - self.split)):
             if count < needed:
                 # by the part's own share of tokens: the split is set in bytes, and tokens differ in length
-                share = count / self.corpus.count if count else min(self.validation_fraction, 1 - self.validation_fraction)
+                share = count / self.corpus.count if count else min(self.validation_fraction, self.train_fraction * (1 - self.validation_fraction))
                 enough = math.ceil(needed / share) + 1
                 raise FileFormatError(
                     f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} {self.tokenizer.name} tokens, one sequence of "
@@ -115,10 +122,10 @@ class Text(Task):
     def train_starts(self, step: int, batch_size: int, seed: int) -> np.ndarray:
         """(batch_size,) the stream positions at which the windows of batch ``step`` begin; a window is the ``length`` + 1 tokens from there."""
         check_batch("Text.train_batch", batch_size, step, seed)
-        fitting = (self.split - 1) // self.length
+        fitting = (self.train_end - 1) // self.length
         # one window less leaves room for every phase
         windows = max(1, fitting - 1)
-        room = min(self.length, self.split - windows * self.length)
+        room = min(self.length, self.train_end - windows * self.length)
         epochs, places = np.divmod(step * batch_size + np.arange(batch_size), windows)
         starts = np.empty(batch_size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -149,7 +156,7 @@ class Text(Task):
         return {
             "task": "text", "name": self.name, "source": self.source, "tokenizer": self.tokenizer.name, "length": self.length,
             "validation_fraction": self.validation_fraction, "evaluation_bytes": self.evaluation_bytes, "max_bytes": self.max_bytes,
-            "content": self.corpus.sha256,
+            "train_fraction": self.train_fraction, "content": self.corpus.sha256,
         }  # fmt: skip
 
     @classmethod
@@ -162,6 +169,7 @@ class Text(Task):
             validation_fraction=config["validation_fraction"],
             evaluation_bytes=config["evaluation_bytes"],
             max_bytes=config["max_bytes"],
+            train_fraction=config["train_fraction"],
             content=config["content"],
             name=config["name"],
         )
@@ -169,8 +177,9 @@ class Text(Task):
     def describe(self) -> str:
         kind = {"byte": "Byte-level", "gpt2": "GPT-2 token"}[self.tokenizer.name]
         evaluated = self._windows * self.length
+        part = "" if self.train_fraction == 1 else f" ({self.train_fraction:.0%} of {self.split:,})"
         return (
-            f"{kind} language modelling of {self.title}: {self.split:,} training tokens, {self.corpus.count - self.split:,} validation tokens "
+            f"{kind} language modelling of {self.title}: {self.train_end:,} training tokens{part}, {self.corpus.count - self.split:,} validation tokens "
             f"({evaluated:,} evaluated), sequences of {self.length}."
         )
 

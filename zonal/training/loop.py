@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from zonal.errors import ArgumentError, NonFiniteError
-from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces
+from zonal.evaluation.examination import Marks
+from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces, evaluating
 from zonal.models import CausalLM
 from zonal.models.layers import entry_of
 from zonal.tasks.task import Batch, Task
@@ -265,6 +266,12 @@ class _Run:
                 return False
             if found := cells.result():
                 metrics["transfer"] = found
+            marks = Marks()
+            if not self._examine(marks):
+                progress.evaluation_seconds += time.perf_counter() - started
+                return False
+            if found := marks.result():
+                metrics["examined"] = found
         progress.evaluated = progress.step
         progress.evaluation_seconds += time.perf_counter() - started
         geometry = inside.geometry(self.model)
@@ -281,16 +288,22 @@ class _Run:
 
     def _add_up(self, work: Iterable[tuple[Batch, Accumulator, int | None]]) -> bool:
         """Predict batches, each into its accumulator and in pieces of its size; False when that was broken off by a wish to stop."""
-        self.model.eval()
-        try:
-            with torch.no_grad(), autocast(self.device, self.config.dtype):
-                for index, (batch, total, piece) in enumerate(work):
-                    if self.should_stop():
-                        return False
-                    accumulate_in_pieces(self.model, batch, total, self.device, piece)
-                    self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
-        finally:
-            self.model.train()
+        with evaluating(self.model), autocast(self.device, self.config.dtype):
+            for index, (batch, total, piece) in enumerate(work):
+                if self.should_stop():
+                    return False
+                accumulate_in_pieces(self.model, batch, total, self.device, piece)
+                self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
+        return True
+
+    def _examine(self, into: Marks) -> bool:
+        """Let the task examine the finished model; False when that was broken off by a wish to stop."""
+        with evaluating(self.model), autocast(self.device, self.config.dtype):
+            for index, found in enumerate(self.task.examine(self.model, self.config.evaluation_batch_size)):
+                if self.should_stop():
+                    return False
+                into.add(found)
+                self.emit(events.EvaluationProgress(self.name, self.progress.step, index + 1))
         return True
 
     def _good_enough(self, metrics: dict[str, Any]) -> bool:
@@ -304,7 +317,7 @@ class _Run:
         value = metrics[self.task.metric]
         best = None if progress.best is None else progress.best[self.task.metric]
         if best is None or (value > best if self.task.metric == "accuracy" else value < best):
-            progress.best = {"step": progress.step, **{name: value for name, value in metrics.items() if name != "transfer"}}
+            progress.best = {"step": progress.step, **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")}}
             if self.config.keep_best:
                 checkpoints.save_weights(self.folder / checkpoints.BEST, self.model, self.identity, progress.step)
         if self.task.metric == "accuracy":

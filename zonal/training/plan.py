@@ -98,6 +98,10 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
             started = time.perf_counter()
             transferred = sum(batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size))
             overhead += time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
+            # an examination has about as many batches as an evaluation; one is enough to know what they take
+            started = time.perf_counter()
+            if next(iter(spec.task.examine(model, config.evaluation_batch_size)), None) is not None:
+                overhead += (time.perf_counter() - started) * count
     return Timing(median(updates[1:]), making + count * median(batches), overhead)
 
 

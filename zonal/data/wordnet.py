@@ -1,0 +1,71 @@
+"""The nouns of WordNet that are shipped: animals, the groups of zoology that they belong to, and artifacts, as three trees.
+
+A node is the number of its line. The lines are in the order of a walk that visits a node before what is below it, so what is below a node
+are the nodes that follow it. ``zonal.data.prepare_wordnet`` writes them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from zonal.errors import ArgumentError, FileFormatError
+
+_SHA256 = "bd26da4db67108ed4ed41ebc9e749555c9b0882e6fdf084752daacc4637cf4a1"
+
+
+@dataclass(frozen=True)
+class Nouns:
+    """words: the first of each synset. above: its hypernym, None for a root. ends: where what is below it ends. groups: what it is a member of."""
+
+    words: tuple[str, ...]
+    above: tuple[int | None, ...]
+    ends: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    def under(self, word: str) -> range:
+        """The first node of that word and all below it. Raises: ArgumentError when there is none."""
+        if word not in self.words:
+            raise ArgumentError(f"wordnet: no synset {word!r} is shipped. Name an animal or an artifact, with _ for spaces, such as mammal, bird or musical_instrument.")
+        node = self.words.index(word)
+        return range(node, self.ends[node])
+
+    def ancestors(self, node: int) -> tuple[int, ...]:
+        """All that is above a node, the nearest first."""
+        found, at = [], self.above[node]
+        while at is not None:
+            found.append(at)
+            at = self.above[at]
+        return tuple(found)
+
+
+@cache
+def nouns() -> Nouns:
+    """WordNet 3.0's animals, their groups, and artifacts: 16,987 synsets, each below its first hypernym.
+
+    Source: Miller, *WordNet: a lexical database for English*, 1995; Princeton University, 2006, whose licence is shipped beside the file.
+    Raises: FileFormatError when the shipped file is damaged.
+    """
+    data = (resources.files("zonal.data") / "assets" / "wordnet" / "nouns.txt").read_bytes()
+    if hashlib.sha256(data).hexdigest() != _SHA256:
+        raise FileFormatError("wordnet: the checksum of the shipped file nouns.txt does not match. Install the package again.")
+    return read(data.decode())
+
+
+def read(text: str) -> Nouns:
+    """The trees of lines as ``zonal.data.prepare_wordnet`` describes them."""
+    words, above, groups, path = [], [], [], []
+    ends: list[int] = []
+    for node, line in enumerate(text.splitlines()):
+        depth, word, *members = line.split()
+        for closed in path[int(depth) :]:
+            ends[closed] = node
+        del path[int(depth) :]
+        words.append(word)
+        above.append(path[-1] if path else None)
+        groups.append(tuple(map(int, members)))
+        ends.append(node)
+        path.append(node)
+    for open_ in path:
+        ends[open_] = len(words)
+    return Nouns(tuple(words), tuple(above), tuple(ends), tuple(groups))

@@ -1,0 +1,172 @@
+"""Recall by relation: a context names candidates, each with a label; a question names an entity, and asks the label of the candidate it is related to.
+
+    c1 a c2 b c3 c c4 d ? e1 ? e2 r1 r2 ? e3 …          candidates c1 … c4, labels a b c d, entities e, relations r
+
+This is associative recall whose keys match by what was learned of them instead of being equal: labels are drawn anew for each sequence, so nothing can
+be answered but by finding the candidate that the question belongs to, which is what the score of query and key decides.
+
+Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence belong to a question. So how common a
+candidate is says nothing, and who names any label in the context is right once in as many times as there are candidates. Answers are not written down: what was named
+before would rule labels out, which models learn instead of relations. A label stands after its
+candidate, as values of associative recall do: a key there is of the candidate, by the short convolution or a layer below, and no question meets itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+from zonal.tasks import relations
+from zonal.tasks.relations import Cell, Question, Source
+from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
+
+_TRAIN, _TEST, _CONTROL, _CELLS = range(4)
+ASK = 0
+LABELS = 8
+"""Labels there are for each in a context: what stands in it can then be learned before what belongs to what, as with values of associative recall."""
+_TRIES = 200
+
+
+class Lookup(Task):
+    """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another candidate.
+
+    test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices: those of the source, such as
+    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own.
+    ``examine`` measures, at each question of tests and controls, among the labels of the context alone, ``accuracy`` and ``average precision``: one over the place of the right label, most likely first (one candidate is right, so this is its mean over questions, MAP).
+
+    Raises: ArgumentError when a number is out of range or no context of so many candidates can be drawn.
+    """
+
+    metric = "accuracy"
+
+    def __init__(self, source: Source, *, pairs: int = 8, questions: int = 8, test_examples: int = 100, seed: int = 0, name: str = "lookup") -> None:
+        if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
+            raise ArgumentError(
+                f"Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at least 0 are required, got pairs={pairs}, "
+                f"questions={questions}, test_examples={test_examples}, seed={seed}."
+            )
+        self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = source, pairs, questions, test_examples, seed, name
+        self._labels = ASK + 1
+        self._relations = self._labels + LABELS * pairs
+        self._entities = self._relations + len(source.relations)
+        self.vocab_size = self._entities + source.entities
+        self.training, self.tests, self.controls = (self._possible(cells) for cells in (source.training, source.tests, source.controls))
+        if not self.training or not self.tests:
+            raise ArgumentError(f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. Give fewer pairs, or a larger subset.")
+        self.length = max(self._size(cell) for cell in (*self.training, *self.tests))
+
+    def _possible(self, cells: Sequence[Cell]) -> tuple[Cell, ...]:
+        """The cells with enough candidates that are not related to each other's questions."""
+        return tuple(cell for cell in cells if self._related(cell, stream(self.seed, _CELLS, cell.size)) is not None)
+
+    def _size(self, cell: Cell) -> int:
+        return 2 * self.pairs + self.questions * (2 + self.source.hops(cell))
+
+    def _related(self, cell: Cell, chance: np.random.Generator) -> list[Question] | None:
+        """A question for each candidate, such that no other candidate answers it; None when that was not found."""
+        found: list[Question] = []
+        for _ in range(_TRIES * self.pairs):
+            new = self.source.draw(cell, chance)
+            if all(new.answer not in old.answers and old.answer not in new.answers for old in found):
+                found.append(new)
+                if len(found) == self.pairs:
+                    return found
+        return None
+
+    def row(self, cell: Cell, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), int64, of the sequence of a cell that is named by ``key``."""
+        chance = stream(*key)
+        while (asked := self._related(cell, chance)) is None:  # the next draws are others
+            pass
+        labels = (chance.permutation(LABELS * self.pairs)[: self.pairs] + self._labels).tolist()
+        words: list[int] = []
+        for place in chance.permutation(self.pairs).tolist():
+            words += [self._entities + asked[place].answer, labels[place]]
+        targets = [IGNORED] * len(words)
+        for question, label in zip(asked[: self.questions], labels, strict=False):  # questions were drawn in any order
+            words += [ASK, self._entities + question.entity, *(self._relations + relation for relation in question.relations)]
+            targets += [IGNORED] * (1 + len(question.relations)) + [label]
+        return np.array(words, dtype=np.int64), np.array(targets, dtype=np.int64)
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        check_batch("Lookup.train_batch", batch_size, step, seed)
+        # a length is drawn as often as it stands among the cells
+        hops = self.source.hops(self.training[stream(self.seed, seed, step, _CELLS).integers(len(self.training))])
+        fitting = [cell for cell in self.training if self.source.hops(cell) == hops]
+        numbers = range(step * batch_size, (step + 1) * batch_size)
+        cells = [fitting[stream(self.seed, seed, number, _CELLS, 0).integers(len(fitting))] for number in numbers]
+        return self._batch(cells, [(self.seed, seed, number, _TRAIN) for number in numbers])
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        check_batch("Lookup.evaluation_batches", batch_size)
+        yield from self._fixed(self.tests, batch_size, _TEST)
+
+    def _fixed(self, cells: Sequence[Cell], batch_size: int, use: int) -> Iterator[Batch]:
+        for index, cell in enumerate(cells):
+            for begin in range(0, self.test_examples, batch_size):
+                numbers = range(begin, min(begin + batch_size, self.test_examples))
+                yield self._batch([cell] * len(numbers), [(self.seed, index, number, use) for number in numbers])
+
+    def _batch(self, cells: Sequence[Cell], keys: Sequence[tuple[int, ...]]) -> Batch:
+        drawn = [self.row(cell, key) for cell, key in zip(cells, keys, strict=True)]
+        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
+        group, size = self.source.slices
+        return Batch(tokens, targets, {group: [cell.group for cell in cells], size: [cell.size for cell in cells]})
+
+    def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
+        check_batch("Lookup.examine", batch_size)
+        device = next(model.parameters()).device
+        for cells, use in ((self.controls, _CONTROL), (self.tests, _TEST)):
+            for batch in self._fixed(cells, batch_size, use):
+                asked = batch.targets != IGNORED
+                logits = model(batch.tokens.to(device)).float().cpu()
+                offered = batch.tokens[:, None, 1 : 2 * self.pairs : 2].expand(-1, logits.shape[1], -1)
+                # a tie counts against the model
+                rank = (logits.gather(-1, offered) >= logits.gather(-1, batch.targets.clamp_min(0)[..., None])).sum(-1).double()
+                values = {"accuracy": (rank == 1).double(), "average precision": 1 / rank}
+                yield Examined({name: (value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1)).tolist() for name, value in values.items()}, batch.slices)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "task": "lookup", "name": self.name, "source": self.source.config(), "pairs": self.pairs, "questions": self.questions,
+            "test_examples": self.test_examples, "seed": self.seed,
+        }  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        return cls(
+            relations.source(config["source"]), pairs=config["pairs"], questions=config["questions"], test_examples=config["test_examples"],
+            seed=config["seed"], name=config["name"],
+        )  # fmt: skip
+
+    def chance(self) -> float:
+        """The accuracy of who names any label in the context."""
+        return 1 / self.pairs
+
+    def describe(self) -> str:
+        size = self.source.slices[1]
+        sizes = sorted({cell.size for cell in self.tests})
+        return (
+            f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
+            f"a guess among labels in the context is right in {self.chance():.0%}."
+        )
+
+    def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
+        """What tokens are, and the number of each token's group."""
+        starts = torch.tensor([self._labels, self._relations, self._entities], device=tokens.device)
+        return ("sign", "label", "relation", "entity"), torch.bucketize(tokens, starts, right=True)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """?, #3 for the third label, relations and entities by their names."""
+        return " ".join(self._word(token) for token in map(int, tokens))
+
+    def _word(self, token: int) -> str:
+        if token == ASK:
+            return "?"
+        if token < self._relations:
+            return f"#{token - self._labels + 1}"
+        return self.source.relations[token - self._relations] if token < self._entities else self.source.word(token - self._entities)
