@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Move, require, require_whole, row
-from zonal.algebra.metric import Euclidean, Lift, Metric
+from zonal.algebra.metric import Euclidean, Lift, Metric, Riemannian
 
 Params = dict[str, Tensor]
 
@@ -247,6 +247,8 @@ class NegativeDistance(Score):
     constant a row, and runs as what it is. shared_witness: a layer makes queries with the keys' map (a call takes q and k as they come).
     """
 
+    kv_rows: ClassVar[tuple[str, ...]] = Riemannian.kv_rows
+
     metric: Metric = Euclidean()
     temperature: float = 1.0
     dot: float | None = None
@@ -254,7 +256,7 @@ class NegativeDistance(Score):
 
     @property
     def keeps_keys(self) -> bool:
-        return True
+        return self.metric.keeps_keys
 
     @property
     def one_map(self) -> bool:
@@ -265,20 +267,22 @@ class NegativeDistance(Score):
 
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
+        kind = type(self.metric).__name__
+        require(self.dot is None or self.metric.keeps_keys, f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.")
 
     def initial(self) -> dict[str, Tensor]:
         return self.metric.initial()
 
     def sized(self, dim: int, heads: int) -> "NegativeDistance":
-        self.metric.check(dim)
-        return self
+        metric = self.metric.sized(dim, heads)
+        return self if metric is self.metric else replace(self, metric=metric)
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
         return self.metric.query(q, params)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return self.metric.key(k)
+        return self.metric.key(k, params)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         return self.metric.as_query(k, params)

@@ -12,7 +12,7 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
 from zonal.algebra.declaration import require
 from zonal.algebra.link import Exp, Identity, Oscillatory
-from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere
+from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Riemannian, Sphere
 from zonal.algebra.prior import Prior
 from zonal.algebra.score import NegativeDistance, OperatorPath
 from zonal.features import Features, Stationary
@@ -72,6 +72,25 @@ def rewa_oscillatory(
     """
     operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
     return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory")
+
+
+def rewa_riemannian(
+    units: int = 8,
+    floor: float = 0.1,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    seed: int = 0,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T along the straight way, row anchor.
+
+    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    metric = Riemannian(units, floor, eps, seed=seed)
+    return Operator(NegativeDistance(metric, temperature, shared_witness=shared_witness), Exp(), Row(), prior, name="rewa_riemannian")
 
 
 def rewa_operator(

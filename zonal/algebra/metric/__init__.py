@@ -6,7 +6,8 @@ from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball
 from zonal.algebra.metric.euclidean import Euclidean, HilbertSchmidt, SquaredEuclidean
 from zonal.algebra.metric.information import Fidelity, FisherRao, LeCam
 from zonal.algebra.metric.product import Product
+from zonal.algebra.metric.riemannian import Riemannian
 
-METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product)}
+METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product, Riemannian)}
 
-__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Sphere", "SquaredEuclidean", "from_ball", "to_ball"]
+__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Riemannian", "Sphere", "SquaredEuclidean", "from_ball", "to_ball"]

@@ -59,6 +59,8 @@ class Product(Metric):
 
     def __post_init__(self) -> None:
         require(len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors), f"Product: factors must be metrics, received {self.factors!r}.")
+        learned = [type(f).__name__ for f in self.factors if f.initial() or not f.keeps_keys]
+        require(not learned, f"Product: factors without numbers of their own to learn are required, received {', '.join(learned)}.")
         for name, least in (("weights", "> 0"), ("gates", ">= 0")):
             values = getattr(self, name)
             if values is not None:
@@ -117,7 +119,7 @@ class Product(Metric):
     def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
         return replace(self, adaptive=False).query(k, params)  # a key has no weights of its own
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
         return k[..., k.shape[-1] - self.width(k.shape[-1]) :]
 
     def width(self, dim: int) -> int:
