@@ -55,6 +55,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "rewa_operator-path": lambda: m.rewa_operator(rank=1, relations=2),
     "rewa_oscillatory": lambda: m.rewa_oscillatory(amplitudes=(1.0, -0.5), decays=(0.5, 0.2), frequencies=(3.0, 5.0)),
     "rewa_riemannian": lambda: m.rewa_riemannian(units=3, temperature=0.7),
+    "rewa_topological": lambda: m.rewa_topological(neighbours=3, gates=(0.5, 2.0), temperature=0.5),
     "distance-fisher": lambda: Operator(score.NegativeDistance(metric.FisherRao(), temperature=0.5), link.Exp(), anchor.Row()),
     "distance-le-cam": lambda: Operator(score.NegativeDistance(metric.LeCam(), temperature=0.2), link.Exp(), anchor.Count()),
     "distance-fidelity": lambda: Operator(score.NegativeDistance(metric.Fidelity(), temperature=2.0), link.Exp(), anchor.Row()),

@@ -153,6 +153,7 @@ def test_units_are_learned_a_key_head() -> None:
         assert torch.allclose(one, other, atol=1e-10)
     with torch.no_grad():
         first, memory = zonal.attention(q[:, :, :11], k[:, :, :11], v[:, :, :11], operator, causal=True, return_memory=True)
+        assert isinstance(memory, zonal.Memory)
         rest, _ = zonal.attention(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:], operator, causal=True, memory=memory)
     assert torch.allclose(torch.cat([first, rest], 2), wanted, atol=1e-12)  # type: ignore[arg-type]
     again = Operator.from_config(operator.config()).double()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nn.neighbourhoods import deaths_by_hand
 
 import zonal
 from zonal import mechanisms, prior
@@ -64,7 +65,10 @@ def by_hand(layer, x):
     if layer.decay_gate is not None:  # the fastest past of six directions is e^-4 in six tokens
         gate = layer.decay_gate.projection
         decay = -4 / 6 / (1 + (-(c @ gate.weight.T + gate.bias)).exp()).transpose(1, 2)
-    y = zonal.attention(turn(q), turn(k), v, layer.operator, causal=True, path="dense", log_decay=decay)
+    q, k = turn(q), turn(k)
+    if layer.neighbours:
+        q, k = (torch.cat((z, deaths_by_hand(z, k, layer.neighbours)), dim=-1) for z in (q, k))
+    y = zonal.attention(q, k, v, layer.operator, causal=True, path="dense", log_decay=decay)
     if layer.readout_norm == "head":
         y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.readout.weight
     y = torch.cat(y.unbind(1), dim=-1)

@@ -66,6 +66,11 @@ class Score(Declaration):
         return False
 
     @property
+    def deaths(self) -> int:
+        """How many numbers a layer puts behind each query and key: the deaths in the cloud of the token and so many earlier neighbours."""
+        return 0
+
+    @property
     def plain(self) -> bool:
         """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are made of."""
         return False
@@ -245,6 +250,7 @@ class NegativeDistance(Score):
 
     dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior exp(dot |k|^2 / 2) and a
     constant a row, and runs as what it is. shared_witness: a layer makes queries with the keys' map (a call takes q and k as they come).
+    neighbours: a layer puts so many deaths behind queries and keys (``nn.deaths``), for a metric that ends in ``Topological``; a call takes them given.
     """
 
     kv_rows: ClassVar[tuple[str, ...]] = Riemannian.kv_rows
@@ -253,6 +259,11 @@ class NegativeDistance(Score):
     temperature: float = 1.0
     dot: float | None = None
     shared_witness: bool = False
+    neighbours: int = 0
+
+    @property
+    def deaths(self) -> int:
+        return self.neighbours
 
     @property
     def keeps_keys(self) -> bool:
@@ -267,6 +278,7 @@ class NegativeDistance(Score):
 
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
+        require_whole("NegativeDistance: neighbours", self.neighbours, 0)
         kind = type(self.metric).__name__
         require(self.dot is None or self.metric.keeps_keys, f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.")
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Exp, Identity, Oscillatory
-from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Riemannian, Sphere
+from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Riemannian, Sphere, Topological
 from zonal.algebra.prior import Prior
 from zonal.algebra.score import NegativeDistance, OperatorPath
 from zonal.features import Features, Stationary
@@ -91,6 +91,29 @@ def rewa_riemannian(
     """
     metric = Riemannian(units, floor, eps, seed=seed)
     return Operator(NegativeDistance(metric, temperature, shared_witness=shared_witness), Exp(), Row(), prior, name="rewa_riemannian")
+
+
+def rewa_topological(
+    neighbours: int = 4,
+    weights: tuple[float, float] = (1.0, 1.0),
+    gates: tuple[float, float] | None = None,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row anchor.
+
+    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its deaths, which a layer puts there
+    (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``. temperature, shared_witness, eps: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    for name, values in (("weights", weights), ("gates", gates)):
+        require(values is None or len(values) == 2, f"rewa_topological: {name} must be two numbers, for the plane and for diagrams, received {values}.")
+    require_whole("rewa_topological: neighbours", neighbours)
+    metric = Product((Euclidean(eps), Topological(eps)), (None, neighbours), weights, gates)
+    return Operator(NegativeDistance(metric, temperature, None, shared_witness, neighbours), Exp(), Row(), prior, name="rewa_topological")
 
 
 def rewa_operator(

@@ -16,8 +16,9 @@ from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
+from zonal.nn.topology import deaths
 
 __all__ = [
     "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet",
-    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "rewa",
+    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra.operator import LayerInit, Operator
-from zonal.algebra.prior import Decay
+from zonal.algebra.prior import Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
-from zonal.memory import Memory
+from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, fastest_decay
@@ -21,6 +21,7 @@ from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import document_positions
 from zonal.nn.rotary import Rotary
+from zonal.nn.topology import Earlier, deaths
 
 ReadoutNorm = Literal["auto", "head", "concat"]
 
@@ -96,7 +97,8 @@ class Attention(TokenMixer):
             raise ArgumentError(f"nn.Attention: qk_dim must be at least 1, received {qk_dim}.")
         self.qk_dim = qk_dim
         self.lift = None if cg_lift is None else CGLift(qk_dim, cg_lift)
-        self.key_dim = qk_dim if cg_lift is None else cg_lift
+        self.neighbours = resolved.score.deaths
+        self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
@@ -108,6 +110,10 @@ class Attention(TokenMixer):
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
+        if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
+            raise ArgumentError(
+                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior lets them go. Drop the prior, or the neighbours."
+            )
         one_map = self.operator.score.one_map
         if one_map and kv_heads != heads:
             raise ArgumentError(f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}.")
@@ -230,7 +236,21 @@ class Attention(TokenMixer):
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.lift is not None:
             q, k = self.lift(q), self.lift(k)
+        if self.neighbours:
+            q, k = self._with_deaths(q, k, memory, key_padding_mask, cu_seqlens)
         return q, k, v, inner, tail
+
+    def _with_deaths(
+        self, q: Tensor, k: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
+        earlier = None
+        if memory is not None:
+            assert isinstance(memory.memory, KeyValues)  # of a distance, which is no dot product
+            held = memory.memory.tokens
+            earlier = Earlier(held.k[..., : k.shape[-1]], held.mask)
+        found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
 
     def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
         """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
