@@ -51,6 +51,8 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "rewa_functional": lambda: m.rewa_functional(size=12),
     "rewa_functional-matern": lambda: m.rewa_functional(size=8, kappa="matern", orthogonal=False, temperature=0.5, width=2.0),
     "rewa_functional-linear": lambda: m.rewa_functional(size=12, form="linear", width=3.0),
+    "rewa_categorical": m.rewa_categorical,
+    "rewa_categorical-relation": lambda: m.rewa_categorical(relation=True, temperature=0.5),
     "rewa_operator": lambda: m.rewa_operator(rank=1, temperature=20.0),
     "rewa_operator-path": lambda: m.rewa_operator(rank=1, relations=2),
     "rewa_oscillatory": lambda: m.rewa_oscillatory(amplitudes=(1.0, -0.5), decays=(0.5, 0.2), frequencies=(3.0, 5.0)),

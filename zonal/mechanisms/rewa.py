@@ -14,7 +14,7 @@ from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Exp, Identity, Oscillatory
 from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Riemannian, Sphere, Topological
 from zonal.algebra.prior import Prior
-from zonal.algebra.score import NegativeDistance, OperatorPath
+from zonal.algebra.score import Categorical, NegativeDistance, OperatorPath
 from zonal.features import Features, Stationary
 from zonal.features.stationary import Stationarity
 
@@ -132,6 +132,24 @@ def rewa_operator(
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
     score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness)
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
+
+
+def rewa_categorical(
+    relation: bool = False,
+    size: int | None = None,
+    temperature: float = 1.0,
+    transport: bool = False,
+    seed: int = 0,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Tokens as orthogonal frames g: exp(tr(R^T A_ts) / tau) for the turn A_ts = g_t^-1 g_s, row anchor; turns compose, A_ts A_su = A_tu.
+
+    size: m; a layer then makes queries and keys of m (m - 1) / 2 numbers. relation, transport, seed: as in ``score.Categorical``. One map makes queries
+    and keys in a layer. It runs as a dot product of m^2 numbers.
+    """
+    dim = None if size is None else size * (size - 1) // 2
+    score = Categorical(size, relation, temperature, transport, seed=seed)
+    return Operator(score, Exp(), Row(), prior, name="rewa_categorical", qk_dim=dim)
 
 
 def rewa_functional(

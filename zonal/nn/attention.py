@@ -33,7 +33,7 @@ class Attention(TokenMixer):
         dim: size of x and y.
         heads: H query heads.
         operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head. With
-            rewa(shared_witness=True) one map makes queries and keys.
+            rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
         head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
@@ -100,6 +100,7 @@ class Attention(TokenMixer):
         self.neighbours = resolved.score.deaths
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
+        self.operator.score.check_values(head_dim)
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
@@ -204,6 +205,9 @@ class Attention(TokenMixer):
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
+        score = self.operator.score
+        if score.transports:
+            v = score.carried(v, k)
         result = attention(
             q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
@@ -211,9 +215,10 @@ class Attention(TokenMixer):
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
-            return self._read_out(result)
+            return self._read_out(score.carried(result, q, back=True) if score.transports else result)
         assert isinstance(result, tuple)  # a pair, since a memory was given
         y, absorbed = result
+        y = score.carried(y, q, back=True) if score.transports else y
         return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
     def _projected(
