@@ -154,13 +154,17 @@ class Attention(TokenMixer):
         With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes nothing, W_O = 0, so that it
         joins a residual stream without a jolt; with "zero_output" the values are drawn as usual.
         """
+        one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
         for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
+            if one_map and name == "key":
+                continue
             draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         if self.init != "default":
             draws.orthogonal_(self.query.weight, "query.weight", self.heads)
-            draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
+            if not one_map:
+                draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
             nn.init.zeros_(self.output.weight)
         if self.init == "orthogonal":
             draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
