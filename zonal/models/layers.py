@@ -117,6 +117,14 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
     return tuple(parts), hidden
 
 
+def operators_in(spec: str) -> tuple[str, ...]:
+    """The operators of a layer: its spec, those of a mixture's parts, none of a recurrence."""
+    name = specs.name_of(spec)
+    if name == MIXTURE:
+        return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
+    return () if name in _RECURRENCES else (spec,)
+
+
 def check(spec: str, dim: int) -> None:
     """Refuse a spec that no layer of width ``dim`` can be made of: a recurrence is tried, without memory for its weights."""
     name = specs.name_of(spec)
@@ -137,4 +145,4 @@ def _repeated(part: str) -> tuple[str, int]:
     return (part, 1) if found is None else (found[1], int(found[2]))
 
 
-__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "split"]
+__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "operators_in", "split"]
