@@ -199,3 +199,18 @@ def test_it_learns_the_metric_of_a_teacher() -> None:
 def test_errors_name_what_is_required(make: object, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         make()  # type: ignore[operator]
+
+
+def test_the_planner_knows_what_a_unit_costs() -> None:
+    """More units, more deaths: longer estimates on every path, and none for what is a dot product."""
+
+    def seconds(operator: Operator, path: str) -> float:
+        plan = zonal.explain(operator, (1, 4, 512, 16), causal=True).plan
+        return next(estimate.seconds for estimate in plan.estimates if estimate.path == path)
+
+    for path in ("dense", "tiled", "streaming"):
+        few, many = (seconds(m.rewa_riemannian(units=units), path) for units in (2, 32))
+        assert many > 1.5 * few
+        few, many = (seconds(m.rewa_topological(neighbours=n), path) for n in (1, 8))
+        assert many > 1.5 * few
+    assert m.rewa_categorical().score.passes(16) == 0

@@ -21,8 +21,7 @@ def _kernel(p: Problem, tally: Tally, rows: float, keys: float) -> None:
     """Scores and evidence of B H blocks (rows, keys)."""
     elements = p.B * p.H * rows * keys
     tally.product(p.B * p.H, rows, keys, p.D)
-    if not p.tags.bilinear:
-        tally.passes("simple", elements, 5)
+    tally.passes("simple", elements, p.score_passes)
     if p.clamped:
         tally.passes("simple", elements)
         tally.views(8)
@@ -38,8 +37,8 @@ def _kernel_backward(p: Problem, tally: Tally, rows: float, keys: float) -> None
         tally.passes("simple", elements, 3 * p.operations)
         if p.coefficient_gradients:
             tally.passes("reduce", elements, p.coefficients)
-    if not p.tags.bilinear:
-        tally.passes("simple", elements, 8)
+    if p.score_passes:  # of a plain distance 8; what is more is done again, with two derivatives
+        tally.passes("simple", elements, 8 + 3 * (p.score_passes - 5))
     tally.product(p.B * p.H, rows, p.D, keys)
     tally.product(p.B * p.H, keys, p.D, rows)
 

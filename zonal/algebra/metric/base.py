@@ -38,6 +38,10 @@ class Metric(Declaration):
         self.check(dim)
         return self
 
+    def passes(self, dim: int) -> int:
+        """About how often ``pair`` of points of ``dim`` numbers goes over all pairs, beside its product."""
+        return 5
+
     def check(self, dim: int) -> None:
         """Raise ArgumentError when points cannot have ``dim`` numbers."""
 

@@ -105,6 +105,10 @@ class Product(Metric):
         scales = (1.0 if self.normalise else factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True))
         return sum(weight * scale for weight, scale in zip(self._start(), scales, strict=True))
 
+    def passes(self, dim: int) -> int:
+        parts = zip(self.factors, self.parts(self.width(dim)), strict=True)
+        return 5 + sum(factor.passes(size) - 5 for factor, size in parts)
+
     def head_weights(self, params: dict[str, Tensor], like: Tensor) -> Tensor:
         """w g (H or 1, factors), in the type of ``like``, from what was learned."""
         weight = F.softplus(params["weight"].to(like)) if self.learn else like.new_tensor(self._start())[None]

@@ -58,6 +58,9 @@ class Riemannian(Metric):
     def typical(self, dim: int) -> float:
         return (2 * dim) ** 0.5
 
+    def passes(self, dim: int) -> int:
+        return 5 + 9 * self.units  # measured, in float64
+
     def initial(self) -> dict[str, Tensor]:
         return {} if self.size is None else self._start(self.size)
 

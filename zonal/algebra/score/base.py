@@ -90,6 +90,10 @@ class Score(Declaration):
         """How many numbers a prepared vector has, from heads of size ``dim``."""
         return dim
 
+    def passes(self, dim: int) -> int:
+        """About how often ``pair`` goes over all pairs beside its product, for heads of size ``dim``."""
+        return 0
+
     def sized(self, dim: int, heads: int) -> "Score":
         """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
         return self
@@ -295,6 +299,9 @@ class NegativeDistance(Score):
 
     def initial(self) -> dict[str, Tensor]:
         return self.metric.initial()
+
+    def passes(self, dim: int) -> int:
+        return self.metric.passes(dim)
 
     def sized(self, dim: int, heads: int) -> "NegativeDistance":
         metric = self.metric.sized(dim, heads)
