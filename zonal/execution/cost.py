@@ -252,8 +252,7 @@ def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: i
         tally.passes("simple", batch * p.H * keys * p.P, count)
     tally.views((24 + 2 * p.operations * (not p.tags.log_space)) * count)
     tally.product(batch * p.H, rows, keys, p.D, count)
-    if not p.tags.bilinear:
-        tally.passes("simple", n, 5 * count)
+    tally.passes("simple", n, p.score_passes * count)
     if p.clamped:
         tally.passes("simple", n, count, fresh=False)
     if masked:
@@ -314,9 +313,9 @@ def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, m
         tally.passes("simple", n, count)
     tally.product(heads, rows, p.D, keys, count)
     tally.product(heads, keys, p.D, rows, count)
-    if not p.tags.bilinear:
+    if p.score_passes:
         tally.passes("reduce", n, 2 * count)
-        tally.passes("simple", n, count)
+        tally.passes("simple", n, (1 + 3 * (p.score_passes - 5)) * count)
     tally.passes("simple", heads * (rows * p.D + keys * (p.D + p.P)), count)
     tally.views(2 * count)
 
