@@ -1,5 +1,6 @@
 """Metrics: distances by their definition, gradients where points coincide, and the dot product that kernels take them from."""
 
+import itertools
 import math
 
 import mpmath
@@ -19,8 +20,10 @@ from zonal.algebra.metric import (
     LeCam,
     Metric,
     Product,
+    Riemannian,
     Sphere,
     SquaredEuclidean,
+    Topological,
     from_ball,
     to_ball,
 )
@@ -32,10 +35,12 @@ PRODUCTS: list[Metric] = [
     Product(),
     Product((Sphere(), Sphere(eps=0.1)), sizes=(2, 3), weights=(0.5, 2.0), normalise=False),
     Product((Euclidean(), Hyperbolic()), sizes=(4, 1), learn=False),
+    Product((Euclidean(), Topological()), sizes=(None, 2)),
 ]
 INFORMATION: list[Metric] = [FisherRao(), LeCam(), LeCam(eps=0.1), Fidelity(), Fidelity(eps=0.01)]
 LIFTED: list[Metric] = [Euclidean(), Euclidean(eps=0.3), SquaredEuclidean()]
-KINDS: list[Metric] = [*LIFTED, *CURVED, *INFORMATION, *PRODUCTS]
+SHAPES: list[Metric] = [Topological(), Topological(eps=0.2)]
+KINDS: list[Metric] = [*LIFTED, *CURVED, *INFORMATION, *SHAPES, *PRODUCTS]
 
 
 def points(queries: int = 7, keys: int = 9, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -51,6 +56,8 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
         sizes = metric.parts(k.shape[-1])
         parts = zip(metric.factors, q.split(sizes, -1), k.split(sizes, -1), metric.weights or (1.0,) * len(sizes), strict=True)
         return torch.stack([w * plain(f, a, b) / (f.typical(a.shape[-1]) if metric.normalise else 1) for f, a, b, w in parts]).sum(0)
+    if isinstance(metric, Topological):
+        return matched(q.abs(), k.abs(), metric.eps)
     a, b = q[..., :, None, :], k[..., None, :, :]
     square = (a - b).square().sum(-1)
     if isinstance(metric, SquaredEuclidean):
@@ -77,9 +84,24 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
     return 2 * torch.asinh((delta + metric.eps**2 / 4).sqrt()) - 2 * math.asinh(metric.eps / 2)
 
 
+def matched(q: Tensor, k: Tensor, eps: float) -> Tensor:
+    """Wasserstein's distance of diagrams by the assignment problem: each point to a point of the other, or to its own place on the diagonal."""
+    optimize = pytest.importorskip("scipy.optimize")
+    n = q.shape[-1]
+    found = []
+    for a, b in itertools.product(q.unbind(-2), k.unbind(-2)):
+        cost = a.new_zeros(*a.shape[:-1], 2 * n, 2 * n)
+        cost[..., :n, :n] = (a[..., :, None] - b[..., None, :]).square()
+        cost[..., :n, n:], cost[..., n:, :n] = (a.square() / 2)[..., :, None], (b.square() / 2)[..., None, :]
+        sums = [one[optimize.linear_sum_assignment(one.detach().numpy())].sum() for one in cost.view(-1, 2 * n, 2 * n)]
+        found.append(torch.stack(sums).view(a.shape[:-1]))
+    square = torch.stack(found, -1).unflatten(-1, (q.shape[-2], k.shape[-2]))
+    return (square + eps**2).sqrt() - eps
+
+
 def test_every_metric_is_tested() -> None:
-    # matrices are points of m^2 numbers, and otherwise Euclidean
-    assert {type(metric) for metric in KINDS} | {HilbertSchmidt} == set(METRICS.values())
+    # matrices are points of m^2 numbers, and otherwise Euclidean; what learns has a file of its own
+    assert {type(metric) for metric in KINDS} | {HilbertSchmidt, Riemannian} == set(METRICS.values())
 
 
 @pytest.mark.parametrize("metric", KINDS, ids=str)
@@ -156,7 +178,7 @@ def far_and_near(dim: int = 6) -> tuple[Tensor, Tensor]:
     return q, torch.cat([q, -q, q * 1.001, q / 3, near, torch.cat([radius * directions.flip(0) for radius in RADII]).float()])
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Product()], ids=str)
+@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str)
 def test_float32_has_five_digits(metric: Metric) -> None:
     """1e-5 of the distance, or of 1 where it is smaller, at radii from 0.01 to 30."""
     q, k = far_and_near()
@@ -214,7 +236,7 @@ def test_gradients_are_finite_everywhere(metric: Metric, dtype: torch.dtype) -> 
         assert found.abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Product()], ids=str)
+@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str)
 def test_what_a_metric_is(metric: Metric) -> None:
     """Zero on the diagonal, symmetric, and the triangle inequality up to eps."""
     x = torch.randn(1, 40, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * torch.logspace(-2, 1.4, 40, dtype=torch.float64)[:, None]
@@ -289,7 +311,10 @@ def test_a_product_learns_its_weights() -> None:
         (lambda: Product(sizes=(2, 2, 0)), "whole number >= 1"),
         (lambda: Product(sizes=(2, 2, 2)).pair(torch.zeros(1, 7), torch.zeros(1, 7)), "sizes \\(2, 2, 2\\) need vectors of 6 numbers, received 7"),
         (lambda: Product().pair(torch.zeros(1, 2), torch.zeros(1, 2)), "3 factors need vectors of at least as many"),
+        (lambda: Product((Euclidean(), Sphere()), sizes=(None, None)), "one size at most may be None"),
+        (lambda: Product((Euclidean(), Sphere()), sizes=(None, 4)).parts(4), "need vectors of more than 4 numbers, received 4"),
         (lambda: Sphere(eps=0.0), "eps must be > 0"),
+        (lambda: Topological(eps=0.0), "eps must be > 0"),
         (lambda: Hyperbolic(eps=0.0), "eps must be > 0"),
         (lambda: Hyperbolic(scale=-1.0), "scale must be > 0 or None"),
     ],

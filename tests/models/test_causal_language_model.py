@@ -14,7 +14,8 @@ VOCABULARY = 19
 
 def make(*layers, seed=0, awake=True, **options):
     """A small model in float64. ``awake``: no projection at zero, weights large enough for tokens to differ clearly."""
-    settings = {"heads": 4, "kv_heads": 2, "rotary": True, "conv": (3, 0), "mlp": "swiglu", "init_std": 0.3} | options
+    kv_heads = 4 if "rewa_categorical" in layers else 2  # one map makes its queries and keys
+    settings = {"heads": 4, "kv_heads": kv_heads, "rotary": True, "conv": (3, 0), "mlp": "swiglu", "init_std": 0.3} | options
     model = build(ModelConfig(VOCABULARY, 16, layers or ("softmax", "ska(power=1)"), **settings), seed).double()
     if awake:
         generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nn.neighbourhoods import deaths_by_hand
 
 import zonal
 from zonal import mechanisms, prior
@@ -21,7 +22,7 @@ def size_of(spec):
 def make(spec="softmax", *, dim=12, heads=4, seed=0, **options):
     """A float64 layer with nothing left at zero: a zero output projection would hide every fault before it."""
     torch.manual_seed(seed)
-    settings = {"kv_heads": 2, "head_dim": size_of(spec), "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
+    settings = {"kv_heads": 4 if spec.startswith("rewa_categorical") else 2, "head_dim": size_of(spec), "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
     layer = Attention(dim, heads, spec, **settings).double()
     with torch.no_grad():
         for parameter in (*layer.output.parameters(), *layer.query.parameters(), *layer.key.parameters(), *layer.value.parameters()):
@@ -42,7 +43,7 @@ def tokens(batch=2, length=13, dim=12, seed=1):
 def by_hand(layer, x):
     """The layer written out from its equation with plain tensor operations around the dense definition."""
     batch, length, _ = x.shape
-    size = layer.value.out_features // 2
+    size = layer.value.out_features // layer.kv_heads
     half = size // 2
     c = torch.zeros_like(x)
     for i in range(layer.convolution.width):
@@ -51,7 +52,7 @@ def by_hand(layer, x):
     def heads(linear, count):
         return torch.stack((c @ linear.weight.T + linear.bias).split(size, dim=-1), dim=1).reshape(batch, count, length, size)
 
-    q, k, v = heads(layer.query, 4), heads(layer.key, 2), heads(layer.value, 2)
+    q, k, v = heads(layer.query, 4), heads(layer.key, layer.kv_heads), heads(layer.value, layer.kv_heads)
     q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for z, n in ((q, layer.query_norm), (k, layer.key_norm)))
     angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     unit = torch.polar(torch.ones_like(angle), angle)
@@ -64,7 +65,10 @@ def by_hand(layer, x):
     if layer.decay_gate is not None:  # the fastest past of six directions is e^-4 in six tokens
         gate = layer.decay_gate.projection
         decay = -4 / 6 / (1 + (-(c @ gate.weight.T + gate.bias)).exp()).transpose(1, 2)
-    y = zonal.attention(turn(q), turn(k), v, layer.operator, causal=True, path="dense", log_decay=decay)
+    q, k = turn(q), turn(k)
+    if layer.neighbours:
+        q, k = (torch.cat((z, deaths_by_hand(z, k, layer.neighbours)), dim=-1) for z in (q, k))
+    y = zonal.attention(q, k, v, layer.operator, causal=True, path="dense", log_decay=decay)
     if layer.readout_norm == "head":
         y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.readout.weight
     y = torch.cat(y.unbind(1), dim=-1)

@@ -144,6 +144,8 @@ class TrainingOptions:
     """Last learning rate over the highest."""
     clip: float = 1.0
     """Largest norm of the gradient."""
+    curriculum: Annotated[str | None, _shown("LIST", "(default: none)")] = None
+    """Open the gates of rewa's distances one after another, sphere, plane, hyperbolic space, all: the parts of the run at which the last three open, such as 0.25,0.5,0.75."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format."""
     eval_every: Annotated[int | None, _shown("INT", "(default: ten times a run)")] = None
@@ -172,6 +174,7 @@ class TrainingOptions:
             warmup_ratio=self.warmup_ratio,
             weight_decay=self.weight_decay,
             clip=self.clip,
+            curriculum=None if self.curriculum is None else parse.parts(self.curriculum),
             dtype=self.dtype,
             eval_every=self.eval_every,
             eval_batch_size=self.eval_batch_size,

@@ -1,5 +1,6 @@
 """Texts of the command line as values: lists of operators, budgets, seeds, learning rates, shapes."""
 
+import itertools
 import math
 import re
 
@@ -48,6 +49,17 @@ def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, 
         raise ArgumentError(f"{option}: {text!r} is not a list of numbers such as 1e-3,3e-3.") from error
     if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ArgumentError(f"{option}: learning rates must be above zero, got {text!r}.")
+    return numbers
+
+
+def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
+    """``"0.25,0.5,0.75"`` → three rising parts of a run."""
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 3 or not all(a <= b for a, b in itertools.pairwise((0.0, *numbers, 1.0))):
+        raise ArgumentError(f"{option}: {text!r} must be three rising parts of the run from 0 to 1, such as 0.25,0.5,0.75.")
     return numbers
 
 

@@ -17,7 +17,7 @@ from zonal.errors import ArgumentError
 from zonal.models import ModelConfig, build, layer_list, preset
 from zonal.models.layers import entry_of
 from zonal.report import formats, style
-from zonal.training import RunResult, TrainConfig, interruptible, train
+from zonal.training import RunResult, TrainConfig, curriculum, interruptible, train
 from zonal.training.loop import run_identity
 
 STOPPED = 130
@@ -101,6 +101,8 @@ def run(options: Train, command: str) -> int:
     task = options.task.resolve("train")
     config: TrainConfig = options.training.config(options.training.steps or _STEPS, options.learning_rate, options.seed)
     shape = model_of(options, task)
+    if config.curriculum is not None:
+        curriculum.check(shape.layers, "train")
     model = build(shape, options.seed).to(device(options.device))
     folder = options.out or folder_of(task, run_identity(model, task, config))
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)

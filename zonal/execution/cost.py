@@ -21,8 +21,7 @@ def _kernel(p: Problem, tally: Tally, rows: float, keys: float) -> None:
     """Scores and evidence of B H blocks (rows, keys)."""
     elements = p.B * p.H * rows * keys
     tally.product(p.B * p.H, rows, keys, p.D)
-    if not p.tags.bilinear:
-        tally.passes("simple", elements, 5)
+    tally.passes("simple", elements, p.score_passes)
     if p.clamped:
         tally.passes("simple", elements)
         tally.views(8)
@@ -38,8 +37,8 @@ def _kernel_backward(p: Problem, tally: Tally, rows: float, keys: float) -> None
         tally.passes("simple", elements, 3 * p.operations)
         if p.coefficient_gradients:
             tally.passes("reduce", elements, p.coefficients)
-    if not p.tags.bilinear:
-        tally.passes("simple", elements, 8)
+    if p.score_passes:  # of a plain distance 8; what is more is done again, with two derivatives
+        tally.passes("simple", elements, 8 + 3 * (p.score_passes - 5))
     tally.product(p.B * p.H, rows, p.D, keys)
     tally.product(p.B * p.H, keys, p.D, rows)
 
@@ -253,8 +252,7 @@ def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: i
         tally.passes("simple", batch * p.H * keys * p.P, count)
     tally.views((24 + 2 * p.operations * (not p.tags.log_space)) * count)
     tally.product(batch * p.H, rows, keys, p.D, count)
-    if not p.tags.bilinear:
-        tally.passes("simple", n, 5 * count)
+    tally.passes("simple", n, p.score_passes * count)
     if p.clamped:
         tally.passes("simple", n, count, fresh=False)
     if masked:
@@ -315,9 +313,9 @@ def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, m
         tally.passes("simple", n, count)
     tally.product(heads, rows, p.D, keys, count)
     tally.product(heads, keys, p.D, rows, count)
-    if not p.tags.bilinear:
+    if p.score_passes:
         tally.passes("reduce", n, 2 * count)
-        tally.passes("simple", n, count)
+        tally.passes("simple", n, (1 + 3 * (p.score_passes - 5)) * count)
     tally.passes("simple", heads * (rows * p.D + keys * (p.D + p.P)), count)
     tally.views(2 * count)
 

@@ -82,7 +82,7 @@ def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
     copies = 1 + (p.groups > 1) + p.padded
     tally.passes("simple", kv * held * (p.D + p.P) * (p.groups if p.groups > 1 else 1), tokens * (copies - 1) * directions)
     tally.passes("simple", kv * (p.D + p.P) * (held if p.gradients else 2), tokens)
-    passes = 2 if p.tags.log_space else p.operations
+    passes = (2 if p.tags.log_space else p.operations) + max(p.score_passes - 5, 0)
     tally.passes("simple", row, tokens * directions * (passes + 2 + 2 * p.biased))
     tally.passes("exp", row, tokens * (p.tags.log_space + p.biased))
     tally.passes("select", row, tokens * directions)

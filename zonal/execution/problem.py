@@ -93,7 +93,7 @@ class Problem:
     """A call as the planner sees it. Hashable, so that a plan is made once for each.
 
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
-    the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. operations, coefficients, clamped: the link.
+    the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. score_passes: of the score over all pairs. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
     anchor that solves, and whether each query needs an inverse of its own.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
@@ -120,6 +120,7 @@ class Problem:
     slopes: bool = False
     bias_batch: int = 1
     decays: bool = False
+    score_passes: int = 0
     operations: int = 0
     coefficients: int = 0
     clamped: bool = False
@@ -184,7 +185,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         device=call.device if device is None else device, tags=call.tags, span=_span(call), padded=call.visibility.key_mask is not None,
         row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None,
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
-        operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
+        score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,

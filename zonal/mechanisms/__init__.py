@@ -6,7 +6,15 @@ from zonal.algebra import Operator
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.echo import ridge, ska
 from zonal.mechanisms.linear import linear, retention
-from zonal.mechanisms.rewa import rewa, rewa_functional, rewa_operator, rewa_oscillatory
+from zonal.mechanisms.rewa import (
+    rewa,
+    rewa_categorical,
+    rewa_functional,
+    rewa_operator,
+    rewa_oscillatory,
+    rewa_riemannian,
+    rewa_topological,
+)
 from zonal.mechanisms.sko import sko
 from zonal.mechanisms.slay import hedgehog, of_features, performer, slay
 from zonal.mechanisms.softmax import cosine, softmax
@@ -14,7 +22,7 @@ from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 _MECHANISMS: dict[str, Callable[..., Operator]] = {
     f.__name__: f
-    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, rewa, rewa_functional, rewa_operator, rewa_oscillatory)
+    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological)
 }
 SHORT = {"sq": "squared_affine"}
 
@@ -36,4 +44,4 @@ def resolve(spec: str) -> Operator:
     return operator
 
 
-__all__ = ["SHORT", "cosine", "hedgehog", "linear", "names", "of_features", "performer", "polynomial_square", "resolve", "retention", "rewa", "rewa_functional", "rewa_operator", "rewa_oscillatory", "ridge", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]
+__all__ = ["SHORT", "cosine", "hedgehog", "linear", "names", "of_features", "performer", "polynomial_square", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]

@@ -10,11 +10,11 @@ from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Row
-from zonal.algebra.declaration import require
+from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Exp, Identity, Oscillatory
-from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Sphere
+from zonal.algebra.metric import Euclidean, Hyperbolic, Metric, Product, Riemannian, Sphere, Topological
 from zonal.algebra.prior import Prior
-from zonal.algebra.score import NegativeDistance, OperatorPath
+from zonal.algebra.score import Categorical, NegativeDistance, OperatorPath
 from zonal.features import Features, Stationary
 from zonal.features.stationary import Stationarity
 
@@ -76,6 +76,48 @@ def rewa_oscillatory(
     return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory", qk_dim=operator.qk_dim)
 
 
+def rewa_riemannian(
+    units: int = 8,
+    floor: float = 0.1,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    seed: int = 0,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T along the straight way, row anchor.
+
+    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    metric = Riemannian(units, floor, eps, seed=seed)
+    return Operator(NegativeDistance(metric, temperature, shared_witness=shared_witness), Exp(), Row(), prior, name="rewa_riemannian")
+
+
+def rewa_topological(
+    neighbours: int = 4,
+    weights: tuple[float, float] = (1.0, 1.0),
+    gates: tuple[float, float] | None = None,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row anchor.
+
+    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its deaths, which a layer puts there
+    (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``. temperature, shared_witness, eps: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    for name, values in (("weights", weights), ("gates", gates)):
+        require(values is None or len(values) == 2, f"rewa_topological: {name} must be two numbers, for the plane and for diagrams, received {values}.")
+    require_whole("rewa_topological: neighbours", neighbours)
+    metric = Product((Euclidean(eps), Topological(eps)), (None, neighbours), weights, gates)
+    return Operator(NegativeDistance(metric, temperature, None, shared_witness, neighbours), Exp(), Row(), prior, name="rewa_topological")
+
+
 def rewa_operator(
     relations: int = 0,
     rank: int | None = None,
@@ -92,6 +134,24 @@ def rewa_operator(
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
     score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness)
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
+
+
+def rewa_categorical(
+    relation: bool = False,
+    size: int | None = None,
+    temperature: float = 1.0,
+    transport: bool = False,
+    seed: int = 0,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Tokens as orthogonal frames g: exp(tr(R^T A_ts) / tau) for the turn A_ts = g_t^-1 g_s, row anchor; turns compose, A_ts A_su = A_tu.
+
+    size: m; a layer then makes queries and keys of m (m - 1) / 2 numbers. relation, transport, seed: as in ``score.Categorical``. One map makes queries
+    and keys in a layer. It runs as a dot product of m^2 numbers.
+    """
+    dim = None if size is None else size * (size - 1) // 2
+    score = Categorical(size, relation, temperature, transport, seed=seed)
+    return Operator(score, Exp(), Row(), prior, name="rewa_categorical", qk_dim=dim)
 
 
 def rewa_functional(

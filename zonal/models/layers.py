@@ -9,11 +9,12 @@ import torch
 from zonal import mechanisms
 from zonal.errors import ArgumentError, unknown_name
 from zonal.mechanisms import spec as specs
-from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, TokenMixer
+from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, Mixture, TokenMixer
 
 _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
     "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet, "gated_deltanet": GatedDeltaNet,
 }  # fmt: skip
+MIXTURE = "mixture"
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -90,12 +91,38 @@ def entry_of(layers: Sequence[str]) -> str:
     return f"[{', '.join(spec if times == 1 else f'{spec}*{times}' for spec, times in parts)}]"
 
 
-def mixer(spec: str, dim: int, attention: Callable[[str], TokenMixer]) -> TokenMixer:
-    """The token mixer of a spec: a recurrence of width ``dim``, or what ``attention`` makes of an operator.
+def mixer(spec: str, dim: int, attention: Callable[[str, int], TokenMixer]) -> TokenMixer:
+    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator.
+
+    attention: takes a spec, and among how many parts of a mixture the layer's heads are shared out (1 = none).
 
     Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
     """
-    return specs.made(spec, _RECURRENCES, {"dim": dim}) if specs.name_of(spec) in _RECURRENCES else attention(spec)
+    name = specs.name_of(spec)
+    if name in _RECURRENCES:
+        return specs.made(spec, _RECURRENCES, {"dim": dim})
+    if name != MIXTURE:
+        return attention(spec, 1)
+    parts, hidden = specs.made(spec, {MIXTURE: _mixture})
+    return Mixture([mixer(part, dim, lambda inner, _: attention(inner, len(parts))) for part in parts], hidden)
+
+
+def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...], int]:
+    """The arguments of ``mixture(parts=("rewa", "softmax"), hidden=16)``."""
+    fits = isinstance(parts, tuple | list) and len(parts) > 1 and all(isinstance(part, str) and specs.name_of(part) != MIXTURE for part in parts)
+    if not fits or not isinstance(hidden, int) or hidden < 1:
+        raise ArgumentError(
+            f"mixture: parts must be two specs or more that are no mixtures, such as parts=('rewa', 'softmax'), and hidden >= 1, received {parts!r} and {hidden!r}."
+        )
+    return tuple(parts), hidden
+
+
+def operators_in(spec: str) -> tuple[str, ...]:
+    """The operators of a layer: its spec, those of a mixture's parts, none of a recurrence."""
+    name = specs.name_of(spec)
+    if name == MIXTURE:
+        return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
+    return () if name in _RECURRENCES else (spec,)
 
 
 def check(spec: str, dim: int) -> None:
@@ -104,8 +131,11 @@ def check(spec: str, dim: int) -> None:
     if name in _RECURRENCES:
         with torch.device("meta"):
             specs.made(spec, _RECURRENCES, {"dim": dim})
+    elif name == MIXTURE:
+        for part in specs.made(spec, {MIXTURE: _mixture})[0]:
+            check(part, dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
-        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES])
+        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE])
     else:
         mechanisms.resolve(spec)
 
@@ -115,4 +145,4 @@ def _repeated(part: str) -> tuple[str, int]:
     return (part, 1) if found is None else (found[1], int(found[2]))
 
 
-__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "split"]
+__all__ = ["check", "entry_of", "is_list", "layer_list", "layers_for", "mixer", "operators_in", "split"]

@@ -13,11 +13,13 @@ from zonal.nn.mamba3 import Mamba3
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mesanet import MesaNet
 from zonal.nn.mixer import TokenMixer
+from zonal.nn.mixture import Mixture
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
+from zonal.nn.topology import deaths
 
 __all__ = [
-    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet",
-    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "rewa",
+    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet", "Mixture",
+    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

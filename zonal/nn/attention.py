@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra.operator import LayerInit, Operator
-from zonal.algebra.prior import Decay
+from zonal.algebra.prior import Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
-from zonal.memory import Memory
+from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, fastest_decay
@@ -21,6 +21,7 @@ from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import document_positions
 from zonal.nn.rotary import Rotary
+from zonal.nn.topology import Earlier, deaths
 
 ReadoutNorm = Literal["auto", "head", "concat"]
 
@@ -32,7 +33,7 @@ class Attention(TokenMixer):
         dim: size of x and y.
         heads: H query heads.
         operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head. With
-            rewa(shared_witness=True) one map makes queries and keys.
+            rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
         head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
@@ -96,8 +97,10 @@ class Attention(TokenMixer):
             raise ArgumentError(f"nn.Attention: qk_dim must be at least 1, received {qk_dim}.")
         self.qk_dim = qk_dim
         self.lift = None if cg_lift is None else CGLift(qk_dim, cg_lift)
-        self.key_dim = qk_dim if cg_lift is None else cg_lift
+        self.neighbours = resolved.score.deaths
+        self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
+        self.operator.score.check_values(head_dim)
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
@@ -108,6 +111,10 @@ class Attention(TokenMixer):
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
+        if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
+            raise ArgumentError(
+                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior lets them go. Drop the prior, or the neighbours."
+            )
         one_map = self.operator.score.one_map
         if one_map and kv_heads != heads:
             raise ArgumentError(f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}.")
@@ -147,13 +154,17 @@ class Attention(TokenMixer):
         With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes nothing, W_O = 0, so that it
         joins a residual stream without a jolt; with "zero_output" the values are drawn as usual.
         """
+        one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
         for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
+            if one_map and name == "key":
+                continue
             draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         if self.init != "default":
             draws.orthogonal_(self.query.weight, "query.weight", self.heads)
-            draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
+            if not one_map:
+                draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
             nn.init.zeros_(self.output.weight)
         if self.init == "orthogonal":
             draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
@@ -198,6 +209,9 @@ class Attention(TokenMixer):
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
+        score = self.operator.score
+        if score.transports:
+            v = score.carried(v, k)
         result = attention(
             q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
@@ -205,9 +219,10 @@ class Attention(TokenMixer):
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
-            return self._read_out(result)
+            return self._read_out(score.carried(result, q, back=True) if score.transports else result)
         assert isinstance(result, tuple)  # a pair, since a memory was given
         y, absorbed = result
+        y = score.carried(y, q, back=True) if score.transports else y
         return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
     def _projected(
@@ -230,7 +245,21 @@ class Attention(TokenMixer):
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         if self.lift is not None:
             q, k = self.lift(q), self.lift(k)
+        if self.neighbours:
+            q, k = self._with_deaths(q, k, memory, key_padding_mask, cu_seqlens)
         return q, k, v, inner, tail
+
+    def _with_deaths(
+        self, q: Tensor, k: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
+        earlier = None
+        if memory is not None:
+            assert isinstance(memory.memory, KeyValues)  # of a distance, which is no dot product
+            held = memory.memory.tokens
+            earlier = Earlier(held.k[..., : k.shape[-1]], held.mask)
+        found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
+        return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
 
     def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
         """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class LayerMemory:
         length: tokens read, padding included; more where the first stood at a later position, or spans were forgotten.
         padding: (B,) how many of them were padding; None = none in any row.
         carried: what else a layer hands from token to token, by name, each (B, …).
+        others: the memories of a mixture's further parts, which read the same tokens; every verb is theirs, too.
     """
 
     memory: Memory
@@ -37,6 +38,7 @@ class LayerMemory:
     length: int = 0
     padding: Tensor | None = None
     carried: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    others: "tuple[LayerMemory, ...]" = ()
 
     @property
     def position(self) -> int | Tensor:
@@ -51,7 +53,8 @@ class LayerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes held, all rows and spans together."""
-        return self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes) + sum(value.nbytes for value in self.carried.values())
+        own = self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes) + sum(value.nbytes for value in self.carried.values())
+        return own + sum(other.nbytes for other in self.others)
 
     def advance(
         self, memory: Memory, tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None, carried: Mapping[str, Tensor] | None = None
@@ -67,7 +70,7 @@ class LayerMemory:
         """This empty memory, its first token to stand at ``position``."""
         if self.memory.count or self.memory.parts or position < 0:
             raise ArgumentError(f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} tokens and {position}.")
-        return dataclasses.replace(self, length=position, padding=None)
+        return self._each(lambda layer: dataclasses.replace(layer, length=position, padding=None))
 
     # --- spans ---------------------------------------------------------------------------------------------------------
 
@@ -77,15 +80,15 @@ class LayerMemory:
 
     def open(self, span: str) -> "LayerMemory":
         """The memory with a new span begun: tokens that are read belong to it until ``close`` or the next ``open``."""
-        return dataclasses.replace(self, memory=self.memory.open(span, self._mark()))
+        return self._each(lambda layer: dataclasses.replace(layer, memory=layer.memory.open(span, layer._mark())))
 
     def close(self) -> "LayerMemory":
         """The memory with its open span ended."""
-        return dataclasses.replace(self, memory=self.memory.close(self._mark()))
+        return self._each(lambda layer: dataclasses.replace(layer, memory=layer.memory.close(layer._mark())))
 
     def unnamed(self) -> "LayerMemory":
         """The same memory without the record of its spans: smaller, and unable to forget them."""
-        return dataclasses.replace(self, memory=self.memory.unnamed())
+        return self._each(lambda layer: dataclasses.replace(layer, memory=layer.memory.unnamed()))
 
     def forget(self, span: str) -> "LayerMemory":
         """The memory without the keys and values of a span; see ``Memory.forget``.
@@ -93,6 +96,9 @@ class LayerMemory:
         The newest span takes the layer back to where it stood before: tail, position and all. Without an older one, what came after
         it keeps its keys, values and positions as they were computed, and so does the tail.
         """
+        return self._each(lambda layer: layer._forgotten(span))
+
+    def _forgotten(self, span: str) -> "LayerMemory":
         parts, memory = self.memory.parts, self.memory.forget(span)
         index = [part.name for part in parts].index(span)
         if not parts[0].mark:
@@ -126,15 +132,16 @@ class LayerMemory:
             )
         memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
         last = other if other.memory.count else self
-        merged = LayerMemory(memory, last.tail, 0, None, last.carried)
+        others = tuple(mine.merge(theirs, span=span) for mine, theirs in zip(self.others, other.others, strict=True))
+        merged = LayerMemory(memory, last.tail, 0, None, last.carried, others)
         return _placed(merged, torch.maximum(self._reached(), other._reached()))
 
     # --- rows ----------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> "LayerMemory":
         """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
-        memory = self.memory.gather(index)
-        return self._picked(memory, checked_index("LayerMemory.gather", index, self.batch))
+        places = checked_index("LayerMemory.gather", index, self.batch)
+        return self._each(lambda layer: layer._picked(layer.memory.gather(index), places))
 
     def scatter(self, index: Sequence[int] | Tensor, other: "LayerMemory") -> "LayerMemory":
         """This memory with the sequences ``index`` replaced by those of ``other``, one each."""
@@ -142,18 +149,22 @@ class LayerMemory:
         places = checked_index("LayerMemory.scatter", index, self.batch)
         order = torch.arange(self.batch)
         order[places] = self.batch + torch.arange(places.numel())
-        return _rows_of([self, other], memory)._picked(memory, order)
+        found = _rows_of([self, other], memory)._picked(memory, order)
+        return dataclasses.replace(found, others=tuple(mine.scatter(index, theirs) for mine, theirs in zip(self.others, other.others, strict=True)))
 
     @staticmethod
     def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
         """One memory of the sequences of several, one after another; see ``Memory.stack``."""
         if not memories or any(memory.memory.operator is not memories[0].memory.operator for memory in memories):
             raise ArgumentError("LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model.")
-        return _rows_of(memories, Memory.stack([memory.memory for memory in memories]))
+        found = _rows_of(memories, Memory.stack([memory.memory for memory in memories]))
+        return dataclasses.replace(found, others=tuple(LayerMemory.stack(each) for each in zip(*(memory.others for memory in memories), strict=True)))
 
     def unbind(self) -> "tuple[LayerMemory, ...]":
         """A memory for each sequence, without the padding that ``stack`` gave it."""
-        return tuple(_placed(self._picked(memory, torch.tensor([row])), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
+        rows = (_placed(self._picked(memory, torch.tensor([row])), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
+        others = [other.unbind() for other in self.others]
+        return tuple(dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows))
 
     # --- files and copies ----------------------------------------------------------------------------------------------
 
@@ -169,9 +180,14 @@ class LayerMemory:
             self.length,
             None if self.padding is None else self.padding.clone(),
             {name: value.clone() for name, value in self.carried.items()},
+            tuple(other.fork() for other in self.others),
         )
 
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _each(self, verb: "Callable[[LayerMemory], LayerMemory]") -> "LayerMemory":
+        """What ``verb`` makes of this memory, beside what it makes of the others."""
+        return dataclasses.replace(verb(self), others=tuple(verb(other) for other in self.others))
 
     def _reached(self) -> Tensor:
         """The position of the next token, (B,) int64."""
@@ -220,7 +236,7 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], o
     """Write the memories of layers to one safetensors file. Learned values of the operators stay with the layers. origin: of which weights."""
     tensors: dict[str, Tensor] = {}
     headers = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(_flat(layers)):
         named = {f"memory.{name}": value for name, value in layer.memory.contents().items()}
         named |= {name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None}
         named |= {f"carried.{name}": value for name, value in layer.carried.items()}
@@ -235,15 +251,15 @@ def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], or
     Raises: FileFormatError when the file is missing, damaged, or belongs to other layers.
     """
     tensors, header = store.load_tensors(path, _KIND)
-    headers = header.get("layers")
-    if not isinstance(headers, list) or len(headers) != len(empty):
+    headers, wanted = header.get("layers"), _flat(empty)
+    if not isinstance(headers, list) or len(headers) != len(wanted):
         held = len(headers) if isinstance(headers, list) else "no"
-        raise FileFormatError(f"load {_KIND}: {path} holds {held} layers, {len(empty)} were required. It belongs to another model.")
+        raise FileFormatError(f"load {_KIND}: {path} holds {held} layers, {len(wanted)} were required. It belongs to another model.")
     made_by = header.get("origin", "")
     if origin and made_by and made_by != origin:
         raise FileFormatError(f"load {_KIND}: {path} was made with other weights than this model's. Read the text again with prefill().")
     layers = []
-    for index, (about, like) in enumerate(zip(headers, empty, strict=True)):
+    for index, (about, like) in enumerate(zip(headers, wanted, strict=True)):
         start = f"{index}."
         own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
         try:
@@ -251,7 +267,13 @@ def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], or
         except (KeyError, TypeError, AttributeError, ValueError, ArgumentError) as error:
             detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise FileFormatError(f"load {_KIND}: {path} does not fit layer {index}: {detail}. Load it with the model it was made by.") from error
-    return tuple(layers)
+    found = iter(layers)
+    return tuple(dataclasses.replace(next(found), others=tuple(next(found) for _ in like.others)) for like in empty)
+
+
+def _flat(layers: Sequence[LayerMemory]) -> list[LayerMemory]:
+    """The memories with those of a mixture's further parts behind them."""
+    return [part for layer in layers for part in (layer, *layer.others)]
 
 
 def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemory) -> LayerMemory:

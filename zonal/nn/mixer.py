@@ -28,6 +28,8 @@ class TokenMixer(nn.Module, abc.ABC):
     causal: bool = True
     carries: tuple[str, ...] = ()
     """Names of what its memories carry beside keys and values."""
+    parts_beside: int = 0
+    """How many further memories stand beside the first, of a layer of several parts."""
 
     @abc.abstractmethod
     def reset_parameters(self, draws: Draws) -> None:
@@ -68,7 +70,7 @@ class TokenMixer(nn.Module, abc.ABC):
     def memory_bytes(self, length: int) -> int:
         """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
         memory = self.empty_memory(1)
-        return memory.nbytes - memory.memory.nbytes + memory.memory.bytes_at(length)
+        return memory.nbytes + sum(part.memory.bytes_at(length) - part.memory.nbytes for part in (memory, *memory.others))
 
     def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
         """The memory that ``LayerMemory.save`` wrote, on the layer's device.
@@ -98,7 +100,7 @@ class TokenMixer(nn.Module, abc.ABC):
             raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
         if (memory.tail is None) != (self.convolution is None):
             raise ArgumentError(f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
-        if set(memory.carried) != set(self.carries):
+        if set(memory.carried) != set(self.carries) or len(memory.others) != self.parts_beside:
             raise ArgumentError(f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
         if memory.memory.operator is not self.operator:
             raise ArgumentError(f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory().")

@@ -39,6 +39,10 @@ LOOKS = (
     Look("#5a6b00", "#b5cc3a", "triangle-sw", "dot"),
     Look("#a3195b", "#f58ab8", "triangle-se", "dot"),
     Look("#1f6f8b", "#86c5da", "triangle-nw", "dash"),
+    Look("#6b4a9e", "#bfa3ec", "diamond-tall", "dot"),
+    Look("#98502a", "#e0a884", "diamond-wide", "dashdot"),
+    Look("#2f7d4f", "#8fd6ab", "hexagram", "dash"),
+    Look("#8a5a00", "#dfb56a", "octagon", "dot"),
 )
 
 GROUPS = LOOKS[1:8]
@@ -64,6 +68,10 @@ _KNOWN = {
     "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
     "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
     "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
+    "rewa_riemannian": (19, "REWA Riemannian", "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value."),
+    "rewa_topological": (20, "REWA topological", "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value."),
+    "rewa_categorical": (21, "REWA categorical", "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value."),
+    "mixture": (22, "Mixture", "several geometries in one layer; each token decides how much of each it takes."),
     "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
     "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
     "gated_deltanet": (12, "Gated DeltaNet", "a matrix that fades and is corrected at each token towards the token's value; constant memory."),

@@ -1,6 +1,7 @@
 """What a training run is told; frozen, JSON-able, and checked once when it is made."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 # fields that never change a number of the run: two runs that differ in them only are the same run
 _BOOKKEEPING = frozenset({"checkpoint_every", "checkpoint_seconds", "keep_best", "tensorboard"})
+# fields that say nothing where they are None: runs that were begun without them go on
+_ABSENT = frozenset({"curriculum"})
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class TrainConfig:
         weight_decay: decoupled; see ``zonal.training.optimiser`` for what decays.
         betas: of AdamW.
         clip: largest global gradient norm; None does not clip.
+        curriculum: the parts of the run after which the second, the third and the last stage of ``zonal.training.curriculum`` begin, three rising
+            numbers from 0 to 1; None opens all gates at once. Layers without gates learn as ever.
         dtype: "float32"; "bfloat16" keeps parameters and optimiser in float32 and runs the model under autocast;
             "float64" runs everything in double precision.
     Evaluation
@@ -57,6 +62,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float | None = 1.0
+    curriculum: tuple[float, ...] | None = None
     dtype: Dtype = "float32"
     eval_every: int | None = None
     eval_batch_size: int | None = None
@@ -74,6 +80,10 @@ class TrainConfig:
         # JSON knows no tuples
         object.__setattr__(self, "betas", tuple(self.betas))
         object.__setattr__(self, "thresholds", tuple(self.thresholds))
+        if self.curriculum is not None:
+            object.__setattr__(self, "curriculum", tuple(self.curriculum))
+            rises = len(self.curriculum) == 3 and all(a <= b for a, b in itertools.pairwise((0.0, *self.curriculum, 1.0)))
+            self._require("curriculum", rises, "three rising parts of the run from 0 to 1, such as (0.25, 0.5, 0.75), or None")
         for name in ("steps", "batch_size", "accumulate", "log_every"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "eval_batch_size", "transfer_piece", "checkpoint_every"):
@@ -121,8 +131,8 @@ class TrainConfig:
         return cls(**values)
 
     def trajectory(self) -> dict[str, Any]:
-        """The fields that decide the numbers of a run: all but those about files."""
-        return {name: value for name, value in self.to_dict().items() if name not in _BOOKKEEPING}
+        """The fields that decide the numbers of a run: all but those about files, and those that are left off in ``_ABSENT``."""
+        return {name: value for name, value in self.to_dict().items() if name not in _BOOKKEEPING and not (name in _ABSENT and value is None)}
 
 
 def _plain(value: Any) -> Any:

@@ -106,8 +106,10 @@ class _Events:
     def add(self, line: dict[str, Any]) -> None:
         group = {"train": "train", "eval": "evaluation"}[line["kind"]]
         for name, value in line.items():
-            if name in ("loss", "accuracy", "bits_per_byte", "learning_rate", "gradient_norm"):
+            if name in ("loss", "accuracy", "bits_per_byte", "learning_rate", "gradient_norm", "stage"):
                 self._scalar(f"{group}/{name}", value, line)
+        for name, value in line.get("gates", {}).items():
+            self._scalar(f"gates/{name}", value, line)
         for name, values in line.get("slices", {}).items():
             for key, value in values.items():
                 self._scalar(f"{group}/accuracy by {name}/{key}", value, line)

@@ -8,6 +8,7 @@ Times: ``seconds`` in metrics.jsonl and run.json count training alone (data, upd
 checkpoints; after a resume they go on from the checkpoint's. They are the only entries that differ from run to run.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from zonal.training import checkpoint as checkpoints
 from zonal.training import events, inside
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
+from zonal.training.curriculum import Curriculum
 from zonal.training.diagnose import locate_non_finite
 from zonal.training.environment import PeakMemory, deterministic, folder_lock, remove_parts, versions
 from zonal.training.log import MetricsLog
@@ -110,6 +112,7 @@ class _Run:
         else:
             model.float()
         self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
+        self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
         operator = entry_of(model.config.layers)
         self.identity = {"identity": run_identity(model, task, config), "operator": operator}
         self.record = RunResult(operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype)
@@ -129,8 +132,12 @@ class _Run:
             threads = self.progress.threads
         else:
             random_state = None
+            if self.curriculum is not None:
+                self.curriculum.close()
             self.progress = Progress(threads=threads, environment=versions(), learned_before=self.model.learned())
             self.progress.steps_to = {f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"}
+        if self.curriculum is not None and self.curriculum.empty:
+            self.notes += ("the model has no gates: the curriculum changes nothing",)
         if self._finished():
             return self._finish_quietly()
         with deterministic(self.config.seed, threads, self.device):
@@ -207,13 +214,16 @@ class _Run:
         batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
         parts = split(batch, config.accumulate, self.device)
         loss = forward_backward(self.model, parts, config.dtype)
+        if self.curriculum is not None:
+            self.curriculum.hold(progress.step)
         norm = clip_gradient(self.model, config.clip) if math.isfinite(loss) else math.nan
         if not math.isfinite(loss):
             raise self._non_finite(f"the loss became {loss}", parts, backward=False)
         if not math.isfinite(norm):
             raise self._non_finite(f"the gradient norm became {norm} (the loss is {loss:.4g})", parts, backward=True)
         set_learning_rate(self.optimiser, rate)
-        self.optimiser.step()
+        with contextlib.nullcontext() if self.curriculum is None else self.curriculum.paced(progress.step):
+            self.optimiser.step()
         progress.step += 1
         progress.tokens += batch.tokens.numel()
         seconds = progress.seconds + time.perf_counter() - started
@@ -221,10 +231,11 @@ class _Run:
         if progress.step % config.log_every == 0 or progress.step == config.steps:
             mean = math.fsum(progress.unlogged) / len(progress.unlogged)
             progress.unlogged.clear()
+            staged = {} if self.curriculum is None else self.curriculum.told(progress.step - 1)
             self.log.append(
                 {
                     "kind": "train", "step": progress.step, "tokens": progress.tokens, "seconds": seconds,
-                    "loss": mean, "learning_rate": rate, "gradient_norm": norm,
+                    "loss": mean, "learning_rate": rate, "gradient_norm": norm, **staged,
                 }
             )  # fmt: skip
         self.emit(events.StepDone(self.name, progress.step, config.steps, loss, rate, norm, progress.tokens, seconds))

@@ -12,6 +12,7 @@ from zonal.models import ModelConfig
 from zonal.models.layers import entry_of, is_list, layer_list, layers_for
 from zonal.report.published import Published
 from zonal.store import read_json
+from zonal.training import curriculum
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 
@@ -76,6 +77,8 @@ class ComparisonSpec:
             raise ArgumentError("ComparisonSpec: at least one operator and one seed are required.")
         for operator in self.operators:
             self.model_for(operator)  # refuses what is no model
+        if self.training.curriculum is not None:
+            curriculum.check([layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec")
         if self.labels and len(self.labels) != len(self.operators):
             raise ArgumentError(f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}.")
         if not self.learning_rates:

@@ -6,7 +6,9 @@ from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball
 from zonal.algebra.metric.euclidean import Euclidean, HilbertSchmidt, SquaredEuclidean
 from zonal.algebra.metric.information import Fidelity, FisherRao, LeCam
 from zonal.algebra.metric.product import Product
+from zonal.algebra.metric.riemannian import Riemannian
+from zonal.algebra.metric.topological import Topological
 
-METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product)}
+METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product, Riemannian, Topological)}
 
-__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Sphere", "SquaredEuclidean", "from_ball", "to_ball"]
+__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Riemannian", "Sphere", "SquaredEuclidean", "Topological", "from_ball", "to_ball"]

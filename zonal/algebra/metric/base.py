@@ -35,6 +35,15 @@ class Metric(Declaration):
         """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""
         return 1.0
 
+    def sized(self, dim: int, heads: int) -> "Metric":
+        """The metric for points of ``dim`` numbers and so many key heads, where it had been left open. Raises as ``check``."""
+        self.check(dim)
+        return self
+
+    def passes(self, dim: int) -> int:
+        """About how often ``pair`` of points of ``dim`` numbers goes over all pairs, beside its product."""
+        return 5
+
     def check(self, dim: int) -> None:
         """Raise ArgumentError when points cannot have ``dim`` numbers."""
 
@@ -46,9 +55,14 @@ class Metric(Declaration):
         """What ``key`` returned, in the place of a query."""
         return self.query(k, params)
 
-    def key(self, k: Tensor) -> Tensor:
-        """Key points (…, S, D) as ``pair`` takes them."""
+    def key(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """Key points (B, Hkv, S, D) as ``pair`` takes them, with what was learned."""
         return k
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether a prepared key is made of numbers of the key as it came."""
+        return True
 
     def width(self, dim: int) -> int:
         """How many numbers ``key`` leaves of ``dim``."""

@@ -25,14 +25,14 @@ def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q - centre, k
 
 
-def _squares(q: Tensor, k: Tensor) -> Tensor:
+def squares(q: Tensor, k: Tensor) -> Tensor:
     """|q_t - k_s|^2 (..., T, S) in float64, below zero by rounding only: in float32 near points would lose all their digits."""
     q, k = _centred(q.double(), k.double())
     return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2 * (q @ k.transpose(-1, -2))
 
 
-def _squares_vjp(q: Tensor, k: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of sum(grad * _squares(q, k)) / 2 with respect to q and k."""
+def squares_vjp(q: Tensor, k: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of sum(grad * squares(q, k)) / 2 with respect to q and k."""
     dtype, (q, k), grad = q.dtype, _centred(q.double(), k.double()), grad.double()
     dq, dk = grad.sum(-1, keepdim=True) * q - grad @ k, grad.sum(-2).unsqueeze(-1) * k - grad.transpose(-1, -2) @ q
     return dq.to(dtype), dk.to(dtype)
@@ -63,10 +63,10 @@ class Euclidean(Metric):
         return (2 * dim) ** 0.5
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        return (_squares(q, k).clamp_min(0) + self.eps**2).to(q.dtype).sqrt() - self.eps
+        return (squares(q, k).clamp_min(0) + self.eps**2).to(q.dtype).sqrt() - self.eps
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _squares_vjp(q, k, grad / (distance + self.eps))
+        return squares_vjp(q, k, grad / (distance + self.eps))
 
     def lift(self, temperature: float) -> Lift:
         # both roots divided by the temperature: it goes into the scale and into eps
@@ -86,10 +86,10 @@ class SquaredEuclidean(Metric):
         return 2.0 * dim
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        return _squares(q, k).to(q.dtype)
+        return squares(q, k).to(q.dtype)
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return _squares_vjp(q, k, 2 * grad)
+        return squares_vjp(q, k, 2 * grad)
 
     def lift(self, temperature: float) -> Lift:
         return Lift(FORMULAS["exp"], -1 / temperature, 2)
@@ -132,4 +132,4 @@ class HilbertSchmidt(Metric):
         return _squares_lifted(q, k)
 
 
-__all__ = ["Euclidean", "HilbertSchmidt", "SquaredEuclidean"]
+__all__ = ["Euclidean", "HilbertSchmidt", "SquaredEuclidean", "squares", "squares_vjp"]

@@ -32,7 +32,7 @@ class _Open(torch.autograd.Function):
 class Product(Metric):
     """d(a, b) = sum_i w_hi g_hi d_i(a_i, b_i) / typical_i on vectors that are cut into parts a = (a_1, a_2, …), one a factor.
 
-    factors: the metrics. sizes: of the parts; None = equal shares, where the first takes what is left over. weights: where w starts, 1 each
+    factors: the metrics. sizes: of the parts, one of which may be None, what the others leave; None = equal shares, where the first takes what is left over. weights: where w starts, 1 each
     unless given; learn: one w a head, kept positive by softplus. gates: where g >= 0 starts, learned too; None = no gates. A gate of zero
     shuts its factor out exactly and still gets the gradient that would open it. normalise: divide each distance by what is typical for
     numbers from N(0, 1), so that weights of 1 make the factors equal; False = plain sums.
@@ -50,7 +50,7 @@ class Product(Metric):
     """
 
     factors: tuple[Metric, ...] = (Euclidean(), Sphere(), Hyperbolic(scale=None))
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int | None, ...] | None = None
     weights: tuple[float, ...] | None = None
     gates: tuple[float, ...] | None = None
     learn: bool = True
@@ -59,6 +59,8 @@ class Product(Metric):
 
     def __post_init__(self) -> None:
         require(len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors), f"Product: factors must be metrics, received {self.factors!r}.")
+        learned = [type(f).__name__ for f in self.factors if f.initial() or not f.keeps_keys]
+        require(not learned, f"Product: factors without numbers of their own to learn are required, received {', '.join(learned)}.")
         for name, least in (("weights", "> 0"), ("gates", ">= 0")):
             values = getattr(self, name)
             if values is not None:
@@ -68,7 +70,9 @@ class Product(Metric):
         if self.sizes is not None:
             require(len(self.sizes) == len(self.factors), f"Product: {len(self.factors)} sizes are required, one a factor, received {self.sizes}.")
             for size in self.sizes:
-                require_whole("Product: each of sizes", size)
+                if size is not None:
+                    require_whole("Product: each of sizes", size)
+            require(self.sizes.count(None) <= 1, f"Product: one size at most may be None, which is what the others leave, received {self.sizes}.")
 
     def parts(self, dim: int) -> tuple[int, ...]:
         """The sizes of the parts of a vector of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
@@ -76,11 +80,11 @@ class Product(Metric):
             require(dim >= len(self.factors), f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers, received {dim}.")
             share = dim // len(self.factors)
             return (dim - share * (len(self.factors) - 1), *(share for _ in self.factors[1:]))
-        require(
-            sum(self.sizes) == dim,
-            f"metric.Product: sizes {self.sizes} need vectors of {sum(self.sizes)} numbers, received {dim}. Choose sizes that sum to it, or None.",
-        )
-        return self.sizes
+        given = sum(size or 0 for size in self.sizes)
+        fits = dim > given if None in self.sizes else dim == given
+        least = "more than " if None in self.sizes else ""
+        require(fits, f"metric.Product: sizes {self.sizes} need vectors of {least}{given} numbers, received {dim}. Choose sizes that sum to it, or None.")
+        return tuple(dim - given if size is None else size for size in self.sizes)
 
     def check(self, dim: int) -> None:
         for factor, size in zip(self.factors, self.parts(self.width(dim)), strict=True):
@@ -100,6 +104,10 @@ class Product(Metric):
     def typical(self, dim: int) -> float:
         scales = (1.0 if self.normalise else factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True))
         return sum(weight * scale for weight, scale in zip(self._start(), scales, strict=True))
+
+    def passes(self, dim: int) -> int:
+        parts = zip(self.factors, self.parts(self.width(dim)), strict=True)
+        return 5 + sum(factor.passes(size) - 5 for factor, size in parts)
 
     def head_weights(self, params: dict[str, Tensor], like: Tensor) -> Tensor:
         """w g (H or 1, factors), in the type of ``like``, from what was learned."""
@@ -134,7 +142,7 @@ class Product(Metric):
     def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
         return replace(self, adaptive=False).query(k, params)  # a key has no weights of its own
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
         return k[..., k.shape[-1] - self.width(k.shape[-1]) :]
 
     def width(self, dim: int) -> int:

@@ -5,7 +5,6 @@ is a prepared key. For ``bilinear`` scores the pairing is a plain dot product of
 maps and the ridge statistics need.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Move, require, require_whole, row
-from zonal.algebra.metric import Euclidean, Lift, Metric
+from zonal.algebra.metric import Euclidean, Lift, Metric, Riemannian
 
 Params = dict[str, Tensor]
 
@@ -66,6 +65,23 @@ class Score(Declaration):
         return False
 
     @property
+    def transports(self) -> bool:
+        """Whether a layer carries values from token to token by what the score compares (``Categorical``)."""
+        return False
+
+    def check_values(self, dim: int) -> None:
+        """Raise ArgumentError when values of ``dim`` numbers cannot be carried."""
+
+    def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
+        """Values v (B, H, T, P) where all tokens' can be summed, by keys x (B, H, T, D) as they came; ``back``: sums where the queries x have theirs."""
+        raise NotImplementedError(f"{type(self).__name__}.carried")
+
+    @property
+    def deaths(self) -> int:
+        """How many numbers a layer puts behind each query and key: the deaths in the cloud of the token and so many earlier neighbours."""
+        return 0
+
+    @property
     def plain(self) -> bool:
         """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are made of."""
         return False
@@ -73,6 +89,10 @@ class Score(Declaration):
     def width(self, dim: int) -> int:
         """How many numbers a prepared vector has, from heads of size ``dim``."""
         return dim
+
+    def passes(self, dim: int) -> int:
+        """About how often ``pair`` goes over all pairs beside its product, for heads of size ``dim``."""
+        return 0
 
     def sized(self, dim: int, heads: int) -> "Score":
         """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
@@ -249,16 +269,24 @@ class NegativeDistance(Score):
 
     dot: the factor of a dot product beside the distance, None = no such term. It is -|q - k|^2 dot/2 with the key prior exp(dot |k|^2 / 2) and a
     constant a row, and runs as what it is. shared_witness: a layer makes queries with the keys' map (a call takes q and k as they come).
+    neighbours: a layer puts so many deaths behind queries and keys (``nn.deaths``), for a metric that ends in ``Topological``; a call takes them given.
     """
+
+    kv_rows: ClassVar[tuple[str, ...]] = Riemannian.kv_rows
 
     metric: Metric = Euclidean()
     temperature: float = 1.0
     dot: float | None = None
     shared_witness: bool = False
+    neighbours: int = 0
+
+    @property
+    def deaths(self) -> int:
+        return self.neighbours
 
     @property
     def keeps_keys(self) -> bool:
-        return True
+        return self.metric.keeps_keys
 
     @property
     def one_map(self) -> bool:
@@ -269,20 +297,26 @@ class NegativeDistance(Score):
 
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
+        require_whole("NegativeDistance: neighbours", self.neighbours, 0)
+        kind = type(self.metric).__name__
+        require(self.dot is None or self.metric.keeps_keys, f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.")
 
     def initial(self) -> dict[str, Tensor]:
         return self.metric.initial()
 
+    def passes(self, dim: int) -> int:
+        return self.metric.passes(dim)
+
     def sized(self, dim: int, heads: int) -> "NegativeDistance":
-        self.metric.check(dim)
-        return self
+        metric = self.metric.sized(dim, heads)
+        return self if metric is self.metric else replace(self, metric=metric)
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
         return self.metric.query(q, params)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return self.metric.key(k)
+        return self.metric.key(k, params)
 
     def learned(self, params: Params) -> dict[str, Any]:
         return self.metric.learned(params)
@@ -320,111 +354,4 @@ class NegativeDistance(Score):
         return (Move("assumed", "score", f"evidence falls with the {type(self.metric).__name__} distance of query and key{beside}"), *self.metric.moves())
 
 
-@dataclass(frozen=True)
-class OperatorPath(Score):
-    """S_ts = -|A_t - B_s|^2 / temperature for queries and keys that are m x m matrices A, B, with the Hilbert-Schmidt norm; or, along a path of
-    learned relations R_1 … R_n (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
-
-    Both are dot products of prepared vectors and run as such: the distance is 2 <A, B>, less |B|^2, which is a key bias, less |A|^2.
-
-    A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m + 1), for A = U diag(s) V^T.
-    size: m, None = what D says. relations: n. temperature: None = 2m for the distance, which makes it q.k / sqrt(D) and biases, and 1 for a path.
-    heads: how many key heads have relations of their own; seed: of their start. shared_witness: a layer makes queries with the keys' map.
-
-    Raises: ArgumentError for vectors whose numbers make no such matrix.
-    """
-
-    bilinear: ClassVar[bool] = True
-    kv_rows: ClassVar[tuple[str, ...]] = ("relation",)
-
-    size: int | None = None
-    relations: int = 0
-    rank: int | None = None
-    temperature: float | None = None
-    heads: int = 1
-    seed: int = 0
-    shared_witness: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("size", self.size, 1), ("rank", self.rank, 1), ("relations", self.relations, 0), ("heads", self.heads, 1)):
-            if value is not None:
-                require_whole(f"OperatorPath: {name}", value, least)
-        require(self.temperature is None or self.temperature > 0, f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.")
-
-    @property
-    def one_map(self) -> bool:
-        return self.shared_witness
-
-    @property
-    def keeps_keys(self) -> bool:
-        return self.relations > 0 and self.rank is None
-
-    def matrix_size(self, dim: int) -> int:
-        """m for vectors of ``dim`` numbers. Raises: ArgumentError when there is none."""
-        size = math.isqrt(dim) if self.rank is None else (dim // self.rank - 1) // 2
-        whole = size >= 1 and dim == (size**2 if self.rank is None else self.rank * (2 * size + 1))
-        form = "m^2" if self.rank is None else f"{self.rank} (2m + 1)"
-        asked = "" if self.size is None else f" with m = {self.size}"
-        require(whole and self.size in (None, size), f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. In a layer, set qk_dim.")
-        return size
-
-    def sized(self, dim: int, heads: int) -> "OperatorPath":
-        size = self.matrix_size(dim)
-        return replace(self, size=size, heads=heads) if self.relations and self.size is None else self
-
-    def width(self, dim: int) -> int:
-        return self.matrix_size(dim) ** 2 + (0 if self.relations else 2)
-
-    def initial(self) -> dict[str, Tensor]:
-        return {"relation": self._start(self.size)} if self.relations and self.size is not None else {}
-
-    def _start(self, size: int) -> Tensor:
-        """Orthogonal matrices (heads, n, m, m), float32, uniform."""
-        generator = torch.Generator().manual_seed(self.seed)
-        q, r = torch.linalg.qr(torch.randn(self.heads, self.relations, size, size, generator=generator, dtype=torch.float64))
-        return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).float()
-
-    def _matrices(self, x: Tensor) -> Tensor:
-        """(…, D) -> (…, m, m)."""
-        size = self.matrix_size(x.shape[-1])
-        if self.rank is None:
-            return x.unflatten(-1, (size, size))
-        u, s, v = x.split([size * self.rank, self.rank, size * self.rank], -1)
-        return (u.unflatten(-1, (size, self.rank)) * s.unsqueeze(-2)) @ v.unflatten(-1, (size, self.rank)).mT
-
-    def _asked(self, matrix: Tensor, params: Params, scale: float | None) -> Tensor:
-        """Matrices (B, H, T, m, m) as prepared queries."""
-        size = matrix.shape[-1]
-        if not self.relations:
-            factor = scale if scale is not None else 1 / (self.temperature or 2 * size)
-            flat = matrix.flatten(-2)
-            return factor * torch.cat([2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1)
-        relation = (params["relation"] if self.size is not None else self._start(size)).to(matrix)
-        relation = relation.repeat_interleave(matrix.shape[1] // relation.shape[0], 0) if relation.shape[0] > 1 else relation
-        for step in range(self.relations):
-            matrix = matrix @ relation[:, None, step]
-        return matrix.flatten(-2) * (scale if scale is not None else 1 / (size * (self.temperature or 1.0)))
-
-    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        return self._asked(self._matrices(q), params, scale)
-
-    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        flat = self._matrices(k).flatten(-2)
-        return flat if self.relations else torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
-
-    def as_query(self, k: Tensor, params: Params) -> Tensor:
-        size = math.isqrt(k.shape[-1])
-        return self._asked(k[..., : size**2].unflatten(-1, (size, size)), params, None)
-
-    def moves(self) -> tuple[Move, ...]:
-        if self.relations:
-            return (Move("assumed", "score", f"evidence is the trace of a path of {self.relations} learned relations between two operators"),)
-        return (
-            Move("assumed", "score", "evidence falls with the squared Hilbert-Schmidt distance of two operators"),
-            Move("derived", "score", "hence the score is a dot product of entries with a key bias: nothing but its size tells it from softmax attention"),
-        )
-
-
-SCORES: dict[str, type[Declaration]] = {"Dot": Dot, "Cosine": Cosine, "NegativeDistance": NegativeDistance, "OperatorPath": OperatorPath}
-
-__all__ = ["SCORES", "Cosine", "Dot", "NegativeDistance", "OperatorPath", "Params", "Score"]
+__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score"]

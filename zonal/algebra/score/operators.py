@@ -1,0 +1,228 @@
+"""Scores of tokens that are operators: distances and paths of matrices, and morphisms between frames."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Move, require, require_whole
+from zonal.algebra.score.base import Params, Score
+
+
+def _orthogonal(seed: int, *shape: int) -> Tensor:
+    """Orthogonal matrices (…, m, m) for a shape (…, m), float32, uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    q, r = torch.linalg.qr(torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64))
+    return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).float()
+
+
+@dataclass(frozen=True)
+class OperatorPath(Score):
+    """S_ts = -|A_t - B_s|^2 / temperature for queries and keys that are m x m matrices A, B, with the Hilbert-Schmidt norm; or, along a path of
+    learned relations R_1 … R_n (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
+
+    Both are dot products of prepared vectors and run as such: the distance is 2 <A, B>, less |B|^2, which is a key bias, less |A|^2.
+
+    A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m + 1), for A = U diag(s) V^T.
+    size: m, None = what D says. relations: n. temperature: None = 2m for the distance, which makes it q.k / sqrt(D) and biases, and 1 for a path.
+    heads: how many key heads have relations of their own; seed: of their start. shared_witness: a layer makes queries with the keys' map.
+
+    Raises: ArgumentError for vectors whose numbers make no such matrix.
+    """
+
+    bilinear: ClassVar[bool] = True
+    kv_rows: ClassVar[tuple[str, ...]] = ("relation",)
+
+    size: int | None = None
+    relations: int = 0
+    rank: int | None = None
+    temperature: float | None = None
+    heads: int = 1
+    seed: int = 0
+    shared_witness: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("size", self.size, 1), ("rank", self.rank, 1), ("relations", self.relations, 0), ("heads", self.heads, 1)):
+            if value is not None:
+                require_whole(f"OperatorPath: {name}", value, least)
+        require(self.temperature is None or self.temperature > 0, f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.")
+
+    @property
+    def one_map(self) -> bool:
+        return self.shared_witness
+
+    @property
+    def keeps_keys(self) -> bool:
+        return self.relations > 0 and self.rank is None
+
+    def matrix_size(self, dim: int) -> int:
+        """m for vectors of ``dim`` numbers. Raises: ArgumentError when there is none."""
+        size = math.isqrt(dim) if self.rank is None else (dim // self.rank - 1) // 2
+        whole = size >= 1 and dim == (size**2 if self.rank is None else self.rank * (2 * size + 1))
+        form = "m^2" if self.rank is None else f"{self.rank} (2m + 1)"
+        asked = "" if self.size is None else f" with m = {self.size}"
+        require(whole and self.size in (None, size), f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. In a layer, set qk_dim.")
+        return size
+
+    def sized(self, dim: int, heads: int) -> "OperatorPath":
+        size = self.matrix_size(dim)
+        return replace(self, size=size, heads=heads) if self.relations and self.size is None else self
+
+    def width(self, dim: int) -> int:
+        return self.matrix_size(dim) ** 2 + (0 if self.relations else 2)
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"relation": _orthogonal(self.seed, self.heads, self.relations, self.size)} if self.relations and self.size is not None else {}
+
+    def _matrices(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, m, m)."""
+        size = self.matrix_size(x.shape[-1])
+        if self.rank is None:
+            return x.unflatten(-1, (size, size))
+        u, s, v = x.split([size * self.rank, self.rank, size * self.rank], -1)
+        return (u.unflatten(-1, (size, self.rank)) * s.unsqueeze(-2)) @ v.unflatten(-1, (size, self.rank)).mT
+
+    def _asked(self, matrix: Tensor, params: Params, scale: float | None) -> Tensor:
+        """Matrices (B, H, T, m, m) as prepared queries."""
+        size = matrix.shape[-1]
+        if not self.relations:
+            factor = scale if scale is not None else 1 / (self.temperature or 2 * size)
+            flat = matrix.flatten(-2)
+            return factor * torch.cat([2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1)
+        relation = (params["relation"] if self.size is not None else _orthogonal(self.seed, self.heads, self.relations, size)).to(matrix)
+        relation = relation.repeat_interleave(matrix.shape[1] // relation.shape[0], 0) if relation.shape[0] > 1 else relation
+        for step in range(self.relations):
+            matrix = matrix @ relation[:, None, step]
+        return matrix.flatten(-2) * (scale if scale is not None else 1 / (size * (self.temperature or 1.0)))
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        return self._asked(self._matrices(q), params, scale)
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        flat = self._matrices(k).flatten(-2)
+        return flat if self.relations else torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
+
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        size = math.isqrt(k.shape[-1])
+        return self._asked(k[..., : size**2].unflatten(-1, (size, size)), params, None)
+
+    def moves(self) -> tuple[Move, ...]:
+        if self.relations:
+            return (Move("assumed", "score", f"evidence is the trace of a path of {self.relations} learned relations between two operators"),)
+        return (
+            Move("assumed", "score", "evidence falls with the squared Hilbert-Schmidt distance of two operators"),
+            Move("derived", "score", "hence the score is a dot product of entries with a key bias: nothing but its size tells it from softmax attention"),
+        )
+
+
+@dataclass(frozen=True)
+class Categorical(Score):
+    """S_ts = tr(R^T A_ts) / temperature for the morphism A_ts = g_t^-1 g_s between two tokens, g_x an orthogonal frame at each token.
+
+    Tokens are objects and A_ts the one morphism between two: A_tt = I, A_ts A_su = A_tu and A_st = A_ts^-1 hold whatever is learned, provided that
+    one map makes queries and keys, which a layer of this score does. g_x = (I - X)(I + X)^-1 for the skew-symmetric X whose entries above the
+    diagonal, row by row, are the numbers of the vector over sqrt(m), and 0 after its last: condition 1, no reflections, no half turns.
+
+    tr(R^T g_t^T g_s) = <g_t R, g_s> is a dot product of m^2 entries, and runs as one.
+
+    size: m; None = the least with m (m - 1) / 2 >= D. relation: R is learned, m x m a key head, orthogonal at the start; else it is I, and evidence
+    is nearness, m - |A_ts - I|^2 / 2. transport: a layer carries values from token to token, y_t = sum_s W_ts A_ts v_s, each m numbers of v by the
+    same morphism (a call takes values as they come). heads: how many key heads have a relation; seed: of its start.
+
+    Raises: ArgumentError for vectors of more numbers than X has.
+    """
+
+    bilinear: ClassVar[bool] = True
+    kv_rows: ClassVar[tuple[str, ...]] = ("relation",)
+
+    size: int | None = None
+    relation: bool = False
+    temperature: float = 1.0
+    transport: bool = False
+    heads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole("Categorical: heads", self.heads)
+        if self.size is not None:
+            require_whole("Categorical: size", self.size, 2)
+        require(self.temperature > 0, f"Categorical: temperature must be > 0, received {self.temperature}.")
+
+    @property
+    def one_map(self) -> bool:
+        return True
+
+    @property
+    def transports(self) -> bool:
+        return self.transport
+
+    @property
+    def plain(self) -> bool:
+        return not self.relation and self.temperature == 1
+
+    def frame_size(self, dim: int) -> int:
+        """m for vectors of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
+        least = (1 + math.isqrt(max(8 * dim - 7, 0))) // 2 + (dim > 0)
+        size = self.size if self.size is not None else max(least, 2)
+        most = size * (size - 1) // 2
+        require(0 < dim <= most, f"score.Categorical: vectors of 1 to {most} numbers are required with m = {size}, received {dim}. In a layer, set qk_dim.")
+        return size
+
+    def sized(self, dim: int, heads: int) -> "Categorical":
+        return replace(self, size=self.frame_size(dim), heads=heads)
+
+    def width(self, dim: int) -> int:
+        return self.frame_size(dim) ** 2
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"relation": _orthogonal(self.seed, self.heads, self.size)} if self.relation and self.size is not None else {}
+
+    def frames(self, x: Tensor) -> Tensor:
+        """g (…, m, m) of vectors (…, D), in the type of x."""
+        size = self.frame_size(x.shape[-1])
+        row, column = torch.triu_indices(size, size, 1, device=x.device)[:, : x.shape[-1]]
+        # in float64: a turn by nearly a half is ill-conditioned, and the frame would not be orthogonal
+        upper = x.new_zeros(*x.shape[:-1], size, size, dtype=torch.float64)
+        upper[..., row, column] = x.double() / size**0.5
+        skew, one = upper - upper.mT, torch.eye(size, dtype=torch.float64, device=x.device)
+        # without a check: what is not finite is to give what is not finite, for its token alone
+        return torch.linalg.solve_ex(one + skew, one - skew, check_errors=False)[0].to(x.dtype)
+
+    def check_values(self, dim: int) -> None:
+        fits = not self.transport or (self.size is not None and dim % self.size == 0)
+        require(fits, f"score.Categorical: transport needs values of a multiple of m = {self.size} numbers, received {dim}. Set size or head_dim.")
+
+    def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
+        """Values v (B, H, T, P) into the common frame by those of x (B, H, T, D), g v for each m numbers; ``back``: out of it, g^-1 v."""
+        self.sized(x.shape[-1], 1).check_values(v.shape[-1])
+        frame = self.frames(x)
+        parts = v.unflatten(-1, (-1, frame.shape[-1])).mT
+        return ((frame.mT if back else frame).to(v.dtype) @ parts).mT.flatten(-2)
+
+    def _asked(self, frame: Tensor, params: Params, scale: float | None) -> Tensor:
+        if self.relation:
+            size = frame.shape[-1]
+            relation = (params["relation"] if self.size is not None else _orthogonal(self.seed, self.heads, size)).to(frame)
+            frame = frame @ relation.repeat_interleave(frame.shape[1] // relation.shape[0], 0)[:, None]
+        return frame.flatten(-2) * (scale if scale is not None else 1 / self.temperature)
+
+    def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
+        return self._asked(self.frames(q), params, scale)
+
+    def prepare_key(self, k: Tensor, params: Params) -> Tensor:
+        return self.frames(k).flatten(-2)
+
+    def as_query(self, k: Tensor, params: Params) -> Tensor:
+        size = math.isqrt(k.shape[-1])
+        return self._asked(k.unflatten(-1, (size, size)), params, None)
+
+    def moves(self) -> tuple[Move, ...]:
+        return (
+            Move("assumed", "score", "tokens are frames, and evidence is the trace of the turn from one to the other"),
+            Move("derived", "score", "hence turns compose, and the score is a dot product of the frames' entries"),
+        )
+
+
+__all__ = ["Categorical", "OperatorPath"]

@@ -1,0 +1,109 @@
+"""The mixture of layers: every token decides how much of each part it takes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.algebra.operator import Operator
+from zonal.errors import ArgumentError
+from zonal.nn.convolution import ShortConvolution
+from zonal.nn.initialise import Draws
+from zonal.nn.memory import LayerMemory
+from zonal.nn.mixer import TokenMixer
+
+
+class Mixture(TokenMixer):
+    """y_t = Σ_k g_k(x_t) · part_k(x)_t, g(x) = softmax(W₂ SiLU(W₁ x)): attentions of unlike geometries, each with projections of its own.
+
+    Args:
+        parts: two layers or more of one width, such as ``Attention`` with unlike operators; no mixtures.
+        hidden: size of the gate's network between x and the shares.
+
+    Every part reads every token, so the cost is the sum of theirs, and a memory holds one of each.
+
+    Raises: ArgumentError for parts that do not fit together.
+    """
+
+    def __init__(self, parts: Sequence[TokenMixer], hidden: int = 16) -> None:
+        super().__init__()
+        found = [*parts]
+        if len(found) < 2 or not all(isinstance(part, TokenMixer) and not isinstance(part, Mixture) for part in found):
+            raise ArgumentError(f"nn.Mixture: two layers or more that are no mixtures are required, received {', '.join(type(part).__name__ for part in found) or 'none'}.")
+        if len({(part.dim, part.causal) for part in found}) > 1:
+            each = ", ".join(f"(dim={part.dim}, causal={part.causal})" for part in found)
+            raise ArgumentError(f"nn.Mixture: parts of one dim, all causal or none, are required, received {each}.")
+        if hidden < 1:
+            raise ArgumentError(f"nn.Mixture: hidden must be at least 1, received {hidden}.")
+        self.dim, self.causal, self.carries, self.parts_beside = found[0].dim, found[0].causal, found[0].carries, len(found) - 1
+        self.parts = nn.ModuleList(found)
+        self.gate_in = nn.Linear(self.dim, hidden)
+        self.gate_out = nn.Linear(hidden, len(found))
+        self.reset_parameters(Draws())
+
+    @property
+    def operator(self) -> Operator:  # type: ignore[override]
+        """That of the first part, whose memory comes first."""
+        return self._parts()[0].operator
+
+    @property
+    def convolution(self) -> ShortConvolution | None:  # type: ignore[override]
+        """That of the first part."""
+        return self._parts()[0].convolution
+
+    def _parts(self) -> list[TokenMixer]:
+        return [part for part in self.parts if isinstance(part, TokenMixer)]
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights but the operators' own; shares start nearly equal."""
+        for index, part in enumerate(self._parts()):
+            part.reset_parameters(draws.child(f"parts.{index}"))
+        for name, linear in (("gate_in", self.gate_in), ("gate_out", self.gate_out)):
+            draws.normal_(linear.weight, f"{name}.weight")
+            nn.init.zeros_(linear.bias)
+
+    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+        first, *others = (part.empty_memory(batch, dtype, device) for part in self._parts())
+        return dataclasses.replace(first, others=tuple(others))
+
+    def learned(self) -> dict[str, Any]:
+        """What each part has learned, its name before each quantity."""
+        return {f"part {index} {name}": value for index, part in enumerate(self._parts(), start=1) for name, value in part.learned().items()}
+
+    def shares(self, x: Tensor) -> Tensor:
+        """g(x), (B, T, parts): positive, of sum 1."""
+        return self.gate_out(F.silu(self.gate_in(x))).softmax(-1)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: LayerMemory | None = None,
+        *,
+        return_memory: bool = False,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor | tuple[Tensor, LayerMemory]:
+        """Attend with every part. Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have."""
+        memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        each = [None] * len(self.parts) if memory is None else [dataclasses.replace(memory, others=()), *memory.others]
+        found: list[Tensor] = []
+        after: list[LayerMemory] = []
+        for part, before in zip(self._parts(), each, strict=True):
+            result = part(x, before, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+            found.append(result[0] if isinstance(result, tuple) else result)
+            after += result[1:] if isinstance(result, tuple) else ()
+        shares = self.shares(x).to(found[0].dtype)
+        y = shares[..., :1] * found[0]
+        for index, one in enumerate(found[1:], start=1):
+            y = y + shares[..., index, None] * one
+        return y if memory is None else (y, dataclasses.replace(after[0], others=tuple(after[1:])))
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, parts={len(self.parts)}"
+
+
+__all__ = ["Mixture"]
