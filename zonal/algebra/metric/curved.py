@@ -130,6 +130,11 @@ class Hyperbolic(Metric):
     def _scale(self, dim: int) -> float:
         return max(dim, 1) ** -0.5 if self.scale is None else self.scale
 
+    def polar(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Radius (…, 1) and direction (…, D) of points, in their type; differentiable."""
+        found = _polar(x.double() * self._scale(x.shape[-1]))
+        return found.radius.to(x.dtype), found.direction.to(x.dtype)
+
     def typical(self, dim: int) -> float:
         return 1.5 if self.scale is None else 1.5 * self.scale * max(dim, 1) ** 0.5
 
