@@ -37,12 +37,13 @@ def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor
     first, last, own, most = place(lo), place(hi), place(position + 1), reach[:, None]
     stop = torch.minimum(torch.maximum(torch.minimum(own, last) - (most + 1) // 2, first) + most, last)
     walk = asked[:, :, -1].sort(dim=-1, stable=True).indices
-    return Candidates(*(x.to(torch.int32) for x in (order, torch.maximum(stop - most, first), stop, walk)))
+    start, stop = (x.transpose(2, 3).contiguous() for x in (torch.maximum(stop - most, first), stop))
+    return Candidates(*(x.to(torch.int32) for x in (order, start, stop, walk)))
 
 
 def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]:
     """The keys that the queries of a span meet, (B, H, t, C) int64, and which of the C count: each key once. reach: the most of a table."""
-    start, stop = (x[..., span].transpose(2, 3).long() for x in (found.start, found.stop))
+    start, stop = (x[:, :, span].long() for x in (found.start, found.stop))
     groups = start.shape[1] // found.order.shape[1]
     order = found.order.long().repeat_interleave(groups, 1) if groups > 1 else found.order.long()
     step = torch.arange(reach, device=order.device)

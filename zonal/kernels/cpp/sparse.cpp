@@ -22,7 +22,7 @@ struct Axes {
 
 // What zonal/kernels/cpp/sparse_library.py fills in. Last axes of q (B, H, T, D + 3F), k (B, Hkv, S, D + 2F), v and dy have stride 1. Of F factors (0: dot
 // products): kinds, sizes, eps; after the D numbers of its parts a query has F weights, F radii and their F sinh, a key F radii and F sinh. For
-// an angle the radius is 1 where the direction is missing, else 0. order (B, Hkv, L, S): keys by table; start, stop (B, H, L, T): places in it; walk (B, H, T): queries in turn.
+// an angle the radius is 1 where the direction is missing, else 0. order (B, Hkv, L, S): keys by table; start, stop (B, H, T, L): places in it; walk (B, H, T): queries in turn.
 struct Sparse {
   const float *q, *k, *v;
   const int32_t *order, *start, *stop, *walk;
@@ -36,7 +36,8 @@ struct Sparse {
   float *dq, *dk, *dv;       // contiguous, zeros
 };
 
-// Codes of queries (B, H, L, T) and keys (B, Hkv, L, S) in [0, 2^16); lo, hi, position (T): the keys that each query may see and where it stands;
+// Codes of queries (B, H, L, T) and keys (B, Hkv, L, S) in [0, 2^16); lo, hi, position (T): the keys that each query may see and where it stands, none
+// of which ever falls;
 // key_mask (B, S) or null; reach (L). Fills order, start, stop and walk of ``Sparse``; the walk goes by the codes of the last table.
 struct Places {
   const int32_t *asked, *held, *lo, *hi, *position, *reach;
@@ -132,14 +133,14 @@ inline Distance distance(int64_t kind, float eps, V gap, float a, float sinh_a, 
   return {2.f * ln1p(r + delta / (1.f + one)) - 2.f * std::asinh(0.5f * eps), 1.f / (r * one), delta};
 }
 
-// sums over four rows at once, of products or of squared differences
+// sums over eight rows at once, of products or of squared differences
 template <bool GAP>
-INLINE void four(const float* q, const float* const (&k)[4], int64_t n, float* out) {
-  V x[4] = {};
+INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* out) {
+  V x[8] = {};
   int64_t i = 0;
   for (; i + L <= n; i += L) {
     const V a = load(q + i);
-    _Pragma("GCC unroll 4") for (int r = 0; r < 4; ++r) {
+    _Pragma("GCC unroll 8") for (int r = 0; r < 8; ++r) {
       const V b = load(k[r] + i);
       if constexpr (GAP) {
         const V gap = a - b;
@@ -149,18 +150,22 @@ INLINE void four(const float* q, const float* const (&k)[4], int64_t n, float* o
       }
     }
   }
-  for (int r = 0; r < 4; ++r) {
-    float total = sum(x[r]);
-    for (int64_t d = i; d < n; ++d) total += GAP ? (q[d] - k[r][d]) * (q[d] - k[r][d]) : q[d] * k[r][d];
-    out[r] = total;
+  transpose(x);
+  V total = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  for (; i < n; ++i) {
+    V rest;
+    for (int r = 0; r < 8; ++r) rest[r] = GAP ? (q[i] - k[r][i]) * (q[i] - k[r][i]) : q[i] * k[r][i];
+    total += rest;
   }
+  store(out, total);
 }
 
 // A thread's room, and the candidates of the query at hand.
 struct Room {
-  std::vector<int32_t> seen, key;
+  std::vector<uint8_t> seen;  // in which turn, of 255, a key was last met: small enough for the nearest cache
+  std::vector<int32_t> key;
   std::vector<float> score, gap, radius, sinh;
-  int32_t turn = 0;
+  uint8_t turn = 0;
   int64_t n = 0;
 
   Room(const Sparse& c, int64_t most)
@@ -176,7 +181,7 @@ int64_t most_places(const Sparse& c) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t t = 0; t < c.T; ++t) {
       int64_t n = 0;
-      for (int64_t l = 0; l < c.L; ++l) n += c.stop[(i * c.L + l) * c.T + t] - c.start[(i * c.L + l) * c.T + t];
+      for (int64_t l = (i * c.T + t) * c.L; l < (i * c.T + t + 1) * c.L; ++l) n += c.stop[l] - c.start[l];
       most = std::max(most, n);
     }
   return std::min(most, c.S);
@@ -187,40 +192,56 @@ const float* key_row(const Sparse& c, int64_t b, int64_t g, int64_t s) { return 
 // each key once
 void collect(const Sparse& c, Room& room, int64_t b, int64_t h, int64_t t) {
   const int64_t g = h / (c.H / c.Hkv);
-  const int32_t turn = ++room.turn;
-  int32_t *seen = room.seen.data(), *key = room.key.data();
+  if (++room.turn == 0) {
+    std::fill(room.seen.begin(), room.seen.end(), 0);
+    room.turn = 1;
+  }
+  const uint8_t turn = room.turn;
+  uint8_t* seen = room.seen.data();
+  int32_t* key = room.key.data();
+  const int64_t at = ((b * c.H + h) * c.T + t) * c.L;
+  const int32_t* order = c.order + (b * c.Hkv + g) * c.L * c.S;
+  for (int64_t l = 0; l < c.L; ++l)
+    for (int32_t i = c.start[at + l]; i < c.stop[at + l]; i += 16) __builtin_prefetch(order + l * c.S + i);
   int64_t n = 0;
-  for (int64_t l = 0; l < c.L; ++l) {
-    const int64_t at = ((b * c.H + h) * c.L + l) * c.T + t;
-    const int32_t* order = c.order + ((b * c.Hkv + g) * c.L + l) * c.S;
-    for (int32_t i = c.start[at]; i < c.stop[at]; ++i) {
+  for (int64_t l = 0; l < c.L; ++l, order += c.S)
+    for (int32_t i = c.start[at + l]; i < c.stop[at + l]; ++i) {
       const int32_t s = order[i];
       key[n] = s;
       n += seen[s] != turn;
       seen[s] = turn;
     }
-  }
   room.n = n;
 }
 
+// f(i, rows of the candidates i to i + 7), of which the last ones stand in for what is past the end
+template <typename F>
+INLINE void by_eight(const Sparse& c, const Room& room, int64_t b, int64_t g, const F& f) {
+  const int64_t n = room.n, width = c.D + 2 * c.F;
+  for (int64_t i = 0; i < n; i += 8) {
+    const float* k[8];
+    for (int r = 0; r < 8; ++r) k[r] = key_row(c, b, g, room.key[std::min(i + r, n - 1)]);
+    if (i + 16 <= n)
+      for (int r = 8; r < 16; ++r)
+        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(key_row(c, b, g, room.key[i + r]) + d);
+    f(i, k);
+  }
+}
+
 void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
-  const int64_t row = room.row(), n = room.n;
-  for (int64_t i = 0; i < n; i += 4) {
-    const float* k[4];
-    for (int r = 0; r < 4; ++r) k[r] = key_row(c, b, g, room.key[std::min(i + r, n - 1)]);
-    if (i + 12 < n)
-      for (int r = 8; r < 12; ++r)
-        for (int64_t d = 0; d < c.D + 2 * c.F; d += 16) __builtin_prefetch(key_row(c, b, g, room.key[i + r]) + d);
+  const int64_t row = room.row();
+  by_eight(c, room, b, g, [&](int64_t i, const float* const (&k)[8]) {
     int64_t from = 0;
     for (int64_t f = 0; f < c.F; from += c.sizes[f++]) {
-      const float* part[4] = {k[0] + from, k[1] + from, k[2] + from, k[3] + from};
-      four<true>(q + from, part, c.sizes[f], room.gap.data() + f * row + i);
-      for (int r = 0; r < 4; ++r) {
+      const float* part[8];
+      for (int r = 0; r < 8; ++r) {
+        part[r] = k[r] + from;
         room.radius[f * row + i + r] = k[r][c.D + f];
         room.sinh[f * row + i + r] = k[r][c.D + c.F + f];
       }
+      eight<true>(q + from, part, c.sizes[f], room.gap.data() + f * row + i);
     }
-  }
+  });
 }
 
 Distance factor(const Sparse& c, const Room& room, const float* q, int64_t f, int64_t i) {
@@ -241,34 +262,53 @@ void meet(const Sparse& c, Room& room, int64_t b, int64_t h, const float* q) {
     }
     return;
   }
-  for (int64_t i = 0; i < n; i += 4) {
-    const float* k[4];
-    for (int r = 0; r < 4; ++r) k[r] = key_row(c, b, g, room.key[std::min(i + r, n - 1)]);
-    if (i + 12 < n)
-      for (int r = 8; r < 12; ++r)
-        for (int64_t d = 0; d < c.D; d += 16) __builtin_prefetch(key_row(c, b, g, room.key[i + r]) + d);
-    four<false>(q, k, c.D, score + i);
-  }
+  by_eight(c, room, b, g, [&](int64_t i, const float* const (&k)[8]) { eight<false>(q, k, c.D, score + i); });
 }
 
-int64_t at_least(const float* x, int64_t n, float bound) {
-  int32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += x[i] >= bound;
+int64_t at_least(const float* x, int64_t n, float bound) {  // n a multiple of L
+  I less = {};
+  for (int64_t i = 0; i < n; i += L) less += load(x + i) < bound;  // all ones are -1
+  int64_t count = n;
+  for (int lane = 0; lane < L; ++lane) count += less[lane];
   return count;
 }
 
-// The top-th largest of n numbers, n > top, none of them NaN: by halving their range.
+struct Range {
+  float low, high;
+  bool finite;
+};
+
+Range range(const float* x, int64_t n) {  // n a multiple of L
+  V low = spread(-NONE), high = spread(NONE), odd = V{};
+  for (int64_t i = 0; i < n; i += L) {
+    const V a = load(x + i);
+    low = least(a, low);
+    high = most(a, high);
+    odd += a - a;  // zero of what is finite
+  }
+  Range out{low[0], high[0], true};
+  for (int lane = 0; lane < L; ++lane) {
+    out.low = std::min(out.low, low[lane]);
+    out.high = std::max(out.high, high[lane]);
+    out.finite &= odd[lane] == 0;
+  }
+  return out;
+}
+
+// The top-th largest of more than ``top`` finite numbers, in places up to n, a multiple of L, whose rest is -FLT_MAX: by halving their range.
 float least_kept(const float* x, int64_t n, int64_t top, float low, float high) {
   if (at_least(x, n, high) >= top) return high;
-  low = std::max(low, -std::numeric_limits<float>::max());
   for (;;) {
     const float middle = 0.5f * low + 0.5f * high;
-    if (!(middle > low && middle < high)) return low;  // neighbours: what is not below the upper one is too few
+    if (!(middle > low && middle < high)) return low;  // neighbours: of what is not below the upper one there is too little
     const int64_t count = at_least(x, n, middle);
     if (count == top) {
-      float least = high;
-      for (int64_t i = 0; i < n; ++i) least = x[i] >= middle && x[i] < least ? x[i] : least;
-      return least;
+      V found = spread(high);
+      for (int64_t i = 0; i < n; i += L) {
+        const V a = load(x + i);
+        found = choose((a >= middle) & (a < found), a, found);
+      }
+      return *std::min_element(&found[0], &found[0] + L);
     }
     (count > top ? low : high) = middle;
   }
@@ -313,20 +353,18 @@ void row_forward(const Sparse& c, Room& room, int64_t b, int64_t h, int64_t t) {
     return;
   }
   meet(c, room, b, h, c.q + b * c.qs.batch + h * c.qs.head + t * c.qs.token);
-  float *score = room.score.data(), low = -NONE, high = NONE;
-  bool broken = false;
-  for (int64_t i = 0; i < n; ++i) {
-    low = score[i] < low ? score[i] : low;
-    high = score[i] > high ? score[i] : high;
-    broken |= score[i] != score[i];
-  }
-  if (broken || high == -NONE || high == NONE) {  // as every path has it: a row that meets what is not finite is not either
+  float* score = room.score.data();
+  const int64_t whole = up(n, L);
+  for (int64_t i = n; i < whole; ++i) score[i] = score[0];
+  const Range all = range(score, whole);
+  if (!all.finite) {  // as every path has it: a row that meets what is not finite is not either
     const float nan = std::numeric_limits<float>::quiet_NaN();
     std::fill(y, y + c.P, nan);
     c.least[at] = c.whole[at] = nan;
     return;
   }
-  const float least = n > c.top ? least_kept(score, n, c.top, low, high) : low;
+  for (int64_t i = n; i < whole; ++i) score[i] = -std::numeric_limits<float>::max();
+  const float high = all.high, least = n > c.top ? least_kept(score, whole, c.top, all.low, high) : all.low;
   int32_t* key = room.key.data();
   int64_t kept = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -419,39 +457,60 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
   }
 }
 
-// the place of the first key of order[from, to) whose position is not below ``position``
-int32_t place_of(const int32_t* order, int32_t from, int32_t to, int32_t position) {
-  return static_cast<int32_t>(std::lower_bound(order + from, order + to, position) - order);
-}
+// A bucket's borders by code, and how many of its keys the sweep at hand has passed.
+struct Counts {
+  std::vector<int32_t> first, passed;
+};
 
-void table(const Places& c, int64_t b, int64_t g, int64_t l, std::vector<int32_t>& first) {
-  const int32_t* held = c.held + ((b * c.Hkv + g) * c.L + l) * c.S;
-  int32_t* order = c.order + ((b * c.Hkv + g) * c.L + l) * c.S;
-  const uint8_t* mask = c.key_mask == nullptr ? nullptr : c.key_mask + b * c.S;
-  std::fill(first.begin(), first.end(), 0);
-  for (int64_t s = 0; s < c.S; ++s) first[1 + (mask == nullptr || mask[s] ? held[s] : CODES)]++;
-  for (int64_t code = 0; code <= CODES; ++code) first[code + 1] += first[code];
-  for (int64_t s = 0; s < c.S; ++s) order[first[mask == nullptr || mask[s] ? held[s] : CODES]++] = static_cast<int32_t>(s);
-  // each has moved to where the next one begins: first[code - 1] and first[code] are the borders of a bucket
-  const int64_t groups = c.H / c.Hkv;
-  for (int64_t h = g * groups; h < (g + 1) * groups; ++h) {
-    const int64_t at = ((b * c.H + h) * c.L + l) * c.T;
-    for (int64_t t = 0; t < c.T; ++t) {
-      const int32_t code = c.asked[at + t], from = code ? first[code - 1] : 0, to = first[code], reach = c.reach[l];
-      const int32_t lo = c.lo[t] > 0 ? place_of(order, from, to, c.lo[t]) : from, hi = c.hi[t] < c.S ? place_of(order, lo, to, std::max(c.hi[t], c.lo[t])) : to;
-      int32_t begin = lo, end = hi;
-      if (hi - lo > reach) {  // the nearest in position: half of them before, where there are so many after
-        const int32_t own = c.hi[t] == c.position[t] + 1 ? hi : place_of(order, lo, hi, c.position[t] + 1);
-        end = std::min(std::max(own - reach / 2 - reach % 2, lo) + reach, hi);
-        begin = std::max(end - reach, lo);
-      }
-      c.start[at + t] = begin;
-      c.stop[at + t] = end;
-    }
+// For each query the place in its bucket of the first key that is not before at(t), which never falls: one sweep over both.
+template <typename F, typename G>
+void sweep(const Places& c, const int32_t* held, const uint8_t* mask, const int32_t* asked, Counts& counts, const F& at, const G& found) {
+  std::copy(counts.first.begin(), counts.first.end(), counts.passed.begin());
+  int64_t s = 0;
+  for (int64_t t = 0; t < c.T; ++t) {
+    for (const int64_t to = std::min<int64_t>(at(t), c.S); s < to; ++s)
+      if (mask == nullptr || mask[s]) ++counts.passed[held[s]];
+    found(t, counts.passed[asked[t]]);
   }
 }
 
-void walk(const Places& c, int64_t b, int64_t h, std::vector<int32_t>& first) {
+void table(const Places& c, int64_t b, int64_t g, int64_t l, Counts& counts) {
+  const int32_t* held = c.held + ((b * c.Hkv + g) * c.L + l) * c.S;
+  int32_t* order = c.order + ((b * c.Hkv + g) * c.L + l) * c.S;
+  const uint8_t* mask = c.key_mask == nullptr ? nullptr : c.key_mask + b * c.S;
+  auto &first = counts.first, &passed = counts.passed;
+  std::fill(first.begin(), first.end(), 0);
+  for (int64_t s = 0; s < c.S; ++s) first[1 + (mask == nullptr || mask[s] ? held[s] : CODES)]++;
+  for (int64_t code = 0; code <= CODES; ++code) first[code + 1] += first[code];
+  std::copy(first.begin(), first.end(), passed.begin());
+  for (int64_t s = 0; s < c.S; ++s) order[passed[mask == nullptr || mask[s] ? held[s] : CODES]++] = static_cast<int32_t>(s);
+  const bool from_start = c.T == 0 || c.lo[c.T - 1] == 0;
+  bool own_last = true;
+  for (int64_t t = 0; t < c.T; ++t) own_last &= c.hi[t] == c.position[t] + 1;
+  const int64_t groups = c.H / c.Hkv, reach = c.reach[l];
+  for (int64_t h = g * groups; h < (g + 1) * groups; ++h) {
+    const int32_t* asked = c.asked + ((b * c.H + h) * c.L + l) * c.T;
+    int32_t *start = c.start + (b * c.H + h) * c.T * c.L + l, *stop = c.stop + (b * c.H + h) * c.T * c.L + l;
+    if (from_start)
+      for (int64_t t = 0; t < c.T; ++t) start[t * c.L] = first[asked[t]];
+    else
+      sweep(c, held, mask, asked, counts, [&](int64_t t) { return c.lo[t]; }, [&](int64_t t, int32_t place) { start[t * c.L] = place; });
+    sweep(c, held, mask, asked, counts, [&](int64_t t) { return c.hi[t]; }, [&](int64_t t, int32_t place) { stop[t * c.L] = place; });
+    // the nearest in position: half of them before, where there are so many after
+    const auto cut = [&](int64_t t, int64_t own) {
+      const int64_t lo = start[t * c.L], hi = std::max(stop[t * c.L], start[t * c.L]), end = std::min(std::max(own - (reach + 1) / 2, lo) + reach, hi);
+      stop[t * c.L] = static_cast<int32_t>(end);
+      start[t * c.L] = static_cast<int32_t>(std::max(end - reach, lo));
+    };
+    if (own_last)
+      for (int64_t t = 0; t < c.T; ++t) cut(t, stop[t * c.L]);
+    else
+      sweep(c, held, mask, asked, counts, [&](int64_t t) { return c.position[t] + 1; }, [&](int64_t t, int32_t place) { cut(t, std::min(place, stop[t * c.L])); });
+  }
+}
+
+void walk(const Places& c, int64_t b, int64_t h, Counts& counts) {
+  auto& first = counts.first;
   const int32_t* code = c.asked + ((b * c.H + h) * c.L + c.L - 1) * c.T;
   std::fill(first.begin(), first.end(), 0);
   for (int64_t t = 0; t < c.T; ++t) first[code[t] + 1]++;
@@ -498,12 +557,13 @@ int zonal_sparse_places(const Places* call) {
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t task = 0; task < tasks; ++task) {
     try {
-      thread_local std::vector<int32_t> first;
-      first.resize(CODES + 2);
+      thread_local Counts counts;
+      counts.first.resize(CODES + 2);
+      counts.passed.resize(CODES + 2);
       if (task < tables)
-        table(c, task / c.L / c.Hkv, task / c.L % c.Hkv, task % c.L, first);
+        table(c, task / c.L / c.Hkv, task / c.L % c.Hkv, task % c.L, counts);
       else
-        walk(c, (task - tables) / c.H, (task - tables) % c.H, first);
+        walk(c, (task - tables) / c.H, (task - tables) % c.H, counts);
     } catch (const std::bad_alloc&) {
       failed = true;
     }

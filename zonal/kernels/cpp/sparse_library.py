@@ -46,9 +46,9 @@ class _Places(ctypes.Structure):
 
 
 class Candidates(NamedTuple):
-    """The keys that each query meets: order[b, g, l, start[b, h, l, t] : stop[b, h, l, t]] of every table l, each key once.
+    """The keys that each query meets: order[b, g, l, start[b, h, t, l] : stop[b, h, t, l]] of every table l, each key once.
 
-    order (B, Hkv, L, S), start, stop (B, H, L, T), walk (B, H, T): queries in an order in which neighbours meet the same keys; all int32.
+    order (B, Hkv, L, S), start, stop (B, H, T, L), walk (B, H, T): queries in an order in which neighbours meet the same keys; all int32.
     """
 
     order: Tensor
@@ -75,8 +75,8 @@ def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor
     batch, heads, tables, queries = asked.shape
     kv_heads, keys = held.shape[1], held.shape[3]
     found = Candidates(
-        torch.empty(batch, kv_heads, tables, keys, dtype=torch.int32), torch.empty(asked.shape, dtype=torch.int32),
-        torch.empty(asked.shape, dtype=torch.int32), torch.empty(batch, heads, queries, dtype=torch.int32),
+        torch.empty(batch, kv_heads, tables, keys, dtype=torch.int32), torch.empty(batch, heads, queries, tables, dtype=torch.int32),
+        torch.empty(batch, heads, queries, tables, dtype=torch.int32), torch.empty(batch, heads, queries, dtype=torch.int32),
     )  # fmt: skip
     kept = {name: plain(x, torch.int32) for name, x in zip(_CODES[:6], (asked, held, lo, hi, position, reach), strict=True)}
     mask = None if key_mask is None else key_mask.contiguous()
