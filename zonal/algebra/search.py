@@ -1,6 +1,7 @@
 """Searches: how the keys that a query may keep are looked for without meeting all of them. What they find is an approximation, and the ledger says so."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from zonal.algebra.declaration import Declaration, Move, require, require_whole
 
@@ -19,10 +20,11 @@ class LSH(Search):
 
     A table hashes each space of the score by its own family and puts the cells together:
     dot products, cosines, angles: ``bits`` signs of random projections, SimHash; one agrees with probability 1 - angle / pi.
-    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I), u uniform on [0, r); all agree with probability prod_k (1 - |D_k.w| / r)_+ over u.
+    plane: ``projections`` cells floor((p.w + u)/r), w ~ N(0, I / D), u uniform on [0, r); all agree with probability prod_k (1 - |D_k.w| / r)_+ over u.
     hyperbolic space: the cell floor((radius + u)/r) and ``bits`` signs of the direction.
 
-    width: r, in units of the numbers of a point (of the plane) and of the radius. reach: of a bucket's keys a query meets the ``reach`` nearest
+    bits: None = log2 of the keys less 5 (about 32 keys a bucket were they spread evenly), shared among the spaces of a product, at least 1 each.
+    width: r, in units of the numbers of a point, in the plane, and of the radius. reach: of a bucket's keys a query meets the ``reach`` nearest
     in position at most, causal ones the latest. window: how many of the nearest in position it meets in any case, itself first.
     Each query so meets at most tables * reach + window keys, whatever the input, and what it meets depends on no later token.
     Cells are told apart by a number of 16 bits: of many thousand keys a few may be met by chance.
@@ -30,23 +32,27 @@ class LSH(Search):
     Raises: ArgumentError for numbers out of range.
     """
 
-    tables: int = 8
-    bits: int = 8
+    tables: int = 16
+    bits: int | None = None
     projections: int = 2
-    width: float = 2.0
-    reach: int = 256
+    width: float = 1.5
+    reach: int = 128
     window: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("tables", self.tables, 1), ("bits", self.bits, 1), ("projections", self.projections, 1), ("reach", self.reach, 1), ("window", self.window, 1),
+            ("tables", self.tables, 1), ("bits", 1 if self.bits is None else self.bits, 1), ("projections", self.projections, 1), ("reach", self.reach, 1), ("window", self.window, 1),
             ("seed", self.seed, 0),
         ):  # fmt: skip
             require_whole(f"search.LSH: {name}", value, least)
-        require(self.bits <= MOST_BITS, f"search.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.")
+        require(self.bits is None or self.bits <= MOST_BITS, f"search.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.")
         require(self.projections <= MOST_PROJECTIONS, f"search.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.")
         require(self.width > 0, f"search.LSH: width (of a cell) must be > 0, received {self.width}.")
+
+    def sized(self, keys: int, spaces: int = 1) -> "LSH":
+        """With ``bits`` for so many keys and spaces, where they had been left open."""
+        return self if self.bits is not None else replace(self, bits=max(1, min(MOST_BITS, round(math.log2(max(keys, 1))) - 5) // spaces))
 
     @property
     def most(self) -> int:

@@ -1,5 +1,6 @@
 """What a trained model is worth: metrics of one run, and what several seeds say together."""
 
+from zonal.evaluation.coverage import Coverage, coverage
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
@@ -7,9 +8,11 @@ from zonal.evaluation.statistics import Difference, Spread, difference_within_sp
 __all__ = [
     "Accumulator",
     "Cells",
+    "Coverage",
     "Difference",
     "Spread",
     "best_learning_rate",
+    "coverage",
     "difference_within_spread",
     "evaluate",
     "evaluate_transfer",

@@ -12,14 +12,15 @@ from zonal.kernels.cpp.sparse_library import Candidates
 
 def candidates(call: Call, search: LSH, native: bool) -> Candidates:
     """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them."""
-    seen, score = call.visibility, call.bound.score
-    width = call.k.shape[3]
-    asked, held = (torch.nn.functional.pad(hashing.codes(score, search, x, width), (0, 0, 1, 0)) for x in (call.q, call.k))
+    seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
+    search = search.sized(call.k.shape[2], hashing.spaces(score))
+    asked, held = (hashing.codes(score, search, x, width, native) for x in (call.q, call.k))
     reach = torch.tensor([search.window] + [search.reach] * search.tables)
-    rows = (seen.lo, torch.maximum(seen.lo, seen.hi), seen.position)
+    lo, hi, position = seen.lo, torch.maximum(seen.lo, seen.hi), seen.position
     if native:
-        return sparse_library.places(asked, held, *rows, reach, seen.key_mask)
-    return places(asked, held, *(x.to(call.device) for x in (*rows, reach)), seen.key_mask)
+        return sparse_library.places(asked, held, lo, hi, position, reach, seen.key_mask)
+    lo, hi, position, reach = (x.to(call.device) for x in (lo, hi, position, reach))
+    return places(asked, held, lo, hi, position, reach, seen.key_mask)
 
 
 def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:

@@ -1,6 +1,6 @@
 """Codes of points for the hash tables of ``search.LSH``: numbers that near points share more often than far ones, by the family of each space.
 
-SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w + u)/r) of points at x.w and y.w
+SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w + u)/r) of x and y, w ~ N(0, I / D),
 are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
 """
 
@@ -8,11 +8,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
 from zonal.algebra.search import LSH
+from zonal.kernels.cpp import sparse_library
 
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
@@ -33,9 +35,22 @@ def drawn(dim: int, tables: int, count: int, seed: int) -> Drawn:
     return Drawn(torch.randn(dim, tables * count, generator=generator), torch.rand(tables * count, generator=generator))
 
 
+def spaces(score: Score) -> int:
+    """How many spaces of a score are hashed."""
+    metric = score.metric if isinstance(score, NegativeDistance) else None
+    return len(metric.factors) if isinstance(metric, Product) else 1
+
+
+def projected(x: Tensor, search: LSH, seed: int) -> Tensor:
+    """(…, tokens, D) -> (…, tokens, tables * bits): what ``signs`` are the signs of."""
+    assert search.bits is not None
+    return x @ drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
+
+
 def signs(x: Tensor, search: LSH, seed: int) -> Tensor:
     """SimHash: (…, tokens, D) -> (…, tokens, tables) of ``search.bits`` bits each, int64."""
-    found = x @ drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
+    found = projected(x, search, seed)
+    assert search.bits is not None
     # packed by a product, in which sums up to 2^16 are exact
     powers = 2.0 ** torch.arange(search.bits, dtype=x.dtype, device=x.device)
     return ((found > 0).to(x.dtype).unflatten(-1, (search.tables, search.bits)) @ powers).long()
@@ -44,7 +59,7 @@ def signs(x: Tensor, search: LSH, seed: int) -> Tensor:
 def cells(x: Tensor, search: LSH, seed: int) -> Tensor:
     """Grid: (…, tokens, D) -> (…, tokens, tables, projections), int64."""
     numbers = drawn(x.shape[-1], search.tables, search.projections, seed)
-    return _floor(x @ numbers.directions.to(x) / search.width + numbers.offsets.to(x)).unflatten(-1, (search.tables, search.projections))
+    return _floor(x @ numbers.directions.to(x) / (x.shape[-1] ** 0.5 * search.width) + numbers.offsets.to(x)).unflatten(-1, (search.tables, search.projections))
 
 
 def _floor(x: Tensor) -> Tensor:
@@ -99,11 +114,14 @@ def hashing_refusal(score: Score) -> str | None:
     return None if family(score.metric) else f"metric {type(score.metric).__name__} has no hash family"
 
 
-def codes(score: Score, search: LSH, x: Tensor, width: int) -> Tensor:
-    """Codes (B, H, tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width`` numbers of which, the last, are the point."""
+def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False) -> Tensor:
+    """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width`` numbers of which, the last, are the
+    point. The first is zero for all: its bucket has every key. native: float32 on the CPU, with the compiled kernel."""
     x = x.detach()[..., x.shape[-1] - width :]
+    if native and (score.bilinear or family(score.metric) == "sphere"):  # type: ignore[attr-defined]
+        return sparse_library.signs(projected(x, search, search.seed), search.tables)
     parts = [signs(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
-    return _mixed(parts).to(torch.int32).transpose(-1, -2).contiguous()
+    return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
 
 
 def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Tensor]:
@@ -122,4 +140,4 @@ def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Tensor]:
     return [_floor(metric.polar(x)[0] / search.width + offsets), signs(x, search, seed)]
 
 
-__all__ = ["CODES", "cells", "codes", "drawn", "family", "hashing_refusal", "signs"]
+__all__ = ["CODES", "cells", "codes", "drawn", "family", "hashing_refusal", "projected", "signs", "spaces"]

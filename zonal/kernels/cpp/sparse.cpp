@@ -550,6 +550,22 @@ extern "C" {
 
 int64_t zonal_version() { return 5; }
 
+// Bits of signs: x (heads, tokens, tables * bits) -> codes (heads, 1 + tables, tokens), of which the first, of no bits, are zero.
+void zonal_sparse_signs(const float* x, int64_t heads, int64_t tokens, int64_t tables, int64_t bits, int32_t* codes) {
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float* row = x + (h * tokens + t) * tables * bits;
+      int32_t* out = codes + h * (1 + tables) * tokens + t;
+      out[0] = 0;
+      for (int64_t l = 0; l < tables; ++l, row += bits) {
+        int32_t code = 0;
+        for (int64_t i = 0; i < bits; ++i) code |= (row[i] > 0) << i;
+        out[(l + 1) * tokens] = code;
+      }
+    }
+}
+
 int zonal_sparse_places(const Places* call) {
   const Places& c = *call;
   const int64_t tables = c.B * c.Hkv * c.L, tasks = tables + c.B * c.H;

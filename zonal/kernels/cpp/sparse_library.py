@@ -69,6 +69,15 @@ class Factors(NamedTuple):
     eps: tuple[float, ...] = ()
 
 
+def signs(x: Tensor, tables: int) -> Tensor:
+    """Signs of float32 x (B, H, tokens, tables * bits) as codes of ``bits`` bits, (B, H, 1 + tables, tokens) int32; the first table has no bits."""
+    batch, heads, tokens, width = x.shape
+    x, codes = plain(x, torch.float32), torch.empty(batch, heads, 1 + tables, tokens, dtype=torch.int32)
+    sizes = (ctypes.c_int64(n) for n in (batch * heads, tokens, tables, width // tables))
+    library.load(CODE, SOURCE).zonal_sparse_signs(ctypes.c_void_p(x.data_ptr()), *sizes, ctypes.c_void_p(codes.data_ptr()))
+    return codes
+
+
 def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:
     """Candidates from codes in [0, 2^16) of queries (B, H, L, T) and keys (B, Hkv, L, S): those with the query's own code among the keys [lo, hi) that
     it may see, at most ``reach`` (L,) of each table, the nearest to ``position``. lo, hi, position (T,); key_mask (B, S)."""
@@ -141,4 +150,4 @@ def _run(function: Callable[..., int], call: ctypes.Structure) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["CODE", "KINDS", "SOURCE", "Candidates", "Factors", "backward", "forward", "places"]
+__all__ = ["CODE", "KINDS", "SOURCE", "Candidates", "Factors", "backward", "forward", "places", "signs"]
