@@ -54,7 +54,8 @@ def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]
     key = order.gather(3, flat).unflatten(3, at.shape[2::2]).transpose(2, 3)
     key = torch.where(there, key, order.shape[3]).flatten(3).sort(-1).values
     fresh = torch.nn.functional.pad(key[..., 1:] != key[..., :-1], (1, 0), value=True) & (key < order.shape[3])
-    return key.clamp_max(max(order.shape[3] - 1, 0)), fresh
+    # what fills up a row is one of its own keys: a score may look at all of them together, and no later one may have a part in it
+    return torch.where(key < order.shape[3], key, key[..., :1]).clamp_max(max(order.shape[3] - 1, 0)), fresh
 
 
 __all__ = ["candidates", "keys_of", "places"]

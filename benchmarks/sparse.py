@@ -1,0 +1,113 @@
+"""The sparse path: the 256 largest keys of each query found by hash tables, against exact attention by tiles and torch's fused attention.
+
+Clustered inputs have queries and keys around 128 common centres, at two widths; unclustered ones are independent normal numbers. What is lost is measured on
+some rows against all keys: the part of the attention mass and of the exact largest. First of all the path is compared with the dense definition, with a
+window that has every key.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zonal
+from benchmarks import common
+from zonal import Operator
+from zonal import mechanisms as m
+from zonal.algebra.anchor import TopK
+from zonal.algebra.search import LSH
+from zonal.execution.coverage import measured
+
+TOP, DIM, CENTRES = 256, 64, 128
+# (noise beside centres of 1.2, the search for dot products); None: no centres
+INPUTS = {"clusters, noise 0.3": (0.3, LSH(tables=12, bits=10)), "clusters, noise 0.4": (0.4, LSH(tables=16, bits=10)), "no clusters": (None, LSH(tables=16, bits=10))}
+REWA_TEMPERATURE = 0.08
+PEER_CAP = 60.0
+
+
+def draw(tokens: int, heads: int, noise: float | None, centres: int = CENTRES) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (1, heads, tokens, 64): every token around one of the centres, in no order."""
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = torch.randn(3, 1, heads, tokens, DIM, generator=generator).unbind(0)
+    if noise is None:
+        return 1.2 * q, 1.2 * k, v
+    centre = 1.2 * torch.randn(1, heads, centres, DIM, generator=generator)
+    base = centre.gather(2, torch.randint(centres, (1, heads, tokens, 1), generator=generator).expand(-1, -1, -1, DIM))
+    return base + noise * q, base + noise * k, v
+
+
+def operators(search: LSH) -> dict[str, tuple[Operator, Operator]]:
+    """name -> (with the search, exact by tiles)."""
+    rewa = m.rewa(temperature=REWA_TEMPERATURE)
+    return {
+        "softmax": (m.softmax().replace(anchor=TopK(TOP, search)), m.softmax()),
+        "rewa": (rewa.replace(anchor=TopK(TOP, LSH(tables=search.tables))), rewa),
+    }
+
+
+def gated(device: torch.device) -> float:
+    """The error against the definition where every key is met."""
+    q, k, v = (x.to(device) for x in draw(600, 2, 0.4, 8))
+    worst = 0.0
+    for name, (operator, _) in operators(LSH(window=600)).items():
+        whole = operator.replace(anchor=TopK(48, LSH(window=600)))
+        exact = zonal.attention(q.double(), k.double(), v.double(), whole, causal=True, path="dense")
+        worst = max(worst, common.gate(name, zonal.attention(q, k, v, whole, causal=True, path="sparse").double(), exact, 2e-4))
+    return worst
+
+
+def measure(name: str, kind: str, tokens: int, heads: int, device: torch.device, budget: float) -> dict[str, Any]:
+    noise, search = INPUTS[kind]
+    q, k, v = (x.to(device) for x in draw(tokens, heads, noise))
+    operator, exact = operators(search)[name]
+    works: dict[str, common.Work] = {
+        "sparse": lambda: zonal.attention(q, k, v, operator, causal=True, path="sparse"),
+        "tiled": lambda: zonal.attention(q, k, v, exact, causal=True, path="tiled"),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    with torch.no_grad():
+        if name == "rewa":  # torch's tiles of a product of distances take minutes: a part of them tells the whole, which grows with the square
+            part = min(tokens, 4096)
+            works["tiled"] = lambda: zonal.attention(q[:, :, :part], k[:, :, :part], v[:, :, :part], exact, causal=True, path="tiled")
+        times = common.interleaved(works, device, rounds=3, budget=budget, cap=PEER_CAP)
+        scale = (tokens / min(tokens, 4096)) ** 2 if name == "rewa" else 1.0
+        seconds = {work: min(found) * (scale if work == "tiled" else 1.0) for work, found in times.items()}
+        found = measured(operator, q, k, causal=True, rows=128)
+    used = operator.anchor.search  # type: ignore[attr-defined]
+    return {
+        "operator": name, "inputs": kind, "tokens": tokens, "heads": heads, "dim": DIM, "top": TOP, "tables": used.tables, "bits": used.bits,
+        "seconds": seconds, "tiled_from_tokens": min(tokens, 4096) if name == "rewa" else tokens, "sparse_to_tiled": seconds["sparse"] / seconds["tiled"],
+        "sparse_to_sdpa": seconds["sparse"] / seconds["sdpa"], "recall": found.recall, "mass": found.mass, "exact_mass": found.exact_mass, "met": found.met,
+        "seen": found.seen, "rows": found.rows,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = common.parser(__doc__ or "", "sparse")
+    parser.add_argument("--heads", type=int, default=4, help="heads of each call (default: %(default)s)")
+    parser.add_argument("--tokens", default="8192,32768", help="lengths, by commas (default: %(default)s)")
+    options = parser.parse_args()
+    device = common.prepare(options)
+    start = common.circumstances(device)
+    error = gated(device)
+    lengths, heads = ([512], 2) if options.quick else ([int(n) for n in options.tokens.split(",")], options.heads)
+    rows = [measure(name, kind, tokens, heads, device, 0.5 if options.quick else 6.0) for tokens in lengths for name in ("softmax", "rewa") for kind in INPUTS]
+    shown = [
+        [row["operator"], row["inputs"], str(row["tokens"]), f"{1 / row['sparse_to_tiled']:.2f}x", f"{1 / row['sparse_to_sdpa']:.2f}x", f"{row['mass']:.3f}", f"{row['exact_mass']:.3f}",
+         f"{row['recall']:.2f}", f"{row['met']:.0f} of {row['seen']:.0f}"]
+        for row in rows
+    ]  # fmt: skip
+    print(common.table(shown, ["operator", "inputs", "tokens", "than tiled", "than SDPA", "mass", "of top 256", "recall", "met"]))
+    best = [row for row in rows if row["operator"] == "softmax" and row["inputs"] != "no clusters" and row["tokens"] == max(lengths)]
+    summary = {
+        "faster_than_tiled": {row["inputs"]: 1 / row["sparse_to_tiled"] for row in best}, "mass": {row["inputs"]: row["mass"] for row in best},
+        "geometric_mean_faster": math.exp(sum(-math.log(row["sparse_to_tiled"]) for row in best) / len(best)), "gate_error": error,
+    }  # fmt: skip
+    settings = {"heads": heads, "top": TOP, "dim": DIM, "centres": CENTRES, "causal": True, "dtype": "float32", "threads": torch.get_num_threads()}
+    common.report(options.out, "sparse", (__doc__ or "").strip(), settings, rows, summary, start)
+
+
+if __name__ == "__main__":
+    main()
