@@ -47,6 +47,7 @@ def operators(search: LSH) -> dict[str, tuple[Operator, Operator]]:
     }
 
 
+@torch.no_grad()
 def gated(device: torch.device) -> float:
     """The error against the definition where every key is met."""
     q, k, v = (x.to(device) for x in draw(600, 2, 0.4, 8))

@@ -14,7 +14,7 @@ from zonal import mechanisms as m
 from zonal.algebra import definition
 from zonal.algebra.search import LSH
 from zonal.errors import ArgumentError, PathError
-from zonal.evaluation.coverage import coverage
+from zonal.evaluation.recall import coverage
 from zonal.execution import candidates, native_sparse, plan, sparse
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU

@@ -1,7 +1,7 @@
 """What a trained model is worth: metrics of one run, and what several seeds say together."""
 
-from zonal.evaluation.coverage import Coverage, coverage
 from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_transfer
+from zonal.evaluation.recall import Coverage, coverage
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
 

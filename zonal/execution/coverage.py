@@ -7,7 +7,7 @@ from zonal.algebra import Operator, definition
 from zonal.algebra.anchor import TopK
 from zonal.algebra.search import LSH
 from zonal.errors import ArgumentError
-from zonal.evaluation.coverage import Coverage, coverage, summarised
+from zonal.evaluation.recall import Coverage, coverage, summarised
 from zonal.execution import native_sparse
 from zonal.execution.call import Call, prepare
 from zonal.execution.candidates import candidates, keys_of
