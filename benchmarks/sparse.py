@@ -5,7 +5,9 @@ some rows against all keys: the part of the attention mass and of the exact larg
 window that has every key.
 """
 
+import functools
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -59,30 +61,38 @@ def gated(device: torch.device) -> float:
     return worst
 
 
-def measure(name: str, kind: str, tokens: int, heads: int, device: torch.device, budget: float) -> dict[str, Any]:
-    noise, search = INPUTS[kind]
-    q, k, v = (x.to(device) for x in draw(tokens, heads, noise))
-    operator, exact = operators(search)[name]
+def run(q: Tensor, k: Tensor, v: Tensor, operator: Operator) -> Tensor:
+    return zonal.attention(q, k, v, operator, causal=True, path="sparse")
+
+
+def measure(name: str, tokens: int, heads: int, device: torch.device, budget: float) -> list[dict[str, Any]]:
+    """A row for each kind of input. What meets every key takes the same time whatever the input, and is timed once, in turns with the sparse path on all of them."""
+    drawn = {kind: [x.to(device) for x in draw(tokens, heads, noise)] for kind, (noise, _) in INPUTS.items()}
+    searched = {kind: operators(search)[name][0] for kind, (_, search) in INPUTS.items()}
+    exact, (q, k, v) = operators(LSH())[name][1], next(iter(drawn.values()))
+    # torch's tiles of a product of distances take minutes: a part of the tokens tells the whole, which grows with the square
+    part = min(tokens, 4096) if name == "rewa" else tokens
     works: dict[str, common.Work] = {
-        "sparse": lambda: zonal.attention(q, k, v, operator, causal=True, path="sparse"),
-        "tiled": lambda: zonal.attention(q, k, v, exact, causal=True, path="tiled"),
+        "tiled": lambda: zonal.attention(q[:, :, :part], k[:, :, :part], v[:, :, :part], exact, causal=True, path="tiled"),
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        **{kind: functools.partial(run, *drawn[kind], searched[kind]) for kind in INPUTS},
     }
     with torch.no_grad():
-        if name == "rewa":  # torch's tiles of a product of distances take minutes: a part of them tells the whole, which grows with the square
-            part = min(tokens, 4096)
-            works["tiled"] = lambda: zonal.attention(q[:, :, :part], k[:, :, :part], v[:, :, :part], exact, causal=True, path="tiled")
-        times = common.interleaved(works, device, rounds=3, budget=budget, cap=PEER_CAP)
-        scale = (tokens / min(tokens, 4096)) ** 2 if name == "rewa" else 1.0
-        seconds = {work: min(found) * (scale if work == "tiled" else 1.0) for work, found in times.items()}
-        found = measured(operator, q, k, causal=True, rows=128)
-    used = operator.anchor.search  # type: ignore[attr-defined]
-    return {
-        "operator": name, "inputs": kind, "tokens": tokens, "heads": heads, "dim": DIM, "top": TOP, "tables": used.tables, "bits": used.bits,
-        "seconds": seconds, "tiled_from_tokens": min(tokens, 4096) if name == "rewa" else tokens, "sparse_to_tiled": seconds["sparse"] / seconds["tiled"],
-        "sparse_to_sdpa": seconds["sparse"] / seconds["sdpa"], "recall": found.recall, "mass": found.mass, "exact_mass": found.exact_mass, "met": found.met,
-        "seen": found.seen, "rows": found.rows,
-    }  # fmt: skip
+        times = common.interleaved(works, device, rounds=2, budget=budget, cap=PEER_CAP)
+    seconds = {work: min(found) for work, found in times.items()}
+    seconds["tiled"] *= (tokens / part) ** 2
+    rows = []
+    for kind, operator in searched.items():
+        found = measured(operator, *drawn[kind][:2], causal=True, rows=128)
+        used = operator.anchor.search  # type: ignore[union-attr]
+        rows.append(
+            {
+                "operator": name, "inputs": kind, "tokens": tokens, "heads": heads, "dim": DIM, "top": TOP, "tables": used.tables, "bits": used.bits,
+                "seconds": {"sparse": seconds[kind], "tiled": seconds["tiled"], "sdpa": seconds["sdpa"]}, "tiled_from_tokens": part,
+                "sparse_to_tiled": seconds[kind] / seconds["tiled"], "sparse_to_sdpa": seconds[kind] / seconds["sdpa"], **asdict(found),
+            }
+        )  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -94,7 +104,7 @@ def main() -> None:
     start = common.circumstances(device)
     error = gated(device)
     lengths, heads = ([512], 2) if options.quick else ([int(n) for n in options.tokens.split(",")], options.heads)
-    rows = [measure(name, kind, tokens, heads, device, 0.5 if options.quick else 6.0) for tokens in lengths for name in ("softmax", "rewa") for kind in INPUTS]
+    rows = [row for tokens in lengths for name in ("softmax", "rewa") for row in measure(name, tokens, heads, device, 0.5 if options.quick else 10.0)]
     shown = [
         [row["operator"], row["inputs"], str(row["tokens"]), f"{1 / row['sparse_to_tiled']:.2f}x", f"{1 / row['sparse_to_sdpa']:.2f}x", f"{row['mass']:.3f}", f"{row['exact_mass']:.3f}",
          f"{row['recall']:.2f}", f"{row['met']:.0f} of {row['seen']:.0f}"]
