@@ -419,3 +419,11 @@ def test_without_the_kernel_torch_gathers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("ZONAL_KERNELS", "off")
     assert torch.allclose(zonal.attention(q, k, v, operator, path="sparse"), expected, atol=1e-5)
     assert zonal.explain(operator, q.shape).candidates == "torch, for the environment says ZONAL_KERNELS=off"
+
+
+def test_compiled_by_torch() -> None:
+    """The graph breaks where candidates are sought; what runs is the same."""
+    operator = m.softmax().replace(anchor=anchor.TopK(3, FEW))
+    q, k, v = torch.randn(3, 1, 2, 30, 8).unbind(0)
+    run = torch.compile(lambda q: zonal.attention(q, k, v, operator, causal=True, path="sparse"), backend="eager")
+    assert torch.equal(run(q), zonal.attention(q, k, v, operator, causal=True, path="sparse"))

@@ -10,8 +10,12 @@ from zonal.kernels.cpp import sparse_library
 from zonal.kernels.cpp.sparse_library import Candidates
 
 
+@torch.compiler.disable
 def candidates(call: Call, search: LSH, native: bool) -> Candidates:
-    """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them."""
+    """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them.
+
+    Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
+    """
     seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
     search = search.sized(call.k.shape[2], hashing.spaces(score))
     asked, held = (hashing.codes(score, search, x, width, native) for x in (call.q, call.k))
