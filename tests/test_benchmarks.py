@@ -428,7 +428,7 @@ def test_the_benchmark_of_the_gpu_runs_there() -> None:
 def test_the_sparse_benchmark_measures() -> None:
     """Both operators pass the gate, and a row has the ratios and what was caught."""
     assert sparse.gated(CPU) < 2e-4
-    rows = sparse.measure("rewa", 128, 2, CPU, 0.0)
+    rows = sparse.measure("rewa", 128, 2, CPU, 1)
     assert [row["inputs"] for row in rows] == list(sparse.INPUTS)
     row = rows[0]
     assert set(row["seconds"]) == {"sparse", "tiled", "sdpa"}
