@@ -1,5 +1,7 @@
 """Which keys each query meets on the sparse path: those in its own buckets of hash tables, and the nearest in position."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,7 @@ from zonal.kernels.cpp import sparse_library
 from zonal.kernels.cpp.sparse_library import Candidates
 
 
-@torch.compiler.disable
-def candidates(call: Call, search: LSH, native: bool) -> Candidates:
+def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them.
 
     Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
@@ -25,6 +26,9 @@ def candidates(call: Call, search: LSH, native: bool) -> Candidates:
         return sparse_library.places(asked, held, lo, hi, position, reach, seen.key_mask)
     lo, hi, position, reach = (x.to(call.device) for x in (lo, hi, position, reach))
     return places(asked, held, lo, hi, position, reach, seen.key_mask)
+
+
+candidates: Callable[[Call, LSH, bool], Candidates] = torch.compiler.disable(_candidates)  # type: ignore[assignment]
 
 
 def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:

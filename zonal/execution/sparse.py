@@ -49,10 +49,10 @@ def sparse(call: Call) -> Tensor:
     assert isinstance(anchor.search, LSH)
     if native_sparse.refusal(call) is None:
         try:
-            return call.scaled(native_sparse.sparse(call, candidates(call, anchor.search, native=True)))
+            return call.scaled(native_sparse.sparse(call, candidates(call, anchor.search, True)))
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(f"zonal: torch gathers in place of the compiled kernel, many times slower. {error}", stacklevel=4)
-    found = candidates(call, anchor.search, native=False)
+    found = candidates(call, anchor.search, False)
     most = max(anchor.search.reach, anchor.search.window)
     return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, _Parts(call.bound.score, anchor, most)))
 
