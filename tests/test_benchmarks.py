@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zonal
-from benchmarks import common, gpu, linear, linear_peers, peers, planner, tiled
+from benchmarks import common, gpu, linear, linear_peers, peers, planner, sparse, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -423,3 +423,15 @@ def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Ca
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
 def test_the_benchmark_of_the_gpu_runs_there() -> None:
     assert gpu.main(["--quick", "--out", "-"]) == 0
+
+
+def test_the_sparse_benchmark_measures() -> None:
+    """Both operators pass the gate, and a row has the ratios and what was caught."""
+    assert sparse.gated(CPU) < 2e-4
+    rows = sparse.measure("rewa", 128, 2, CPU, 1)
+    assert [row["inputs"] for row in rows] == list(sparse.INPUTS)
+    row = rows[0]
+    assert set(row["seconds"]) == {"sparse", "tiled", "sdpa"}
+    assert row["sparse_to_tiled"] == pytest.approx(row["seconds"]["sparse"] / row["seconds"]["tiled"])
+    assert 0 < row["recall"] <= 1
+    assert 0 < row["mass"] <= row["exact_mass"] + 1e-6

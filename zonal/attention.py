@@ -14,6 +14,7 @@ from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.constants import Constants
 from zonal.execution.dense import dense
+from zonal.execution.sparse import sparse
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
 from zonal.kernels import transforms
@@ -59,7 +60,7 @@ def attention(
     action_mask: Tensor | None = None,
     key_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Memory]:
-    """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest exact path.
+    """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest path: exact, or where the operator declares a search, an approximation of it.
 
     Args:
         q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. With one head of q and one of k all heads of v share
@@ -71,7 +72,7 @@ def attention(
         scale: in place of the score's own, where the operator leaves it open.
         memory: what came before k and v; queries see all of it. It is not changed.
         return_memory: also return the memory after k and v (always, when ``memory`` is given).
-        path: "auto" (the planner's choice), "dense", "tiled", "chunked" or "streaming".
+        path: "auto" (the planner's choice), "dense", "tiled", "chunked", "streaming", or "sparse", for operators that declare a search.
         log_decay: (B, Hkv, S), <= 0: each token fades what came before by exp(log_decay). key_bias: (B, Hkv, S), added to log K.
             Operators that solve take log_decay where they declare a Decay prior, and no key_bias.
         action_mask: bool (B, S), False = the token is read for but not stored; key_gate: (B, Hkv, S), what its key is multiplied by, 0 to 1.
@@ -124,6 +125,8 @@ def _run(call: Call, path: str) -> Tensor:
         return dense(call)
     if path == "tiled":
         return tiled(call)
+    if path == "sparse":
+        return sparse(call)
     if path == "chunked":
         return chunked(call, None, return_memory=False)[0]
     return streaming(call, None, return_memory=False)[0]
@@ -152,10 +155,10 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         y, after = chunked(call, memory, return_memory=True)
     elif isinstance(memory, KeyValues):
         whole = following(call, memory.keys_and_values())
-        y = dense(whole) if path == "dense" else tiled(whole)
+        y = _run(whole, path)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     else:  # an empty memory of sums: validate has refused one that holds something
-        y = dense(call) if path == "dense" else tiled(call)
+        y = _run(call, path)
         after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
     assert after is not None
     if given.parts:

@@ -90,9 +90,9 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 
 MUST_RUN = {
-    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory"],
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "softmax-top", "yat-top", "rewa-top", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory"],
     "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "rewa_functional-linear", "ska-fading", "ska-mixed", "ska-relative"],
-    "streaming": ["softmax", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat", "rewa", "rewa_operator", "ska-fading", "ska-mixed"],
+    "streaming": ["softmax", "softmax-top", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat", "rewa", "rewa_operator", "ska-fading", "ska-mixed"],
 }
 
 

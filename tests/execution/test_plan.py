@@ -215,7 +215,7 @@ def test_a_token_after_a_memory_streams() -> None:
 def test_sums_refuse_paths_that_need_keys() -> None:
     operator = m.squared_affine()
     made = plan.choose(call_of(operator, 300), memory=filled(operator, 50), constants=DEFAULT_CPU)
-    assert set(made.refused) == {"dense", "tiled"}
+    assert set(made.refused) == {"dense", "tiled", "sparse"}
     assert "kind='keys'" in made.refused["dense"]
     assert made.path == "chunked"
 
@@ -223,7 +223,7 @@ def test_sums_refuse_paths_that_need_keys() -> None:
 def test_kept_keys_refuse_sums() -> None:
     operator = m.squared_affine()
     made = plan.choose(call_of(operator, 300), memory=filled(operator, 50, "keys"), constants=DEFAULT_CPU)
-    assert set(made.refused) == {"chunked"}
+    assert set(made.refused) == {"chunked", "sparse"}
 
 
 def test_a_longer_past_costs_more_where_keys_are_kept() -> None:

@@ -1,8 +1,8 @@
 """Anchors: from kernel blocks to weights, W = A(K_qk, K_kk, visible); the output is y = W V.
 
 Row, Count and Raw look at one query's own row of K and reduce it key by key: their ``reduction`` is a monoid
-(init, absorb, combine, finalise), which is what the tiled, chunked and streaming drivers are made of. Ridge and Koopman
-solve with the kernel among keys; they are not such a reduction, and say so (``solves``).
+(init, absorb, combine, finalise), which is what the tiled, chunked and streaming drivers are made of. TopK is Row once
+each row's least kept value is known. Ridge and Koopman solve with the kernel among keys; they are not such a reduction, and say so (``solves``).
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
+from zonal.algebra.declaration import Declaration, Move, expand_rows, require, require_whole, row
 from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
+from zonal.algebra.search import Search
 
 
 class Blocks(NamedTuple):
@@ -52,10 +53,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class Anchor(Declaration):
-    """From a kernel to weights. ``solves``: needs the kernel among keys. ``include_self``: whether a causal query sees its own key by default."""
+    """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
+
+    ``include_self``: whether a causal query sees its own key by default.
+    """
 
     slot = "anchor"
     solves: ClassVar[bool] = False
+    normalises: ClassVar[bool] = False
     include_self: ClassVar[bool] = True
 
     def weights(self, blocks: Blocks) -> Tensor:
@@ -69,8 +74,6 @@ class Anchor(Declaration):
 
 class SumAnchor(Anchor):
     """An anchor whose weights are K_ts times a factor of the row: the ones with a key-by-key reduction."""
-
-    normalises: ClassVar[bool] = False
 
     def init(self, shape: tuple[int, int, int], value_dim: int, like: Tensor) -> State:
         """The empty sum for (B, H, T) queries."""
@@ -147,6 +150,41 @@ class Row(SumAnchor):
             Move("derived", "anchor", "hence K and a K (any positive a_t) are the same operator: row gauge"),
             *((Move("assumed", "anchor", signed),) if self.allow_signed else ()),
         )
+
+
+@dataclass(frozen=True)
+class TopK(Anchor):
+    """W = K / sum over the k largest visible entries of a row, 0 elsewhere: ``Row`` on each query's k nearest keys.
+
+    Keys equal to the k-th largest are all kept, so that no order among them matters. A row that sees k keys or fewer keeps them all and is Row's.
+    Which keys are kept is a constant: gradients flow through their weights alone. k: of any size. search: how path='sparse' looks for them; with
+    none declared nothing approximates them. All other paths meet every key and keep the exact ones.
+    """
+
+    normalises: ClassVar[bool] = True
+
+    k: int = 256
+    search: Search | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("TopK: k", self.k)
+        require(self.search is None or isinstance(self.search, Search), f"TopK: search must be a search such as search.LSH(), or None, received {self.search!r}.")
+
+    def least(self, kernel: Tensor) -> Tensor:
+        """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a constant."""
+        keys = kernel.shape[-1]
+        if keys == 0:
+            return kernel.new_full((*kernel.shape[:-1], 1), float("-inf"))
+        return kernel.detach().topk(min(self.k, keys), sorted=False).values.amin(-1, keepdim=True)
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        # what is not a number is not below anything: a row that sees it is not a number either, as everywhere
+        below = blocks.qk < self.least(blocks.qk)
+        return Row().weights(blocks._replace(qk=blocks.qk.masked_fill(below, float("-inf") if blocks.log else 0.0)))
+
+    def moves(self) -> tuple[Move, ...]:
+        found = () if self.search is None else self.search.moves()
+        return (Move("assumed", "anchor", f"all but the {self.k} largest entries of a row are no evidence"), *Row().moves(), *found)
 
 
 @dataclass(frozen=True)
@@ -414,6 +452,6 @@ class Koopman(Ridge):
         return (*super().moves(), *((shift,) if self.shifts else ()))
 
 
-ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}
+ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "TopK": TopK, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}
 
-__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor"]
+__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK"]

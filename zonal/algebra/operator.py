@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.algebra import slots
-from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, SumAnchor
+from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
@@ -133,7 +133,7 @@ class Operator(nn.Module):
             bilinear=self.score.bilinear,
             degree=self.link.degree if self.score.bilinear else None,
             solves=self.anchor.solves,
-            normalises=isinstance(self.anchor, SumAnchor) and self.anchor.normalises,
+            normalises=self.anchor.normalises,
             decays=decays,
             includes_self=self.anchor.include_self if own is None else own,
         )
@@ -145,10 +145,11 @@ class Operator(nn.Module):
                 f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can leave it; "
                 "use score.Cosine() with temperature >= 1"
             )
-        if isinstance(self.anchor, Row) and not self.tags.positive and not self.anchor.allow_signed:
+        signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
+        if isinstance(self.anchor, Row | TopK) and signed:
             what = f"{type(self.score).__name__} scores" if isinstance(self.link, Identity) else f"{type(self.link).__name__} values"
             return (
-                f"anchor Row divides by a sum of {what}, which may be negative and cancel; "
+                f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
             )
         return self._solve_refusal() if self.anchor.solves else None

@@ -6,5 +6,6 @@ from zonal.algebra.link import LINKS
 from zonal.algebra.metric import METRICS
 from zonal.algebra.prior import PRIORS
 from zonal.algebra.score import SCORES
+from zonal.algebra.search import SEARCHES
 
-ALL: dict[str, type[Declaration]] = {**SCORES, **LINKS, **ANCHORS, **PRIORS, **METRICS}
+ALL: dict[str, type[Declaration]] = {**SCORES, **LINKS, **ANCHORS, **PRIORS, **METRICS, **SEARCHES}

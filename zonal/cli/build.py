@@ -17,7 +17,7 @@ Examples:
   zonal build --again"""
 
 
-_NAMES = {"tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder", "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence"}
+_NAMES = {"tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder", "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence", "sparse": "the largest of some candidates"}
 
 
 @dataclass(frozen=True)

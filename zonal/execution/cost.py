@@ -10,6 +10,7 @@ from zonal.execution import tiled as tiled_path
 from zonal.execution.constants import Constants
 from zonal.execution.cost_chunked import chunked
 from zonal.execution.cost_kernel import kernel
+from zonal.execution.cost_sparse import candidates
 from zonal.execution.cost_streaming import streaming
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
@@ -65,6 +66,9 @@ def dense(p: Problem, constants: Constants) -> Estimate:
         tally.views(6)
         live += 2
     tally.passes("select", n)
+    if p.top:
+        _top(p, tally, n)
+        live += 2
     if p.tags.solves:
         live += _dense_solve(p, tally)
     elif p.tags.normalises:
@@ -89,6 +93,13 @@ def dense(p: Problem, constants: Constants) -> Estimate:
         live += _dense_backward(p, tally)
     small = heads * p.T * (p.P + p.D) + (heads * p.S * (p.D + p.P) if p.groups > 1 else 0)
     return tally.estimate("dense", live * n + small, 2 * masks)
+
+
+def _top(p: Problem, tally: Tally, elements: float, count: float = 1) -> None:
+    """The largest entries of rows, ``elements`` in all, and what is below them put out."""
+    tally.passes("reduce", elements, 12 * count)
+    tally.passes("simple", elements, count)
+    tally.passes("select", elements, count)
 
 
 def _dense_backward(p: Problem, tally: Tally) -> float:
@@ -210,7 +221,7 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     p = with_past(p, tally)
     if p.without_kernel is None:
         return kernel(p, tally)
-    sequences, query_block, key_block = tiled_path.blocks(p.H, p.T, p.S)
+    sequences, query_block, key_block = tiled_path.blocks(p.H, p.T, p.S, p.top > 0)
     groups = -(-p.B // sequences) if p.B else 0
     batch = min(sequences, p.B)
     loops = p.B / batch if batch else 0
@@ -219,6 +230,9 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     for rows, keys, masked in tiles:
         count = tiles[rows, keys, masked] * loops
         _tile_forward(p, tally, batch, rows, keys, masked, count)
+        if p.top:  # whole rows first
+            _tile_forward_again(p, tally, batch, rows, keys, masked, count)
+            _top(p, tally, batch * p.H * rows * keys, count)
         if p.gradients:
             _tile_forward_again(p, tally, batch, rows, keys, masked, count)
             _tile_backward(p, tally, batch, rows, keys, masked, count)
@@ -230,7 +244,8 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
     heads = p.B * p.H
     tile = batch * p.H * query_block * key_block
     buffers = 1.5 if p.tags.log_space else 2.0  # scores and kernel in one or two, and now and then a mask
-    peak = heads * p.T * 1.0 + (buffers + 3.5 * p.biased) * tile + 3.0 * out
+    whole = batch * p.H * query_block * p.S * 1.5 if p.top else 0.0
+    peak = heads * p.T * (1.0 + (p.top > 0)) + whole + (buffers + 3.5 * p.biased) * tile + 3.0 * out
     if p.gradients:
         tally.views(query_blocks * groups * 24 + 40)
         tally.recorded(2)
@@ -334,4 +349,10 @@ def with_past(p: Problem, tally: Tally) -> Problem:
     return replace(p, S=tokens, past=0)
 
 
-MODELS: dict[str, Callable[[Problem, Constants], Estimate]] = {"dense": dense, "tiled": tiled, "chunked": chunked, "streaming": streaming}
+def sparse(p: Problem, constants: Constants) -> Estimate:
+    """Candidates that hash tables have found, and no other keys."""
+    tally = Tally(constants, p.itemsize)
+    return candidates(with_past(p, tally), tally)
+
+
+MODELS: dict[str, Callable[[Problem, Constants], Estimate]] = {"dense": dense, "tiled": tiled, "chunked": chunked, "streaming": streaming, "sparse": sparse}

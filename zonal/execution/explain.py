@@ -13,6 +13,7 @@ from zonal.errors import ArgumentError
 from zonal.execution import calibration
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import Constants
+from zonal.execution.coverage import Coverage, measured
 from zonal.execution.plan import Plan, decide, duration
 from zonal.execution.problem import Held, Problem, problem_of
 from zonal.memory import Memory
@@ -26,7 +27,7 @@ class Explanation:
     """A plan and its grounds. Printing it gives a page for people, ``to_dict`` plain values for programs.
 
     plan: path, reason, estimates (fastest first), refused. memory_bytes: what one sequence leaves after 1k, 16k and 128k tokens.
-    moves: the ledger. machine: whose constants the estimates stand on.
+    moves: the ledger. coverage: how much the sparse path's candidates caught of a sample, None without one. machine: whose constants the estimates stand on.
     """
 
     operator: str
@@ -38,6 +39,7 @@ class Explanation:
     memory_bytes: Mapping[int, int]
     moves: tuple[Move, ...]
     machine: str
+    coverage: Coverage | None = None
 
     @property
     def path(self) -> str:
@@ -66,6 +68,12 @@ class Explanation:
         return "a compiled kernel" if reason is None else f"torch, for {reason}"
 
     @property
+    def candidates(self) -> str:
+        """What runs the sparse path, as far as it can run."""
+        reason = self.problem.without_sparse
+        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+
+    @property
     def decode(self) -> str:
         """What runs the streaming path's few tokens after a memory of sums."""
         reason = self.problem.without_decode
@@ -81,7 +89,8 @@ class Explanation:
                 "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
                 "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
             },
-            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge, "decode": self.decode,
+            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge, "decode": self.decode, "candidates": self.candidates,
+            "coverage": None if self.coverage is None else asdict(self.coverage),
             "estimates": [asdict(estimate) for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
             "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},
@@ -106,7 +115,7 @@ class Explanation:
         return "\n".join(
             [
                 f"operator  {self.operator}: {self.declaration}", f"call      {', '.join(about)}", f"path      {self.path}", f"why       {self.why}",
-                "estimates", *table, "refused", *refused, f"memory    {self.memory_kind}; one sequence keeps {kept} tokens", f"machine   {self.machine}",
+                "estimates", *table, "refused", *refused, *([] if self.coverage is None else [f"coverage  {self.coverage}"]), f"memory    {self.memory_kind}; one sequence keeps {kept} tokens", f"machine   {self.machine}",
                 "ledger", *("  " + line for line in ledger.text(self.moves).splitlines()),
             ]
         )  # fmt: skip
@@ -133,6 +142,7 @@ def explain(
     key_padding: bool = False,
     packed: Sequence[int] | Tensor | None = None,
     memory: bool | int = False,
+    sample: tuple[Tensor, Tensor] | None = None,
 ) -> Explanation:
     """How ``zonal.attention`` would run a call of these shapes, and why. Nothing of their size is allocated.
 
@@ -141,6 +151,8 @@ def explain(
         gradients: whether backward follows; what the operator learns then counts, too.
         key_padding: whether there is a key_padding_mask. packed: borders of documents, as cu_seqlens.
         memory: how many tokens the call goes on from (True: 1024); a memory of the operator's own kind is then returned as well.
+        sample: queries and keys (B, H, T, D), (B, Hkv, S, D) such as the call will have. What the sparse path catches of them is measured on some rows, against
+            all keys: ``coverage``. For operators that declare a search.
 
     Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words.
     """
@@ -163,7 +175,7 @@ def explain(
     return Explanation(
         operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
         plan=decide(problem, constants), memory_kind=kind, memory_bytes={length: one.bytes_at(length) for length in LENGTHS},
-        moves=operator.moves(), machine=_machine(constants, place),
+        moves=operator.moves(), machine=_machine(constants, place), coverage=None if sample is None else measured(operator, *sample, causal=causal),
     )  # fmt: skip
 
 

@@ -7,17 +7,19 @@ from typing import NamedTuple
 import torch
 
 from zonal.algebra import Tags
-from zonal.algebra.anchor import Ridge
+from zonal.algebra.anchor import Ridge, TopK
 from zonal.algebra.prior import Window
-from zonal.execution import native, native_decode, native_ridge, native_ridge_decode, native_sums, tiled
+from zonal.algebra.search import LSH
+from zonal.execution import native, native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
+from zonal.execution.sparse import sparse_refusal
 from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
 
-PATHS = ("dense", "tiled", "chunked", "streaming")
+PATHS = ("dense", "tiled", "chunked", "streaming", "sparse")
 
 
 class Block(NamedTuple):
@@ -95,11 +97,11 @@ class Problem:
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. score_passes: of the score over all pairs. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
-    anchor that solves, and whether each query needs an inverse of its own.
+    anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
     kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
-    few tokens after a memory, on the streaming path.
+    few tokens after a memory, on the streaming path, and without_sparse of that for candidates, on the sparse path.
     refused: paths that cannot run this at any price, with the reason.
     """
 
@@ -127,6 +129,8 @@ class Problem:
     features: SymmetricPowers | None = None
     shifts: int = 0
     by_query: bool = False
+    top: int = 0
+    search: LSH | None = None
     gradients: bool = False
     coefficient_gradients: bool = False
     bias_gradients: bool = False
@@ -137,6 +141,7 @@ class Problem:
     without_sums: str | None = None
     without_decode: str | None = None
     without_ridge: str | None = None
+    without_sparse: str | None = None
     refused: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -187,11 +192,20 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
+        top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=native.refusal(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
-        without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None), refused=refused,
+        without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None),
+        without_sparse=native_sparse.refusal(call), refused=refused,
     )  # fmt: skip
+
+
+def _search(call: Call) -> LSH | None:
+    """The search of an anchor, with the bits of all spaces together."""
+    anchor = call.bound.anchor
+    search = anchor.search if isinstance(anchor, TopK) else None
+    return search.sized(call.shape[3]) if isinstance(search, LSH) else None
 
 
 def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:
@@ -208,6 +222,8 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
         reason = chunked_refusal(call)
         if reason is None and held is not None and held.kind == "keys":
             reason = "a memory of keys and values is not carried as sums (one made without kind='keys' holds sums where the operator allows it)"
+    elif path == "sparse":
+        reason = sparse_refusal(call)
     else:
         reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
         if reason is None and held is not None and held.tokens and held.kind != "keys":
@@ -222,7 +238,7 @@ def _untransformed(path: str, call: Call) -> str | None:
     if path == "tiled":
         reason = native.refusal(call)
         return None if reason is None else f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
-    if path == "chunked":
+    if path in ("chunked", "sparse"):
         return "its gradients are its own, which the transforms of torch.func do not know"
     return "a memory asks for numbers, which torch.func.vmap cannot give"
 

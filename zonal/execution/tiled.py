@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Anchor, SumAnchor
+from zonal.algebra.anchor import Anchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, Rows, Visibility
 from zonal.algebra.score import Score
@@ -27,6 +27,8 @@ from zonal.kernels.cpp.build import BuildError
 _QUERIES, _KEYS, _LONG = 128, 256, 2048
 # more heads than that are taken a few sequences at a time
 _TILE_ELEMENTS = 1 << 18
+# what the largest entries of a row are picked from: whole rows of some queries
+_ROW_ELEMENTS = 1 << 23
 
 
 class _Parts(NamedTuple):
@@ -35,6 +37,7 @@ class _Parts(NamedTuple):
     score: Score
     link: Link
     anchor: SumAnchor
+    top: TopK | None  # then the anchor is Row, of what is not below a row's least
     log: bool
     visibility: Visibility
     slope: Tensor | None
@@ -43,14 +46,16 @@ class _Parts(NamedTuple):
 
 def refusal(anchor: Anchor) -> str | None:
     """Why the tiled path cannot run an anchor, or None."""
-    if not isinstance(anchor, SumAnchor):
+    if not isinstance(anchor, SumAnchor | TopK):
         return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     return None
 
 
-def blocks(heads: int, queries: int, keys: int) -> tuple[int, int, int]:
-    """How much is in flight at once: (sequences, queries, keys) of a tile for H heads."""
+def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
+    """How much is in flight at once: (sequences, queries, keys) of a tile for H heads. rows: whole rows are kept meanwhile."""
     query_block, key_block = min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
+    if rows:
+        query_block = max(1, min(query_block, _ROW_ELEMENTS // max(heads * keys, 1)))
     return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block
 
 
@@ -59,13 +64,16 @@ def tiled(call: Call) -> Tensor:
     reason = refusal(call.bound.anchor)
     if reason is not None:
         raise PathError(f"attention: path 'tiled' cannot run operator: {reason}. Use path='dense' or path='chunked'.")
-    assert isinstance(call.bound.anchor, SumAnchor)
+    anchor = call.bound.anchor
+    top = anchor if isinstance(anchor, TopK) else None
     if native.refusal(call) is None:
         try:
             return call.scaled(native.tiled(call))
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
-    parts = _Parts(call.bound.score, call.bound.link, call.bound.anchor, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
+    summed = Row() if top else anchor
+    assert isinstance(summed, SumAnchor)
+    parts = _Parts(call.bound.score, call.bound.link, summed, top, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)
 
@@ -124,13 +132,15 @@ def _score(parts: _Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _tile(
-    parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch
-) -> _Tile:
+    parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch,
+    least: Tensor | None = None,
+) -> _Tile:  # fmt: skip
+    """least: what the rows' entries of K (or log K) may not be below, (B, H, t, 1)."""
     score = _score(parts, q, k, scratch)
     seen = parts.visibility
     prior = bias.tile(*span, seen.position, score.dtype)
     free = seen.key_mask is None and rows.all_see(*span[2:])
-    diagonal = None if free or parts.log or prior is not None or seen.key_mask is not None else rows.diagonal(span[2])
+    diagonal = None if free or parts.log or parts.top or prior is not None or seen.key_mask is not None else rows.diagonal(span[2])
     mask = None if free or diagonal is not None else seen.tile(*span, score.device)
     forbidden = None if mask is None else ~mask
     if prior is not None and forbidden is not None:
@@ -139,17 +149,35 @@ def _tile(
         # a bilinear score's gradient does without the score
         kernel = score if parts.score.bilinear else scratch.take("kernel", tuple(score.shape)).copy_(score)
         kernel = kernel if prior is None else kernel.add_(prior)
-        return _Tile(score, None, kernel if forbidden is None else kernel.masked_fill_(forbidden, float("-inf")), forbidden, None)
+        if forbidden is not None:
+            kernel.masked_fill_(forbidden, float("-inf"))
+        return _Tile(score, None, kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")), forbidden, None)
     out = scratch.take("kernel", tuple(score.shape))
     kernel = parts.link.value_into(score, c, out)
-    if kernel is score and (prior is not None or not free):
+    if kernel is score and (prior is not None or not free or least is not None):
         kernel = out.copy_(score)
     if prior is not None:
         prior = prior.exp()
         kernel.mul_(prior)
     tile = _Tile(score, prior, kernel, forbidden, diagonal)
     tile.cut_(kernel)
+    if least is None:
+        return tile
+    below = kernel < least
+    tile = tile._replace(forbidden=below if forbidden is None else below.logical_or_(forbidden))
+    tile.cut_(kernel)
     return tile
+
+
+def _least(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int], rows: Rows, block: int, scratch: _Scratch) -> Tensor | None:
+    """The least entry that each of the rows [t0, t1) keeps, (b, H, t, 1); None for an anchor that keeps all."""
+    if parts.top is None:
+        return None
+    whole = scratch.take("rows", (*q.shape[:3], rows.last - rows.first))
+    for s0 in range(rows.first, rows.last, block):
+        s1 = min(s0 + block, rows.last)
+        whole[..., s0 - rows.first : s1 - rows.first] = _tile(parts, q, k[:, :, s0:s1], c, bias, (*span, s0, s1), rows, scratch).kernel
+    return parts.top.least(whole)
 
 
 def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
@@ -159,8 +187,8 @@ def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
     return parts._replace(visibility=replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
 
 
-def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, block: tuple[int, int]) -> None:
-    """Fill y (b, H, T, P) and the row factors (b, H, T, 1)."""
+def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, least: Tensor, block: tuple[int, int]) -> None:
+    """Fill y (b, H, T, P), the row factors (b, H, T, 1) and, where some keys are left out, the least that is kept."""
     batch, heads, queries, _ = q.shape
     groups, scratch = parts.groups, _Scratch(q)
     online = parts.log and parts.anchor.normalises
@@ -169,9 +197,12 @@ def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tens
         t1 = min(t0 + block[0], queries)
         state = parts.anchor.init((batch, heads // groups, groups * (t1 - t0)), v.shape[3], q)
         rows = parts.visibility.rows(t0, t1)
+        kept = _least(parts, q[:, :, t0:t1], k, c, bias, (t0, t1), rows, block[1], scratch)
+        if kept is not None:
+            least[:, :, t0:t1] = kept
         for s0 in range(rows.first, rows.last, block[1]):
             s1 = min(s0 + block[1], rows.last)
-            tile = _tile(parts, q[:, :, t0:t1], k[:, :, s0:s1], c, bias, (t0, t1, s0, s1), rows, scratch)
+            tile = _tile(parts, q[:, :, t0:t1], k[:, :, s0:s1], c, bias, (t0, t1, s0, s1), rows, scratch, kept)
             kernel = tile.kernel.exp_() if parts.log and not online else tile.kernel
             state = parts.anchor.absorb(state, _grouped(kernel, groups), v[:, :, s0:s1], online)
         done = parts.anchor.finalise(state, count[:, :, t0:t1].repeat(1, 1, groups, 1), online)
@@ -197,7 +228,7 @@ class _Gradients(NamedTuple):
 
 def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
     """Add the gradients of some sequences to ``out``."""
-    q, k, v, c, y, factor, dy = tensors
+    q, k, v, c, y, factor, dy, least = tensors
     groups, scratch = parts.groups, _Scratch(q)
     online = parts.log and parts.anchor.normalises
     batch, heads, queries, _ = q.shape
@@ -209,14 +240,14 @@ def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Grad
     for t0 in range(0, queries, block[0]):
         t1 = min(t0 + block[0], queries)
         rows = parts.visibility.rows(t0, t1)
-        q_row, factor_row = q[:, :, t0:t1], factor[:, :, t0:t1]
+        q_row, factor_row, kept = q[:, :, t0:t1], factor[:, :, t0:t1], None if parts.top is None else least[:, :, t0:t1]
         # rows of one matrix a key head
         q_flat, dy_flat = (_grouped(x[:, :, t0:t1], groups).flatten(0, 1) for x in (q, dy))
         dq_flat = torch.zeros_like(q_flat)
         for s0 in range(rows.first, rows.last, block[1]):
             s1 = min(s0 + block[1], rows.last)
             k_tile, v_tile = k[:, :, s0:s1], v[:, :, s0:s1]
-            tile = _tile(parts, q_row, k_tile, c, bias, (t0, t1, s0, s1), rows, scratch)
+            tile = _tile(parts, q_row, k_tile, c, bias, (t0, t1, s0, s1), rows, scratch, kept)
             shape, flat = (batch, heads, t1 - t0, s1 - s0), (-1, groups * (t1 - t0), s1 - s0)
             kernel = tile.kernel.sub_(factor_row).exp_() if online else tile.kernel.exp_() if parts.log else tile.kernel
             _add_product(dv_all[:, s0:s1], kernel.reshape(flat).mT, dy_flat, scratch)
@@ -255,13 +286,14 @@ class _Tiled(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, queries, _ = q.shape
         y, factor = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, 1)
-        sequences, *block = blocks(heads, queries, k.shape[2])
+        least = q.new_empty(batch, heads, queries if parts.top else 0, 1)
+        sequences, *block = blocks(heads, queries, k.shape[2], parts.top is not None)
         for b in range(0, batch, sequences):
             span = slice(b, b + sequences)
             some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
-            _forward(some, bias, q[span], k[span], v[span], c, y[span], factor[span], (block[0], block[1]))
+            _forward(some, bias, q[span], k[span], v[span], c, y[span], factor[span], least[span], (block[0], block[1]))
         ctx.parts = parts
-        ctx.save_for_backward(q, k, v, c, row, col, y, factor)
+        ctx.save_for_backward(q, k, v, c, row, col, y, factor, least)
         return y
 
     @staticmethod
@@ -271,17 +303,17 @@ class _Tiled(torch.autograd.Function):
                 "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. "
                 "Use path='dense' where you need create_graph=True."
             )
-        q, k, v, c, row, col, y, factor = ctx.saved_tensors
+        q, k, v, c, row, col, y, factor, least = ctx.saved_tensors
         parts: _Parts = ctx.parts
         dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
         dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
         drow = torch.zeros_like(row) if ctx.needs_input_grad[4] else None
         dcol = torch.zeros_like(col) if ctx.needs_input_grad[5] else None
-        sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2])
+        sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
         for b in range(0, q.shape[0], sequences):
             span = slice(b, b + sequences)
             some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
             views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
             out = _Gradients(dq[span], dk[span], dv[span], dc, *views)
-            _backward(some, bias, (q[span], k[span], v[span], c, y[span], factor[span], dy[span]), out, (block[0], block[1]))
+            _backward(some, bias, (q[span], k[span], v[span], c, y[span], factor[span], dy[span], least[span]), out, (block[0], block[1]))
         return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.anchor import TopK
 from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
@@ -30,6 +31,8 @@ def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     """Why sums over features do not carry the past of an operator, or None when they do."""
     if parts.anchor.solves:
         return f"anchor {type(parts.anchor).__name__} solves with the kernel among keys, which is no sum over keys"
+    if isinstance(parts.anchor, TopK):
+        return "anchor TopK keeps single keys, which a sum over keys has forgotten"
     if not parts.score.bilinear:
         return f"score {type(parts.score).__name__} is no dot product of prepared vectors"
     for prior in _priors(parts):

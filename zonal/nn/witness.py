@@ -69,7 +69,7 @@ def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
         return x @ axes, share
     if isinstance(metric, Hyperbolic):
         axes, share = _axes(x)
-        return F.normalize(x @ axes, dim=-1) * (metric.radius(x) / 2).tanh(), share
+        return F.normalize(x @ axes, dim=-1) * (metric.polar(x)[0] / 2).tanh(), share
     x = x - x.mean(0)
     axes, share = _axes(x)
     return x @ axes, share

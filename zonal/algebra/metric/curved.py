@@ -132,9 +132,10 @@ class Hyperbolic(Metric):
     def _scale(self, dim: int) -> float:
         return max(dim, 1) ** -0.5 if self.scale is None else self.scale
 
-    def radius(self, x: Tensor) -> Tensor:
-        """How far points (…, p) are from the origin, (…, 1)."""
-        return (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * self._scale(x.shape[-1])).clamp_max(RADIUS)
+    def polar(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Radius (…, 1) and direction (…, D) of points, in their type; differentiable."""
+        found = _polar(x.double() * self._scale(x.shape[-1]))
+        return found.radius.to(x.dtype), found.direction.to(x.dtype)
 
     def typical(self, dim: int) -> float:
         return 1.5 if self.scale is None else 1.5 * self.scale * max(dim, 1) ** 0.5

@@ -148,7 +148,7 @@ class Product(Metric):
     def width(self, dim: int) -> int:
         return dim - len(self.factors) if self.adaptive else dim
 
-    def _parted(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
+    def parted(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
         """The weights (…, T or 1, factors), with the typical distance divided out, and each factor with its parts of q and k."""
         dim, count = k.shape[-1], len(self.factors)
         sizes = self.parts(dim)
@@ -161,12 +161,12 @@ class Product(Metric):
         return weights, list(zip(self.factors, q.split(sizes, -1), k.split(sizes, -1), strict=True))
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        weights, parts = self._parted(q, k)
+        weights, parts = self.parted(q, k)
         distances = [factor.pair(a, b) for factor, a, b in parts]
         return sum((weights[..., i + 1, None] * d for i, d in enumerate(distances[1:])), weights[..., 0, None] * distances[0])
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weights, parts = self._parted(q, k)
+        weights, parts = self.parted(q, k)
         slopes, dq, dk = [], [], []
         for i, (factor, a, b) in enumerate(parts):
             own = factor.pair(a, b)

@@ -16,12 +16,12 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer")
+SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "sparse")
 _HEADERS = {"sums": ("sums.hpp",)}  # beside common.hpp
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 # the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
-_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",), "mixer": ("identity",)}
+_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",), "mixer": ("identity",), "sparse": ("identity",)}
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 

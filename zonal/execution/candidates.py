@@ -1,0 +1,69 @@
+"""Which keys each query meets on the sparse path: those in its own buckets of hash tables, and the nearest in position."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.search import LSH
+from zonal.execution.call import Call
+from zonal.features import hashing
+from zonal.kernels.cpp import sparse_library
+from zonal.kernels.cpp.sparse_library import Candidates
+
+
+def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
+    """The candidates of a call's queries. The window is a table, too: the first, whose only bucket has every key. native: the kernel sorts them.
+
+    Random numbers are drawn and kept here, which is nothing for a graph: torch.compile breaks it.
+    """
+    seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
+    search = search.sized(call.k.shape[2], hashing.spaces(score))
+    asked, held = (hashing.codes(score, search, x, width, native) for x in (call.q, call.k))
+    reach = torch.tensor([search.window] + [search.reach] * search.tables)
+    lo, hi, position = seen.lo, torch.maximum(seen.lo, seen.hi), seen.position
+    if native:
+        return sparse_library.places(asked, held, lo, hi, position, reach, seen.key_mask)
+    lo, hi, position, reach = (x.to(call.device) for x in (lo, hi, position, reach))
+    return places(asked, held, lo, hi, position, reach, seen.key_mask)
+
+
+candidates: Callable[[Call, LSH, bool], Candidates] = torch.compiler.disable(_candidates)  # type: ignore[assignment]
+
+
+def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:
+    """``sparse_library.places`` by torch, on any device."""
+    keys, groups = held.shape[3], asked.shape[1] // held.shape[1]
+    held = held.long() if key_mask is None else torch.where(key_mask[:, None, None], held.long(), hashing.CODES)  # in no query's bucket
+    size = keys + 1
+    ranked, order = (held * size + torch.arange(keys, device=held.device)).sort(-1)
+    base = asked.long() * size
+    ranked = ranked.repeat_interleave(groups, 1) if groups > 1 else ranked
+
+    def place(at: Tensor) -> Tensor:
+        return torch.searchsorted(ranked, (base + at.clamp(0, keys)).contiguous())
+
+    first, last, own, most = place(lo), place(hi), place(position + 1), reach[:, None]
+    stop = torch.minimum(torch.maximum(torch.minimum(own, last) - (most + 1) // 2, first) + most, last)
+    walk = asked[:, :, -1].sort(dim=-1, stable=True).indices
+    start, stop = (x.transpose(2, 3).contiguous() for x in (torch.maximum(stop - most, first), stop))
+    return Candidates(*(x.to(torch.int32) for x in (order, start, stop, walk)))
+
+
+def keys_of(found: Candidates, span: slice, reach: int) -> tuple[Tensor, Tensor]:
+    """The keys that the queries of a span meet, (B, H, t, C) int64, and which of the C count: each key once. reach: the most of a table."""
+    start, stop = (x[:, :, span].long() for x in (found.start, found.stop))
+    groups = start.shape[1] // found.order.shape[1]
+    order = found.order.long().repeat_interleave(groups, 1) if groups > 1 else found.order.long()
+    step = torch.arange(reach, device=order.device)
+    at = start[..., None] + step  # (B, H, t, L, reach)
+    there = at < stop[..., None]
+    flat = at.clamp_max(max(order.shape[3] - 1, 0)).transpose(2, 3).flatten(3)
+    key = order.gather(3, flat).unflatten(3, at.shape[2::2]).transpose(2, 3)
+    key = torch.where(there, key, order.shape[3]).flatten(3).sort(-1).values
+    fresh = torch.nn.functional.pad(key[..., 1:] != key[..., :-1], (1, 0), value=True) & (key < order.shape[3])
+    # what fills up a row is one of its own keys: a score may look at all of them together, and no later one may have a part in it
+    return torch.where(key < order.shape[3], key, key[..., :1]).clamp_max(max(order.shape[3] - 1, 0)), fresh
+
+
+__all__ = ["candidates", "keys_of", "places"]

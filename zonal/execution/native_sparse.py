@@ -1,0 +1,99 @@
+"""The sparse path by a compiled kernel on the CPU: which calls it takes, and how a call becomes one."""
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import TopK
+from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
+from zonal.algebra.metric.base import unit
+from zonal.algebra.score import NegativeDistance, Score
+from zonal.execution import native
+from zonal.execution.call import Call
+from zonal.kernels import sparse_ops, transforms
+from zonal.kernels.cpp import build, library, sparse_library
+from zonal.kernels.cpp.sparse_library import KINDS, Candidates, Factors
+
+_KINDS: dict[type[Metric], str] = {
+    Euclidean: "euclidean", HilbertSchmidt: "euclidean", SquaredEuclidean: "squared", Sphere: "sphere", Hyperbolic: "hyperbolic",
+}  # fmt: skip
+
+
+def refusal(call: Call) -> str | None:
+    """Why torch runs in the kernel's place, or None."""
+    if os.environ.get(native.VARIABLE) == "off":
+        return f"the environment says {native.VARIABLE}=off"
+    if call.device.type not in ("cpu", "meta"):
+        return f"there is no kernel for device {call.device.type!r}"
+    if call.coefficients.dtype == torch.float64:
+        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = _factors_refusal(call.bound.score)
+    if reason is not None:
+        return reason
+    if min(call.shape[4:]) < 1:
+        return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
+    if transforms.active():
+        return "a call that is transformed needs operations of torch"
+    if build.compiler() is None and sparse_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
+    failure = library.failure(sparse_library.CODE, sparse_library.SOURCE)
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def _factors_refusal(score: Score) -> str | None:
+    if score.bilinear:
+        return None
+    if not isinstance(score, NegativeDistance) or score.dot is not None:
+        return f"score {type(score).__name__} with a dot product beside distances is not in it"
+    metrics = score.metric.factors if isinstance(score.metric, Product) else (score.metric,)
+    return next((f"metric {type(metric).__name__} is not in it" for metric in metrics if type(metric) not in _KINDS), None)
+
+
+class _Points(NamedTuple):
+    """A part of queries and keys as the kernel takes it: numbers, radius (…, 1) and its sinh."""
+
+    q: tuple[Tensor, Tensor, Tensor]
+    k: tuple[Tensor, Tensor, Tensor]
+
+
+def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]:
+    """Prepared queries and keys as the kernel takes them; differentiable."""
+    if score.bilinear:
+        return q, k, Factors()
+    assert isinstance(score, NegativeDistance)
+    metric = score.metric
+    weights, parts = metric.parted(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
+    made = [_Points(_point(factor, a), _point(factor, b)) for factor, a, b in parts]
+    weights = (weights / score.temperature).expand(*q.shape[:3], len(parts))
+    rows = [torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)]
+    factors = Factors(
+        tuple(_KINDS[type(factor)] for factor, _, _ in parts), tuple(a.shape[-1] for _, a, _ in parts), tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts)
+    )
+    return torch.cat([rows[0], weights, *rows[1:3]], -1), torch.cat(rows[3:], -1), factors
+
+
+def _point(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(metric, Hyperbolic):
+        radius, direction = metric.polar(x)
+        return direction, radius, radius.sinh()
+    none = torch.zeros_like(x[..., :1])
+    if not isinstance(metric, Sphere):
+        return x, none, none
+    direction, inverse = unit(x.double())
+    return direction.to(x.dtype), (inverse == 0).to(x.dtype), none
+
+
+def sparse(call: Call, found: Candidates) -> Tensor:
+    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    anchor = call.bound.anchor
+    assert isinstance(anchor, TopK)
+    q, k, factors = points(call.bound.score, call.q, call.k)
+    kinds = [KINDS.index(kind) for kind in factors.kinds]
+    return sparse_ops.sparse(q, k, call.v, *found, kinds, list(factors.sizes), list(factors.eps), anchor.k)[0]
+
+
+__all__ = ["points", "refusal", "sparse"]

@@ -1,0 +1,132 @@
+"""The sparse path: each query keeps its largest entries among candidates that hash tables have found, and meets no other key.
+
+An approximation of anchor TopK, for operators that declare a search. Forward keeps y and two numbers a row, the least entry kept and the log of
+the row's sum; backward makes candidates and scores again. With W = exp(S - whole) on what is kept and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import TopK
+from zonal.algebra.score import Score
+from zonal.algebra.search import LSH
+from zonal.errors import PathError
+from zonal.execution import native_sparse
+from zonal.execution.call import Call
+from zonal.execution.candidates import candidates, keys_of
+from zonal.features import hashing
+from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.cpp.sparse_library import Candidates
+
+# numbers of keys and values that torch gathers at once
+_GATHERED = 1 << 23
+
+
+def sparse_refusal(call: Call) -> str | None:
+    """Why this call cannot run sparse, or None when it can."""
+    anchor = call.bound.anchor
+    if not isinstance(anchor, TopK):
+        return f"anchor {type(anchor).__name__} weighs every key; anchor.TopK(k, search=search.LSH()) keeps the largest of those that a search finds"
+    if not isinstance(anchor.search, LSH):
+        return "anchor TopK declares no search, and nothing else may leave out keys; declare one, anchor.TopK(k, search=search.LSH())"
+    if not call.tags.log_space:
+        return f"link {type(call.bound.link).__name__} may be large at far keys, which no search for near ones finds; use link.Exp()"
+    if not call.bias.empty:
+        return "log priors (decay, ALiBi, key biases) make far keys large, and the search does not know them"
+    return hashing.hashing_refusal(call.bound.score)
+
+
+def sparse(call: Call) -> Tensor:
+    """y (B, H, T, P). Raises: PathError when ``sparse_refusal`` has a reason."""
+    reason = sparse_refusal(call)
+    if reason is not None:
+        raise PathError(f"attention: path 'sparse' cannot run operator: {reason}. Use path='dense' or path='tiled'.")
+    anchor = call.bound.anchor
+    assert isinstance(anchor, TopK)
+    assert isinstance(anchor.search, LSH)
+    if native_sparse.refusal(call) is None:
+        try:
+            return call.scaled(native_sparse.sparse(call, candidates(call, anchor.search, True)))
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch gathers in place of the compiled kernel, many times slower. {error}", stacklevel=4)
+    found = candidates(call, anchor.search, False)
+    most = max(anchor.search.reach, anchor.search.window)
+    return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, _Parts(call.bound.score, anchor, most)))
+
+
+class _Parts(NamedTuple):
+    """What a row is made from, apart from tensors. reach: the most candidates of one table."""
+
+    score: Score
+    anchor: TopK
+    reach: int
+
+
+class _Met(NamedTuple):
+    """Queries (B, H, t, 1, D) and the keys (B, H, t, C, D) and values they meet; places of those among all (B, Hkv, S); log K (B, H, t, 1, C)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    place: Tensor
+    score: Tensor
+    kernel: Tensor
+
+
+def _meet(parts: _Parts, q: Tensor, k: Tensor, v: Tensor, found: Candidates, span: slice) -> _Met:
+    key, fresh = keys_of(found, span, min(parts.reach, k.shape[2]))
+    batch, kv_heads, keys = k.shape[:3]
+    head = torch.arange(batch * kv_heads, device=k.device).view(batch, kv_heads, 1, 1).repeat_interleave(q.shape[1] // kv_heads, 1)
+    place = head * keys + key
+    asked, near = q[:, :, span, None], k.flatten(0, 2)[place]
+    score = parts.score.pair(asked, near)
+    return _Met(asked, near, v.flatten(0, 2)[place], place, score, score.masked_fill(~fresh.unsqueeze(-2), float("-inf")))
+
+
+def _spans(q: Tensor, k: Tensor, v: Tensor, found: Candidates, reach: int) -> list[slice]:
+    numbers = q.shape[0] * q.shape[1] * found.order.shape[2] * min(reach, k.shape[2]) * (k.shape[3] + v.shape[3])
+    size = max(1, _GATHERED // max(numbers, 1))
+    return [slice(t, t + size) for t in range(0, q.shape[2], size)]
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Candidates, parts: _Parts) -> Tensor:  # type: ignore[override]
+        y, least, whole = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], 1, 1), q.new_empty(*q.shape[:3], 1, 1)
+        for span in _spans(q, k, v, found, parts.reach) if k.shape[2] else ():
+            met = _meet(parts, q, k, v, found, span)
+            least[:, :, span] = parts.anchor.least(met.kernel)
+            kept = met.kernel.masked_fill(met.kernel < least[:, :, span], float("-inf"))
+            total = kept.logsumexp(-1, keepdim=True)
+            whole[:, :, span] = torch.where(total == float("-inf"), float("inf"), total)  # a row that meets no key is zero
+            y[:, :, span] = ((kept - whole[:, :, span]).exp() @ met.v).squeeze(-2)
+        ctx.found, ctx.parts = found, parts
+        ctx.save_for_backward(q, k, v, y, least, whole)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PathError(
+                "attention: path 'sparse' makes its scores again in backward and has no second derivative. Use path='dense' where you need create_graph=True."
+            )
+        q, k, v, y, least, whole = ctx.saved_tensors
+        found, parts = ctx.found, ctx.parts
+        dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        shared = (dy * y).sum(-1)[..., None, None]
+        for span in _spans(q, k, v, found, parts.reach) if k.shape[2] else ():
+            met = _meet(parts, q, k, v, found, span)
+            kept = met.kernel.masked_fill(met.kernel < least[:, :, span], float("-inf"))
+            weights, slope = (kept - whole[:, :, span]).exp(), dy[:, :, span, None]
+            ds = weights * (slope @ met.v.mT - shared[:, :, span])
+            own, near = parts.score.pair_vjp(met.q, met.k, met.score, ds)
+            dq[:, :, span] = own.squeeze(-2)
+            for total, part in ((dk, near), (dv, weights.mT @ slope)):
+                total.flatten(0, 2).index_add_(0, met.place.flatten(), part.flatten(0, 3))
+        return dq, dk, dv, None, None
+
+
+__all__ = ["sparse", "sparse_refusal"]

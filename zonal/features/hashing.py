@@ -1,0 +1,143 @@
+"""Codes of points for the hash tables of ``search.LSH``: numbers that near points share more often than far ones, by the family of each space.
+
+SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w + u)/r) of x and y, w ~ N(0, I / D),
+are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
+from zonal.algebra.score import NegativeDistance, Score
+from zonal.algebra.search import LSH
+from zonal.kernels.cpp import sparse_library
+
+CODES = 1 << 16
+# of the mixing of cells: odd, so that no digit is lost
+_MIX = 0x9E3779B1
+
+
+class Drawn(NamedTuple):
+    """The random numbers of a family for D numbers and L tables: directions (D, L n) and offsets (L n,) in [0, 1)."""
+
+    directions: Tensor
+    offsets: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def drawn(dim: int, tables: int, count: int, seed: int) -> Drawn:
+    """The same numbers for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return Drawn(torch.randn(dim, tables * count, generator=generator), torch.rand(tables * count, generator=generator))
+
+
+def spaces(score: Score) -> int:
+    """How many spaces of a score are hashed."""
+    metric = score.metric if isinstance(score, NegativeDistance) else None
+    return len(metric.factors) if isinstance(metric, Product) else 1
+
+
+def projected(x: Tensor, search: LSH, seed: int) -> Tensor:
+    """(…, tokens, D) -> (…, tokens, tables * bits): what ``signs`` are the signs of."""
+    assert search.bits is not None
+    return x @ drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
+
+
+def signs(x: Tensor, search: LSH, seed: int) -> Tensor:
+    """SimHash: (…, tokens, D) -> (…, tokens, tables) of ``search.bits`` bits each, int64."""
+    found = projected(x, search, seed)
+    assert search.bits is not None
+    # packed by a product, in which sums up to 2^16 are exact
+    powers = 2.0 ** torch.arange(search.bits, dtype=x.dtype, device=x.device)
+    return ((found > 0).to(x.dtype).unflatten(-1, (search.tables, search.bits)) @ powers).long()
+
+
+def cells(x: Tensor, search: LSH, seed: int) -> Tensor:
+    """Grid: (…, tokens, D) -> (…, tokens, tables, projections), int64."""
+    numbers = drawn(x.shape[-1], search.tables, search.projections, seed)
+    return _floor(x @ numbers.directions.to(x) / (x.shape[-1] ** 0.5 * search.width) + numbers.offsets.to(x)).unflatten(-1, (search.tables, search.projections))
+
+
+def _floor(x: Tensor) -> Tensor:
+    """Whole numbers; what is not finite lies in the cell of zero."""
+    return x.nan_to_num(0.0, 0.0, 0.0).clamp(-(2.0**31), 2.0**31).floor().long()
+
+
+def _mixed(parts: list[Tensor]) -> Tensor:
+    """Cells (…, tables) put together to one code below ``CODES``."""
+    code = parts[0]
+    for part in parts[1:]:
+        code = (code * _MIX + part) & 0xFFFFFFFF
+    return code & (CODES - 1) if len(parts) == 1 else ((code * _MIX) & 0xFFFFFFFF) >> 16
+
+
+@functools.singledispatch
+def family(metric: Metric) -> str:
+    """The hash family of a space: "plane", "sphere", "hyperbolic" or "product"; "" where there is none."""
+    return ""
+
+
+@family.register(Euclidean)
+@family.register(SquaredEuclidean)
+@family.register(HilbertSchmidt)
+def _(metric: Metric) -> str:
+    return "plane"
+
+
+@family.register
+def _(metric: Sphere) -> str:
+    return "sphere"
+
+
+@family.register
+def _(metric: Hyperbolic) -> str:
+    return "hyperbolic"
+
+
+@family.register
+def _(metric: Product) -> str:
+    return "product" if all(family(factor) for factor in metric.factors) else ""
+
+
+def hashing_refusal(score: Score) -> str | None:
+    """Why points of a score have no hash family, or None when they have."""
+    if score.bilinear:
+        return None
+    if not isinstance(score, NegativeDistance):
+        return f"score {type(score).__name__} has no hash family"
+    if score.dot is not None:
+        return "a distance beside a dot product has no hash family"
+    return None if family(score.metric) else f"metric {type(score.metric).__name__} has no hash family"
+
+
+def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False) -> Tensor:
+    """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width`` numbers of which, the last, are the
+    point. The first is zero for all: its bucket has every key. native: float32 on the CPU, with the compiled kernel."""
+    x = x.detach()[..., x.shape[-1] - width :]
+    if native and (score.bilinear or family(score.metric) == "sphere"):  # type: ignore[attr-defined]
+        return sparse_library.signs(projected(x, search, search.seed), search.tables)
+    parts = [signs(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
+    return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
+
+
+def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Tensor]:
+    """Cells (…, tokens, tables), one a hash function or one for all signs."""
+    kind = family(metric)
+    if kind == "product":
+        assert isinstance(metric, Product)
+        parts = x.split(metric.parts(x.shape[-1]), -1)
+        return [cell for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True)) for cell in _of(factor, search, part, seed + 7919 * (i + 1))]
+    if kind == "plane":
+        return list(cells(x, search, seed).unbind(-1))
+    if kind == "sphere":
+        return [signs(x, search, seed)]
+    assert isinstance(metric, Hyperbolic)
+    offsets = drawn(1, search.tables, 1, seed + 1).offsets.to(x)
+    return [_floor(metric.polar(x)[0] / search.width + offsets), signs(x, search, seed)]
+
+
+__all__ = ["CODES", "cells", "codes", "drawn", "family", "hashing_refusal", "projected", "signs", "spaces"]
