@@ -136,8 +136,8 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
     if not library.load(code).zonal_has_bf16():
         pytest.skip("this processor has no bfloat16 products")
     ran: list[str] = []
-    original = library._run
-    monkeypatch.setattr(library, "_run", lambda function, call: ran.append(function._zonal) or original(function, call))
+    original = library.run
+    monkeypatch.setattr(library, "run", lambda function, call: ran.append(function._zonal) or original(function, call))
     for source in ("tile", "tile_bf16"):
         kernel = library.load(code, source)
         for name in ("zonal_forward", "zonal_backward"):

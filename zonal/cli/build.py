@@ -17,7 +17,10 @@ Examples:
   zonal build --again"""
 
 
-_NAMES = {"tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder", "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence"}
+_NAMES = {
+    "tile": "float32", "tile_bf16": "bfloat16", "sums": "sums over features", "decode": "steps of a decoder", "ridge": "ridge read-outs", "ridge_decode": "ridge steps", "mixer": "around a recurrence",
+    "distance": "distances", "distance_wide": "distances, AVX-512",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
