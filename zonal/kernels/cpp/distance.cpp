@@ -5,7 +5,7 @@
 //   gap = |a - b|^2 (keys x C)          of points (plane), or of their directions (sphere, hyperbolic space), in registers
 //   backward: dA^T += G^T (A - B)^T     G = dlog K w_f d(d_f)/d(gap); a slope is large where points are near, and their difference small
 //
-// so that nothing cancels where points are near. Directions are rounded, though: where two agree to some 0.03, or are opposite to some 0.1, their gap and
+// so that nothing cancels where points are near. Directions are rounded, though: where two agree to some 0.03, or are opposite to some 0.2, their gap and
 // its gradient are taken from the raw points in double, pair by pair. These are few, but for points on a line.
 //
 // A point is prepared once, queries and keys by the same code: its parts as the distance takes them, each padded to C numbers, and notes beside them.
@@ -28,7 +28,7 @@ constexpr int KEYS = 96;              // keys of a block, a multiple of R
 constexpr int SPAN = 64;              // queries of a block, backward
 constexpr int MOST = 8;               // parts
 constexpr int WAVES = 8;
-constexpr float NEAR = 1e-3f, OPPOSITE = 1e-2f;  // squared, from where on directions are looked at in double
+constexpr float NEAR = 1e-3f, OPPOSITE = 4e-2f;  // squared, from where on directions are looked at in double
 constexpr double RADIUS = 40.0;       // beyond it sinh(a) sinh(b) leaves float
 constexpr double ORIGIN = 1e-6;       // where a direction is smooth
 enum Kind { EUCLIDEAN, SQUARED, SPHERE, HYPERBOLIC, PRODUCT };
@@ -225,7 +225,7 @@ INLINE V distance(float square, float shift, V gap, const float* lanes, const No
     const V size = load(lanes + SINH4 * C) * key.sinh, level = sinh * sinh;
     const V x = gap * size + (level + square), low = inverse_root(x), high = inverse_root(1.f + x), slope = low * high;
     const V rise = x * low, whole = (1.f + x) * high;
-    slopes.bent = size * slope;
+    slopes.bent = least(size * slope, spread(1e34f));  // more where far points coincide: infinity times their difference were NaN
     slopes.along = 2.f * slopes.bent;
     slopes.bent *= gap;
     slopes.straight = slope * sinh * ((1.f + level) * inverse_root(1.f + level));
@@ -282,21 +282,19 @@ Keys keys_of(const Work& w, int64_t b, int64_t h) {
   return {w.rows + first * w.width, w.poison + first, w.notes + first * w.asked.count};
 }
 
-// u - v, or u + v, number by number in double
+// u - v, or u + v, number by number in double: nothing, to the bit, where the points are the same
 struct Apart {
   const float *q, *k;
-  double along_q, along_k;
-  double operator[](int64_t i) const { return q[i] * along_q - k[i] * along_k; }
+  double ratio, inverse;  // of the inverse lengths; of the query
+  double operator[](int64_t i) const { return (q[i] - k[i] * ratio) * inverse; }
 };
 
 Apart apart(const Work& w, const Head<float>& at, const Keys& keys, const Queries& column, int32_t s, const Close& pair) {
   const Term& term = w.asked.terms[pair.part];
   const int64_t key = at.index[s + pair.row];
-  const double inverse = keys.notes[key * w.asked.count + pair.part].inverse;
-  return {
-    at.q + (column.t0 + pair.lane) * at.q_step + term.start, at.k + key * at.k_step + term.start, column.notes[pair.part * C + pair.lane].inverse,
-    pair.opposite ? -inverse : inverse
-  };
+  const double mine = column.notes[pair.part * C + pair.lane].inverse, other = keys.notes[key * w.asked.count + pair.part].inverse;
+  const double ratio = mine > 0 ? other / mine : 0;  // two vectors without direction are close, too
+  return {at.q + (column.t0 + pair.lane) * at.q_step + term.start, at.k + key * at.k_step + term.start, pair.opposite ? -ratio : ratio, mine};
 }
 
 // gaps of all parts of N keys from place s on, (count, N, C), and the pairs that were near: how many there are, the first of them in ``close``
