@@ -29,6 +29,7 @@ constexpr int SPAN = 64;              // queries of a block, backward
 constexpr int MOST = 8;               // parts
 constexpr int WAVES = 8;
 constexpr float NEAR = 1e-3f, OPPOSITE = 4e-2f;  // squared, from where on directions are looked at in double
+constexpr double SAME = 1e-30;        // squared: nearer than that are directions of float vectors only by rounding
 constexpr double RADIUS = 40.0;       // beyond it sinh(a) sinh(b) leaves float
 constexpr double ORIGIN = 1e-6;       // where a direction is smooth
 enum Kind { EUCLIDEAN, SQUARED, SPHERE, HYPERBOLIC, PRODUCT };
@@ -268,7 +269,8 @@ APART void gaps(const float* const (&rows)[N], const float* column, int64_t inne
 }
 
 struct Close {  // a pair whose directions agree, or are opposite
-  int32_t part, row, lane, opposite;
+  int32_t part, row, lane;
+  bool opposite, same;
 };
 
 struct Keys {  // where the prepared keys of one head are
@@ -318,12 +320,13 @@ int measure(const Work& w, const Head<float>& at, const Keys& keys, const Querie
     for (int i = 0; i < N * C; i += L) some |= (load(gap + i) < NEAR) | (load(gap + i) > opposite);
     if (!any(some)) continue;
     for (int i = 0; i < N * C; ++i) {
-      const Close pair{static_cast<int32_t>(f), i / C, i % C, gap[i] > opposite};
+      Close pair{static_cast<int32_t>(f), i / C, i % C, gap[i] > opposite, false};
       if (!(gap[i] < NEAR || pair.opposite) || column.t0 + pair.lane >= c.T) continue;
       const Apart points = apart(w, at, keys, column, s, pair);
       double sum = 0;
       for (int64_t d = 0; d < term.size; ++d) sum += points[d] * points[d];
-      gap[i] = static_cast<float>(pair.opposite ? -std::max(sum, 1e-30) : sum);
+      pair.same = sum < SAME;
+      gap[i] = static_cast<float>(pair.opposite ? -std::max(sum, SAME) : pair.same ? 0 : sum);
       close[found++] = pair;
     }
   }
@@ -645,7 +648,7 @@ APART void gradients(
     float& slope = block.grads[pair.part * KEYS * SPAN + place + pair.row * SPAN + pair.lane];
     const Apart points = apart(w, at, keys, column, s, pair);
     float *to_q = block.dq + (band * w.width + w.at[pair.part]) * C + pair.lane, *to_k = dk + at.index[s + pair.row] * c.D + w.at[pair.part];
-    for (int64_t n = 0; n < term.size; ++n) {
+    for (int64_t n = 0; n < term.size && !pair.same; ++n) {
       // of u - v, with u and v opposite, all but -(u + v) is along u, where a direction cannot go
       const float change = static_cast<float>(slope * points[n]);
       to_q[n * C] += pair.opposite ? -change : change;
