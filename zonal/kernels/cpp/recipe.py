@@ -18,7 +18,10 @@ from zonal.formula import Formula
 FOLDER = Path(__file__).parent
 SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "distance_wide")
 # beside common.hpp
-_HEADERS = {"tile": ("products.hpp",), "sums": ("sums.hpp",), "distance": ("products.hpp",), "distance_wide": ("products.hpp", "distance.cpp")}
+_HEADERS = {
+    "tile": ("products.hpp",), "sums": ("sums.hpp",), "distance": ("products.hpp", "distance.hpp"),
+    "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
+}  # fmt: skip
 _WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # more than AVX2, which a processor that runs such a source has
 _BEYOND = {"tile_bf16": (*_WIDE, "-mavx512bf16"), "distance_wide": _WIDE}
