@@ -126,8 +126,8 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
         for who, run, tolerance in runs:
             name, y = f"{short}{who and ', '}{who}", run()
             errors[name] = common.gate(name, y.detach(), reference.detach(), tolerance)
-            for a, b in zip(torch.autograd.grad(y.sum(), [work.q, work.k, work.v, *work.operator.parameters()]), truth, strict=True):
-                common.gate(f"{name}, a gradient", a, b, tolerance)
+            for i, (a, b) in enumerate(zip(torch.autograd.grad(y.sum(), [work.q, work.k, work.v, *work.operator.parameters()]), truth, strict=True)):
+                common.gate(f"{name}, a gradient", a, b, tolerance if i < 3 else 5 * tolerance)  # those of what is learned are long sums that cancel
     return errors
 
 

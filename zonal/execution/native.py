@@ -56,11 +56,11 @@ def refusal(call: Call) -> str | None:
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
-def rules(call: Call, code: Formula, fused: Fused = Fused(False, 0.0, 1.0), inference: bool = False) -> TileSpec:
+def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
     """What a tile kernel is told of a call's anchor and of who sees whom."""
     anchor, window = call.bound.anchor, next((p for p in call.bound.priors if isinstance(p, Window)), None)
     return TileSpec(
-        code, "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
+        code, "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw", *((False, 0.0) if fused is None else fused[:2]),  # type: ignore[attr-defined]
         call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
         None if window is None else window.right, inference,
     )  # fmt: skip

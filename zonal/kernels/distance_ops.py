@@ -60,8 +60,10 @@ def _(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None,
     cu_seqlens: Tensor | None, spec: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    numbers = coefficients.shape[1] if learned else 0
-    return (*(x.new_empty(x.shape) for x in (q, k, v, weights)), coefficients.new_empty((coefficients.shape[0], numbers)))
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), weights.new_empty(weights.shape),
+        coefficients.new_empty((coefficients.shape[0], coefficients.shape[1] if learned else 0)),
+    )  # fmt: skip
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

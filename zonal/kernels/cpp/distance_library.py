@@ -23,7 +23,7 @@ def source() -> str:
 class _Term(ctypes.Structure):
     """``Term`` of distance.cpp."""
 
-    _fields_ = [*((name, ctypes.c_int64) for name in ("kind", "start", "size")), *((name, ctypes.c_double) for name in ("eps", "scale"))]  # noqa: RUF012
+    _fields_ = [*((name, ctypes.c_int64) for name in ("kind", "start", "size")), *((name, ctypes.c_double) for name in ("eps", "scale"))]
 
 
 class _Distance(ctypes.Structure):
