@@ -7,9 +7,11 @@ Backward includes the gradient of the weights. Memory is what a call takes at it
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,13 +46,14 @@ class Case:
 
 
 def table() -> list[Case]:
-    """Each operator, forward and with backward, then the maps."""
-    bounds = {("rewa", 4096): 2.5}
-    cases = [
-        Case(operator, tokens, gradients, bound=bounds.get((operator, tokens)))
-        for tokens in (1024, 4096, 16384) for operator in OPERATORS for gradients in (False, True) if operator == "rewa" or tokens == 4096
+    """Forward and with backward: against fused attention, against the maps, then the other operators, and at length."""
+    both = (False, True)
+    return [
+        *(Case(tokens=tokens, gradients=gradients, bound=2.5 if tokens == 4096 else None) for tokens in (1024, 4096) for gradients in both),
+        *(Case(tokens=4096, gradients=gradients, peer="maps", bound=0.2, memory=0.1) for gradients in both),
+        *(Case(operator, 4096, gradients) for operator in OPERATORS if operator != "rewa" for gradients in both),
+        *(Case(tokens=16384, gradients=gradients) for gradients in both),
     ]  # fmt: skip
-    return cases + [Case("rewa", 4096, gradients, "maps", 0.2, 0.1) for gradients in (False, True)]
 
 
 def maps(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, eps: float = 1e-4) -> Tensor:
@@ -159,31 +162,48 @@ def line(row: dict[str, Any], case: Case) -> str:
     return f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}]  {case} ({times}, {memory}){goal}"
 
 
+def before(out: str) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """The rows and errors of an earlier run's JSON."""
+    if out == "-" or not Path(out).exists():
+        return {}, {}
+    kept = json.loads(Path(out).read_text(encoding="utf-8"))
+    return {row["row"]: row for row in kept["rows"]}, kept["summary"]["errors"]
+
+
+def summary(rows: dict[str, dict[str, Any]], errors: dict[str, float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows in the order of the table, and what holds of them."""
+    kept = sorted(rows.values(), key=lambda row: [str(case) for case in table()].index(row["row"]) if row["tokens"] >= 1024 else 0)
+    cases = [Case(**{name: row[name] for name in Case.__dataclass_fields__}) for row in kept]
+    bounds = sum((case.bound is not None) + (case.memory is not None) for case in cases)
+    return kept, {"errors": errors, "bounds": bounds, "missed": [name for row, case in zip(kept, cases, strict=True) for name in missed(row, case)]}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when every bound holds, else 1."""
     parser = common.parser(__doc__ or "", "rewa")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
     parser.add_argument("--only", default="", help="only rows whose description contains this text")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are in the JSON already, and write it after each new one")
     options = parser.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
         cases = [replace(case, tokens=200, bound=None, memory=None) for case in cases if case.tokens == 4096]
+    writes = not options.quick and (options.resume or not options.only)
+    rows, errors = before(options.out) if options.resume and writes else ({}, {})
+    cases = [case for case in cases if str(case) not in rows]
     print("checking outputs and gradients against the float64 definition …", flush=True)
-    errors = gate(device, cases)
-    rows, wrong = [], []
+    errors |= gate(device, cases)
     for case in cases:
-        row = measured(case, device, 0.1 if options.quick else options.budget)
-        rows.append(row)
-        wrong += missed(row, case)
+        rows[str(case)] = row = {**measured(case, device, 0.1 if options.quick else options.budget), "load_per_core": common.circumstances(device)["load_per_core"]}
         print(line(row, case), flush=True)
-    bounds = sum((case.bound is not None) + (case.memory is not None) for case in cases)
-    print(f"{bounds - len(wrong)} of {bounds} bounds hold")
-    partial = options.quick or options.only
-    common.report("-" if partial else options.out, "rewa", __doc__ or "", {"budget_seconds": options.budget}, rows, {"errors": errors, "bounds": bounds, "missed": wrong}, start)
-    return 1 if wrong and not partial else 0
+        if writes:
+            common.report(options.out, "rewa", __doc__ or "", {"budget_seconds": options.budget}, *summary(rows, errors), start)
+    found = summary(rows, errors)[1]
+    print(f"{found['bounds'] - len(found['missed'])} of {found['bounds']} bounds hold")
+    return 1 if found["missed"] and not options.quick else 0
 
 
 if __name__ == "__main__":
