@@ -24,11 +24,13 @@ _RESULTS = ("y", "rest", "factor", "dy", "dq", "dk", "dv", "sums", "dscale", "dc
 
 
 class Strides(ctypes.Structure):
+    """``Strides`` of common.hpp."""
+
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
 
 
 class Fields(ctypes.Structure):
-    """``Call`` of tile.cpp."""
+    """``Call`` of common.hpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS), *((name, Strides) for name in ("qs", "ks", "vs", "dys")),
@@ -207,6 +209,7 @@ def backward(
 
 
 def run(function: object, arguments: Arguments) -> None:
+    """Call a kernel. Raises: MemoryError when it could not allocate its buffers."""
     if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
