@@ -162,7 +162,7 @@ inline V logarithm(V x) {  // of a normal number
   return f + (f * f * polynomial(f, LOGARITHM) + LN2 * __builtin_convertvector(power, V));
 }
 
-// cosine and sine of x >= 0, to rounding of x
+// cosine and sine of x >= 0, to rounding of x (up to 1e5; what is further has faded)
 inline void circular(V x, V& cosine, V& sine) {
   const V shifted = least(x, spread(4e6f)) * 0.6366197723675814f + 12582912.f, quarters = shifted - 12582912.f;  // 1.5 * 2^23: rounds to a whole number
   V r = x - quarters * 1.5703125f;
