@@ -14,6 +14,9 @@ from zonal.execution.cost_streaming import streaming
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
+# passes of torch over a tile of distances, such as REWA's three, some of them in float64
+_DISTANCES = 25
+
 # -- dense -------------------------------------------------------------------------------------------------------------------
 
 
@@ -22,7 +25,7 @@ def _kernel(p: Problem, tally: Tally, rows: float, keys: float) -> None:
     elements = p.B * p.H * rows * keys
     tally.product(p.B * p.H, rows, keys, p.D)
     if not p.tags.bilinear:
-        tally.passes("simple", elements, 5)
+        tally.passes("simple", elements, _DISTANCES)
     if p.clamped:
         tally.passes("simple", elements)
         tally.views(8)
@@ -39,7 +42,7 @@ def _kernel_backward(p: Problem, tally: Tally, rows: float, keys: float) -> None
         if p.coefficient_gradients:
             tally.passes("reduce", elements, p.coefficients)
     if not p.tags.bilinear:
-        tally.passes("simple", elements, 8)
+        tally.passes("simple", elements, 1.5 * _DISTANCES)
     tally.product(p.B * p.H, rows, p.D, keys)
     tally.product(p.B * p.H, keys, p.D, rows)
 
@@ -254,7 +257,7 @@ def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: i
     tally.views((24 + 2 * p.operations * (not p.tags.log_space)) * count)
     tally.product(batch * p.H, rows, keys, p.D, count)
     if not p.tags.bilinear:
-        tally.passes("simple", n, 5 * count)
+        tally.passes("simple", n, _DISTANCES * count)
     if p.clamped:
         tally.passes("simple", n, count, fresh=False)
     if masked:
@@ -317,7 +320,7 @@ def _tile_backward(p: Problem, tally: Tally, batch: int, rows: int, keys: int, m
     tally.product(heads, keys, p.D, rows, count)
     if not p.tags.bilinear:
         tally.passes("reduce", n, 2 * count)
-        tally.passes("simple", n, count)
+        tally.passes("simple", n, _DISTANCES * count)
     tally.passes("simple", heads * (rows * p.D + keys * (p.D + p.P)), count)
     tally.views(2 * count)
 
