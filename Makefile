@@ -41,6 +41,7 @@ format: $(STAMP)
 bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (about 20 minutes, run alone)
 	@$(BIN)/python -m benchmarks.recurrence --out results/benchmarks/recurrence.json
 	@$(BIN)/python -m benchmarks.tiled --out results/benchmarks/tiled.json
+	@$(BIN)/python -m benchmarks.rewa --out results/benchmarks/rewa.json
 	@$(BIN)/python -m benchmarks.linear --out results/benchmarks/linear.json
 	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
 	@$(BIN)/python -m benchmarks.relatives --threads 1 --out results/benchmarks/relatives.json

@@ -35,7 +35,6 @@ def compiled() -> Path | None:
             raise recipe.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
         recipe.version(compiler)
         jobs = [(formula, source, recipe.flags(source, recipe.is_x86())) for formula in FORMULAS.values() for source in recipe.sources(formula)]
-        jobs = [job for job in jobs if job[1] != "tile_bf16" or recipe.is_x86()]  # bfloat16 products are x86's
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: recipe.make(compiler, *job, folder / recipe.file_name(*job)), jobs))
     except (recipe.BuildError, OSError) as error:

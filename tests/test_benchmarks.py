@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zonal
-from benchmarks import common, gpu, linear, linear_peers, peers, planner, sparse, tiled
+from benchmarks import common, gpu, linear, linear_peers, peers, planner, rewa, sparse, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -152,6 +152,40 @@ def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(monkeypatch: pyte
     monkeypatch.setattr(linear.zonal, "attention", wrong)
     with pytest.raises(common.GateError, match="T=300"):
         linear.main(["--quick", "--out", "-"])
+
+
+def test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rewa.main(["--quick", "--out", "-"]) == 0
+    printed = capsys.readouterr().out
+    assert "rewa, T=200, forward+backward, against maps" in printed
+    assert "rewa_oscillatory, T=200, forward, against sdpa" in printed
+    # rows that are there already are not measured again
+    case, out = rewa.Case(tokens=130), tmp_path / "rewa.json"
+    monkeypatch.setattr(rewa, "table", lambda: [case, replace(case, gradients=True, bound=1e-9)])
+    assert rewa.main(["--only", "forward,", "--resume", "--out", str(out), "--budget", "0.1"]) == 0
+    assert rewa.main(["--resume", "--out", str(out), "--budget", "0.1"]) == 1
+    kept = json.loads(out.read_text())
+    assert [row["row"] for row in kept["rows"]] == ["rewa, T=130, forward, against sdpa", "rewa, T=130, forward+backward, against sdpa"]
+    assert kept["summary"]["missed"] == ["rewa, T=130, forward+backward, against sdpa: time"]
+    assert capsys.readouterr().out.count("rewa, T=130, forward,") == 1
+    whole = rewa.zonal.attention
+
+    def wrong(q, k, v, operator, *, causal, path):
+        y = whole(q, k, v, operator, causal=causal, path=path)
+        return y * 1.001 if path == "tiled" else y
+
+    monkeypatch.setattr(rewa.zonal, "attention", wrong)
+    with pytest.raises(common.GateError, match="T=130"):
+        rewa.main(["--out", "-"])
+
+
+def test_the_table_of_distances() -> None:
+    """Every row is another one; what is required is required at 4096 tokens, forward and with backward."""
+    cases = rewa.table()
+    assert len({str(case) for case in cases}) == len(cases) == 12
+    assert {(case.tokens, case.peer, case.bound, case.memory) for case in cases if case.bound is not None} == {(4096, "sdpa", 2.5, None), (4096, "maps", 0.2, 0.1)}
 
 
 def test_the_table_of_sums() -> None:

@@ -1,6 +1,7 @@
-"""A link as source text: what algebra declares and the tile kernels compile. It stands below both."""
+"""A link as source text, a metric as distances of parts: what algebra declares and the kernels take. It stands below both."""
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,19 @@ class Formula:
     domain: tuple[float, float] | None = None
 
 
+class Term(NamedTuple):
+    """A distance for the distance kernel, of the numbers [start, start + size) of two points; ``product`` is their dot product.
+
+    eps: where it is smooth. scale: what the points of a hyperbolic one are multiplied by.
+    """
+
+    kind: Literal["euclidean", "squared", "sphere", "hyperbolic", "product"]
+    start: int
+    size: int
+    eps: float = 0.0
+    scale: float = 1.0
+
+
 _TRITON = "zonal.kernels.triton.links:"
 _GAP = "(2.f + c[0] - 2.f * x)"  # yat's, c_0 = eps
 _P = "horner(x, c, n - 1)"  # polynomial_square's, whose floor is the last number
@@ -45,4 +59,4 @@ FORMULAS = {
     )
 }
 
-__all__ = ["FORMULAS", "Formula"]
+__all__ = ["FORMULAS", "Formula", "Term"]

@@ -9,6 +9,8 @@ _COLUMN = _TASK = 16
 _CUDA_COLUMN, _FEW, _SPLIT, _SPLITS = 64, 16, 256, 32
 # an exponential in registers, counted in multiplications
 _EXPONENTIAL = 14.0
+# the roots, logarithms and arcs of a pair's distances, counted likewise
+_DISTANCES = 60.0
 
 
 def kernel(p: Problem, tally: Tally) -> Estimate:
@@ -23,8 +25,11 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     blocks = p.span.blocks(p.T, p.S, column)
     pairs = heads * float(sum(column * (block.hi - block.lo) for block in blocks))
     each = _EXPONENTIAL if p.tags.log_space else p.operations + 2
-    forward = pairs * (2 * (p.D + p.P) + 2 * each)
-    backward = pairs * (4 * p.D + 2 * p.P + 2 * (p.D + p.P) + 2 * (2 * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
+    width = p.D
+    if not p.tags.bilinear and p.device.type != "cuda":  # a difference for each product
+        each, width = each + _DISTANCES, 2 * p.D
+    forward = pairs * (2 * (width + p.P) + 2 * each)
+    backward = pairs * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (2 * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
     # a task is a head and some queries; backward goes by key heads, split where they are few
     busy = min(constants.threads, max(1, heads * len(blocks) * splits))

@@ -56,6 +56,16 @@ def refusal(call: Call) -> str | None:
     return None if failure is None else f"the kernel could not be had ({failure})"
 
 
+def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
+    """What a tile kernel is told of a call's anchor and of who sees whom."""
+    anchor, window = call.bound.anchor, next((p for p in call.bound.priors if isinstance(p, Window)), None)
+    return TileSpec(
+        code, "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw", *((False, 0.0) if fused is None else fused[:2]),  # type: ignore[attr-defined]
+        call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
+        None if window is None else window.right, inference,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1)
 def has_triton() -> bool:
     """Whether triton can be imported."""
@@ -101,13 +111,9 @@ def tiled(call: Call) -> Tensor:
     coefficients = call.coefficients.flatten(1).T.expand(heads, -1)
     if code.constants:
         coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
-    window = next((p for p in bound.priors if isinstance(p, Window)), None)
     func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
-    spec = TileSpec(
-        code, "row" if bound.anchor.normalises else "count" if isinstance(bound.anchor, Count) else "raw", fused.normalise, fused.eps,  # type: ignore[attr-defined]
-        call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
-        None if window is None else window.right, not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad)),
-    )  # fmt: skip
+    inference = not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad))
+    spec = rules(call, code, fused, inference)
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
     if spec.inference and plain(q, k, v):
         return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
@@ -127,4 +133,4 @@ def plain(*tensors: Tensor) -> bool:
     return True
 
 
-__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "tiled"]
+__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "rules", "tiled"]

@@ -66,7 +66,7 @@ def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]
         return q, k, Factors()
     assert isinstance(score, NegativeDistance)
     metric = score.metric
-    weights, parts = metric.parted(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
+    weights, parts = metric.cut(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
     made = [_Points(_point(factor, a), _point(factor, b)) for factor, a, b in parts]
     weights = (weights / score.temperature).expand(*q.shape[:3], len(parts))
     rows = [torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)]

@@ -10,7 +10,7 @@ from zonal.algebra import Tags
 from zonal.algebra.anchor import Ridge, TopK
 from zonal.algebra.prior import Window
 from zonal.algebra.search import LSH
-from zonal.execution import native, native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
+from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.sparse import sparse_refusal
@@ -195,7 +195,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
-        keeps=held is not None, without_kernel=native.refusal(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
+        keeps=held is not None, without_kernel=tiled.without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
         without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None),
         without_sparse=native_sparse.refusal(call), refused=refused,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def _untransformed(path: str, call: Call) -> str | None:
     if path == "dense":
         return "its solve asks whether it went well, which torch.func.vmap cannot" if call.tags.solves else None
     if path == "tiled":
-        reason = native.refusal(call)
+        reason = tiled.without_kernel(call)
         return None if reason is None else f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
     if path in ("chunked", "sparse"):
         return "its gradients are its own, which the transforms of torch.func do not know"

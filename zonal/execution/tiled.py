@@ -18,7 +18,7 @@ from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, Rows, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
-from zonal.execution import native
+from zonal.execution import native, native_distance
 from zonal.execution.call import Call
 from zonal.kernels.cpp.build import BuildError
 
@@ -51,6 +51,15 @@ def refusal(anchor: Anchor) -> str | None:
     return None
 
 
+def without_kernel(call: Call) -> str | None:
+    """Why torch's tiles run in a compiled kernel's place, or None: the distance kernel's reason for a distance that nothing else takes."""
+    score = call.bound.score
+    if score.bilinear:
+        return native.refusal(call)
+    reason = native_distance.refusal(call)
+    return reason if reason is None or score.lift is None else native.refusal(call)
+
+
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
     """How much is in flight at once: (sequences, queries, keys) of a tile for H heads. rows: whole rows are kept meanwhile."""
     query_block, key_block = min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
@@ -66,11 +75,12 @@ def tiled(call: Call) -> Tensor:
         raise PathError(f"attention: path 'tiled' cannot run operator: {reason}. Use path='dense' or path='chunked'.")
     anchor = call.bound.anchor
     top = anchor if isinstance(anchor, TopK) else None
-    if native.refusal(call) is None:
-        try:
-            return call.scaled(native.tiled(call))
-        except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
+    for kernel in (native,) if call.bound.score.bilinear else (native_distance, native):
+        if kernel.refusal(call) is None:
+            try:
+                return call.scaled(kernel.tiled(call))
+            except BuildError as error:  # once: from now on it is refused
+                warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
     summed = Row() if top else anchor
     assert isinstance(summed, SumAnchor)
     parts = _Parts(call.bound.score, call.bound.link, summed, top, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)

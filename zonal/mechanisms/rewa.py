@@ -3,7 +3,7 @@
 log K_ts = -(alpha E(q_1, k_1) + beta S(q_2, k_2) + gamma H(q_3, k_3)) / tau,   q = (q_1, q_2, q_3), k likewise,
 
 with E, S, H the three distances and weights alpha, beta, gamma > 0 learned a head; rows divided by their sum.
-Cost: T S (D + P) multiply-adds and about thirty operations a pair; memory of a decoder: all keys and values. Paper: REWA (004).
+Cost: T S (2D + P) multiply-adds and about fifty operations a pair; memory of a decoder: all keys and values. Paper: REWA (004).
 """
 
 from typing import Literal

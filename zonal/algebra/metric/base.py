@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration
-from zonal.formula import Formula
+from zonal.formula import Formula, Term
 
 
 class Lift(NamedTuple):
@@ -23,8 +23,8 @@ class Lift(NamedTuple):
 class Metric(Declaration):
     """d(a, b) >= 0 on points of the last axis.
 
-    A metric that is a function of one dot product says so with ``lift`` and ``lifted``, and runs in the tile kernels. One that is not,
-    such as a sum of several, has ``lift`` None and runs in torch's tiles.
+    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot product says so with ``lift`` and
+    ``lifted``, and runs in the tile kernels where the distance kernel does not. One that is neither runs in torch's tiles.
     """
 
     slot = "metric"
@@ -71,6 +71,18 @@ class Metric(Declaration):
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
         """What was learned and people can read, in plain lists."""
         return {}
+
+    def terms(self, dim: int) -> tuple[Term, ...] | None:
+        """The distances whose sum it is, each times its weight (``weighed``), on points of ``dim`` numbers; None where it is no such sum."""
+        return None
+
+    def weighed(self, q: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What ``parted`` makes of ``query``, without joining both first; axes of weights that are all alike have length 1."""
+        return self.parted(self.query(q, params), self.width(q.shape[-1]))
+
+    def parted(self, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) that ``query`` made one of."""
+        return q.new_ones(1, 1, 1, 1), q
 
     def lift(self, temperature: float) -> Lift | None:
         """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""

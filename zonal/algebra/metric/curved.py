@@ -10,6 +10,7 @@ from torch import Tensor
 from zonal.algebra.declaration import require
 from zonal.algebra.metric.base import Metric, unit, unit_vjp
 from zonal.errors import ArgumentError
+from zonal.formula import Term
 
 # beyond it sinh(a) sinh(b) leaves float32
 RADIUS = 40.0
@@ -40,6 +41,9 @@ class Sphere(Metric):
 
     def typical(self, dim: int) -> float:
         return math.pi / 2
+
+    def terms(self, dim: int) -> tuple[Term, ...]:
+        return (Term("sphere", 0, dim, self.eps),)
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         cosine = unit(q.double())[0] @ unit(k.double())[0].mT
@@ -112,9 +116,8 @@ class Hyperbolic(Metric):
     eps: keeps the gradient finite and zero at coincident points. scale: None = p^-1/2, which puts points of unit variance at radius about 1.
     A radius beyond 40 counts as 40, and gets no gradient outwards: further out sinh(a) sinh(b) leaves float32.
 
-    A kernel would need the dot product of directions and both radii, as numbers of the token; h of three numbers, not of one. Between
-    directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b) then magnifies: it would have to
-    subtract first. Not with torch.func.vmap.
+    Between directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b) then magnifies: it is taken from
+    differences there, here and in the distance kernel. Not with torch.func.vmap.
     """
 
     curvature: ClassVar[int | None] = -1
@@ -139,6 +142,9 @@ class Hyperbolic(Metric):
 
     def typical(self, dim: int) -> float:
         return 1.5 if self.scale is None else 1.5 * self.scale * max(dim, 1) ** 0.5
+
+    def terms(self, dim: int) -> tuple[Term, ...]:
+        return (Term("hyperbolic", 0, dim, self.eps, self._scale(dim)),)
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         a, b = _polar(q.double() * self._scale(q.shape[-1])), _polar(k.double() * self._scale(k.shape[-1]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require
 from zonal.algebra.metric.base import Lift, Metric
-from zonal.formula import FORMULAS
+from zonal.formula import FORMULAS, Term
 
 
 def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,9 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The tile kernels take |a - b|^2 from a product
-    in float32: distances below 3e-4 of the points' spread are its rounding there. Torch's tiles sum it in float64.
+    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernel sums |a - b|^2 from differences,
+    torch's tiles in float64. On CUDA, and under torch.func, it comes from a product in float32: distances below 3e-4 of the points' spread are its
+    rounding there.
     """
 
     curvature: ClassVar[int | None] = 0
@@ -67,6 +68,9 @@ class Euclidean(Metric):
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return squares_vjp(q, k, grad / (distance + self.eps))
+
+    def terms(self, dim: int) -> tuple[Term, ...]:
+        return (Term("euclidean", 0, dim, self.eps),)
 
     def lift(self, temperature: float) -> Lift:
         # both roots divided by the temperature: it goes into the scale and into eps
@@ -90,6 +94,9 @@ class SquaredEuclidean(Metric):
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return squares_vjp(q, k, 2 * grad)
+
+    def terms(self, dim: int) -> tuple[Term, ...]:
+        return (Term("squared", 0, dim),)
 
     def lift(self, temperature: float) -> Lift:
         return Lift(FORMULAS["exp"], -1 / temperature, 2)
@@ -123,6 +130,10 @@ class HilbertSchmidt(Metric):
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return Euclidean(self.eps).pair_vjp(q, k, distance, grad)
+
+    def terms(self, dim: int) -> tuple[Term, ...]:
+        self.check(dim)
+        return Euclidean(self.eps).terms(dim)
 
     def lift(self, temperature: float) -> Lift:
         return Euclidean(self.eps).lift(temperature)

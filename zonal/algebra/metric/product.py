@@ -12,6 +12,7 @@ from zonal.algebra.declaration import require, require_whole, row
 from zonal.algebra.metric.base import Metric
 from zonal.algebra.metric.curved import Hyperbolic, Sphere
 from zonal.algebra.metric.euclidean import Euclidean
+from zonal.formula import Term
 
 
 class _Open(torch.autograd.Function):
@@ -42,9 +43,6 @@ class Product(Metric):
 
     ``pair`` takes queries with their weights in front, (…, T, factors + D), as ``query`` makes them; weights may so differ from query to query.
     Plain points (…, T, D) get the declared weights.
-
-    A kernel would need as many dot products a pair as there are factors, each over its own part, kept apart in registers; radii and weights
-    as numbers of the token; and sum_i w_i h_i(x_i) in place of h(x), with one derivative each. ``Lift`` has one of each.
 
     Raises: ArgumentError for sizes that are not those of the vectors, or numbers that are no weights.
     """
@@ -107,7 +105,7 @@ class Product(Metric):
 
     def passes(self, dim: int) -> int:
         parts = zip(self.factors, self.parts(self.width(dim)), strict=True)
-        return 5 + sum(factor.passes(size) - 5 for factor, size in parts)
+        return sum(factor.passes(size) for factor, size in parts)
 
     def head_weights(self, params: dict[str, Tensor], like: Tensor) -> Tensor:
         """w g (H or 1, factors), in the type of ``like``, from what was learned."""
@@ -131,13 +129,44 @@ class Product(Metric):
             found["curvature"] = ((weights @ weights.new_tensor(curvatures)) / total.where(total > 0, 1)).tolist()
         return found
 
-    def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
-        weights = self.head_weights(params, q)[None, :, None]
+    def _asked(self, q: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The weights of queries, (1, H or 1, 1, factors) where they do not differ, and their points."""
+        weights, dim = self.head_weights(params, q)[None, :, None], self.width(q.shape[-1])
+        self.parts(dim)
         if not self.adaptive:
-            return torch.cat([weights.expand(q.shape[0], q.shape[1], q.shape[2], -1), q], -1)
-        self.parts(self.width(q.shape[-1]))
-        logits, point = q.split([len(self.factors), q.shape[-1] - len(self.factors)], -1)
-        return torch.cat([weights * len(self.factors) * logits.softmax(-1), point], -1)
+            return weights, q
+        logits, point = q.split([len(self.factors), dim], -1)
+        return weights * len(self.factors) * logits.softmax(-1), point
+
+    def query(self, q: Tensor, params: dict[str, Tensor]) -> Tensor:
+        weights, point = self._asked(q, params)
+        return torch.cat([weights.expand(q.shape[0], q.shape[1], q.shape[2], -1), point], -1)
+
+    def weighed(self, q: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        weights, point = self._asked(q, params)
+        return self._in_units(weights, point.shape[-1]), point
+
+    def parted(self, q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        if q.shape[-1] == dim:
+            return self._in_units(q.new_tensor(self._start()).expand(*q.shape[:-2], 1, -1), dim), q
+        weights, point = q.split([len(self.factors), dim], -1)
+        return self._in_units(weights, dim), point
+
+    def _in_units(self, weights: Tensor, dim: int) -> Tensor:
+        """Weights (…, factors) with the typical distances divided out."""
+        if not self.normalise:
+            return weights
+        return weights / weights.new_tensor([factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True)])
+
+    def terms(self, dim: int) -> tuple[Term, ...] | None:
+        found, start = [], 0
+        for factor, size in zip(self.factors, self.parts(dim), strict=True):
+            terms = None if isinstance(factor, Product) else factor.terms(size)  # which has weights of its own
+            if terms is None or len(terms) != 1:
+                return None
+            found.append(terms[0]._replace(start=start))
+            start += size
+        return tuple(found)
 
     def as_query(self, k: Tensor, params: dict[str, Tensor]) -> Tensor:
         return replace(self, adaptive=False).query(k, params)  # a key has no weights of its own
@@ -148,25 +177,19 @@ class Product(Metric):
     def width(self, dim: int) -> int:
         return dim - len(self.factors) if self.adaptive else dim
 
-    def parted(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
+    def cut(self, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[Metric, Tensor, Tensor]]]:
         """The weights (…, T or 1, factors), with the typical distance divided out, and each factor with its parts of q and k."""
-        dim, count = k.shape[-1], len(self.factors)
-        sizes = self.parts(dim)
-        if q.shape[-1] == dim + count:
-            weights, q = q.split([count, dim], -1)
-        else:
-            weights = q.new_tensor(self._start()).expand(*q.shape[:-2], 1, -1)
-        if self.normalise:
-            weights = weights / weights.new_tensor([factor.typical(size) for factor, size in zip(self.factors, sizes, strict=True)])
+        sizes = self.parts(k.shape[-1])
+        weights, q = self.parted(q, k.shape[-1])
         return weights, list(zip(self.factors, q.split(sizes, -1), k.split(sizes, -1), strict=True))
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
-        weights, parts = self.parted(q, k)
+        weights, parts = self.cut(q, k)
         distances = [factor.pair(a, b) for factor, a, b in parts]
         return sum((weights[..., i + 1, None] * d for i, d in enumerate(distances[1:])), weights[..., 0, None] * distances[0])
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weights, parts = self.parted(q, k)
+        weights, parts = self.cut(q, k)
         slopes, dq, dk = [], [], []
         for i, (factor, a, b) in enumerate(parts):
             own = factor.pair(a, b)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Move, require, require_whole, row
 from zonal.algebra.metric import Euclidean, Lift, Metric, Riemannian
+from zonal.formula import Term
 
 Params = dict[str, Tensor]
 
@@ -115,6 +116,14 @@ class Score(Declaration):
     def clipped(self, dim: int, scale: float | None) -> Clipped | None:
         """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then prepared first."""
         return None
+
+    def terms(self, dim: int) -> tuple[Term, ...] | None:
+        """The distances whose sum it is, each times its weight, on prepared keys of ``dim`` numbers, for the distance kernel; None: it is no such sum."""
+        return None
+
+    def weighed(self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool) -> tuple[Tensor, Tensor]:
+        """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared; an axis along which weights are alike has length 1."""
+        raise NotImplementedError(f"{type(self).__name__}.weighed")
 
     @property
     def lift(self) -> Lift | None:
@@ -312,8 +321,12 @@ class NegativeDistance(Score):
         return self if metric is self.metric else replace(self, metric=metric)
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
+        self._unscaled(scale)
         return self.metric.query(q, params)
+
+    @staticmethod
+    def _unscaled(scale: float | None) -> None:
+        require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return self.metric.key(k, params)
@@ -327,6 +340,16 @@ class NegativeDistance(Score):
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         score = self.metric.pair(q, k) / -self.temperature
         return score if self.dot is None else score + self._product(q, k)
+
+    def terms(self, dim: int) -> tuple[Term, ...] | None:
+        terms = self.metric.terms(dim)
+        return terms if terms is None or self.dot is None else (*terms, Term("product", 0, dim))
+
+    def weighed(self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool) -> tuple[Tensor, Tensor]:
+        self._unscaled(scale)
+        weights, points = self.metric.parted(q, dim) if prepared else self.metric.weighed(q, params)
+        weights = weights / -self.temperature
+        return (weights if self.dot is None else F.pad(weights, (0, 1), value=self.dot)), points
 
     def _product(self, q: Tensor, k: Tensor) -> Tensor:
         assert self.dot is not None

@@ -624,9 +624,12 @@ struct Part {  // a task of backward: queries part, part + split, … (in blocks
   float *dk, *dv;  // what it sums up, (S, D) and (S, P), zeros
 };
 
-// Every task of the backward pass, shared out over the threads. Returns 0, or 1 when memory ran out.
+// Every task of the backward pass, shared out over the threads; ``finish`` makes gradients of keys of what a task has summed up. Returns 0, or 1
+// when memory ran out.
 template <typename T>
-int run_backward(const Call& c, void (*task)(const Call&, const Part&, Scratch&)) {
+int run_backward(
+    const Call& c, void (*task)(const Call&, const Part&, Scratch&),
+    void (*finish)(const Call&, int64_t, int64_t, int64_t, int64_t, float*, int64_t, int64_t) = finish_keys<T>) {
   if (c.B == 0 || c.H == 0) return 0;
   std::atomic<int> failed{0};
   const int64_t heads = c.B * c.Hkv, step = c.S * (c.D + c.P);
@@ -647,7 +650,7 @@ int run_backward(const Call& c, void (*task)(const Call&, const Part&, Scratch&)
           std::memset(sums, 0, sizeof(float) * step);
           const Part at{i / heads, i / c.Hkv % c.B, i % c.Hkv, shared, sums, sums + c.S * c.D};
           task(c, at, scratch);
-          if (c.split == 1) finish_keys<T>(c, at.b, at.kv, 0, c.S, sums, 1, 0);
+          if (c.split == 1) finish(c, at.b, at.kv, 0, c.S, sums, 1, 0);
         }
       } catch (const std::bad_alloc&) {
         failed = 1;
@@ -659,7 +662,7 @@ int run_backward(const Call& c, void (*task)(const Call&, const Part&, Scratch&)
 #pragma omp parallel for schedule(static) if (worth_a_team(c))
       for (int64_t i = 0; i < heads * blocks; ++i) {
         const int64_t head = i / blocks, s0 = i % blocks * rows;
-        finish_keys<T>(c, head / c.Hkv, head % c.Hkv, s0, std::min(c.S, s0 + rows), c.sums + head * step, c.split, heads * step);
+        finish(c, head / c.Hkv, head % c.Hkv, s0, std::min(c.S, s0 + rows), c.sums + head * step, c.split, heads * step);
       }
     }
   } catch (const std::bad_alloc&) {

@@ -23,15 +23,17 @@ _SIZES = (
 _RESULTS = ("y", "rest", "factor", "dy", "dq", "dk", "dv", "sums", "dscale", "dcoefficients")
 
 
-class _Strides(ctypes.Structure):
+class Strides(ctypes.Structure):
+    """``Strides`` of common.hpp."""
+
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "token")]
 
 
-class _Call(ctypes.Structure):
-    """``Call`` of tile.cpp."""
+class Fields(ctypes.Structure):
+    """``Call`` of common.hpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS), *((name, _Strides) for name in ("qs", "ks", "vs", "dys")),
+        *((name, ctypes.c_void_p) for name in _POINTERS), *((name, Strides) for name in ("qs", "ks", "vs", "dys")),
         *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float), *((name, ctypes.c_void_p) for name in _RESULTS),
         ("split", ctypes.c_int64), ("places", ctypes.c_int64),
     ]  # fmt: skip
@@ -115,8 +117,8 @@ def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x[once].contiguous().expand_as(x)
 
 
-class _Arguments:
-    """A filled-in ``_Call`` and the tensors it points to, which must live as long."""
+class Arguments:
+    """A filled-in ``Fields`` and the tensors it points to, which must live as long."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None,
@@ -126,8 +128,8 @@ class _Arguments:
         keys, value_dim = k.shape[2], v.shape[3]
         q, k, v = (dense_last(x, dtype) for x in (q, k, v))
         self.kept: dict[str, Tensor | None] = {}
-        self.call = _Call(
-            qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]), vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
+        self.call = Fields(
+            qs=Strides(*q.stride()[:3]), ks=Strides(*k.stride()[:3]), vs=Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
             S=keys, D=dim, P=value_dim, documents=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, causal=spec.causal,
             include_self=spec.include_self, chunk=spec.chunk, left=-1 if spec.left is None else spec.left, right=keys if spec.right is None else spec.right,
             numbers=coefficients.shape[1], anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=1, places=torch.get_num_threads(),
@@ -161,15 +163,15 @@ def forward(
     in_pairs = _in_pairs(q, k, v, link=spec.link)
     if in_pairs is None:
         y = torch.empty(shape)
-        arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec)
+        arguments = Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec)
         arguments.point({"y": y, "factor": factor})
-        _run(load(spec.link).zonal_forward, arguments)
+        run(load(spec.link).zonal_forward, arguments)
         rounded = y.to(q.dtype)
         return rounded, factor, (y - rounded).to(q.dtype) if kept else q.new_empty(0)
     y, rest = q.new_empty(shape), q.new_empty(shape if kept else 0)
-    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, torch.bfloat16)
+    arguments = Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, torch.bfloat16)
     arguments.point({"y": y, "rest": rest if kept else None, "factor": factor})
-    _run(in_pairs.zonal_forward, arguments)
+    run(in_pairs.zonal_forward, arguments)
     return y, factor, rest
 
 
@@ -192,23 +194,24 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
     dscale = torch.zeros(split, batch, heads, dtype=torch.float64) if scaled else None
     dcoefficients = torch.zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
-    arguments = _Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, dtype)
+    arguments = Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec, dtype)
     dy = dense_last(dy, dtype)
-    arguments.call.learned, arguments.call.split, arguments.call.dys = learned, split, _Strides(*dy.stride()[:3])
+    arguments.call.learned, arguments.call.split, arguments.call.dys = learned, split, Strides(*dy.stride()[:3])
     arguments.point(
         {
             "y": y, "rest": rest if rest.numel() else None, "factor": factor, "dy": dy, "dq": dq, "dk": dk, "dv": dv,
             "sums": torch.empty(places, keys, dim + value_dim), "dscale": dscale, "dcoefficients": dcoefficients,
         }
     )  # fmt: skip
-    _run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward, arguments)
+    run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward, arguments)
     sums = None if dcoefficients is None else dcoefficients.sum((0, 1))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dscale is None else dscale.sum((0, 1)), sums
 
 
-def _run(function: object, arguments: _Arguments) -> None:
+def run(function: object, arguments: Arguments) -> None:
+    """Call a kernel. Raises: MemoryError when it could not allocate its buffers."""
     if function(ctypes.byref(arguments.call)):  # type: ignore[operator]
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["backward", "dense_last", "failure", "forward", "load"]
+__all__ = ["Arguments", "Fields", "Strides", "backward", "dense_last", "failure", "forward", "load", "run"]

@@ -16,12 +16,19 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "sparse")
-_HEADERS = {"sums": ("sums.hpp",)}  # beside common.hpp
+SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "distance_wide", "sparse")
+# beside common.hpp
+_HEADERS = {
+    "tile": ("products.hpp",), "sums": ("sums.hpp",), "distance": ("products.hpp", "distance.hpp"),
+    "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
+}  # fmt: skip
+_WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+# more than AVX2, which a processor that runs such a source has
+_BEYOND = {"tile_bf16": (*_WIDE, "-mavx512bf16"), "distance_wide": _WIDE}
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 # the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
-_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",), "mixer": ("identity",), "sparse": ("identity",)}
+_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",), "mixer": ("identity",), "distance": ("exp",), "distance_wide": ("exp",), "sparse": ("identity",)}
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
@@ -49,9 +56,7 @@ def flags(source: str, avx2: bool) -> tuple[str, ...]:
     """Compiler flags of a source. Vectors of 256 bits are as fast as 512 here, and -march=native is slower (measured)."""
     common = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
     if avx2:
-        common += ("-march=x86-64-v3",)
-        if source == "tile_bf16":
-            common += ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16")
+        common += ("-march=x86-64-v3", *_BEYOND.get(source, ()))
     # the team of threads is torch's own: its OpenMP library is in the process already
     return common if sys.platform == "darwin" else (*common, "-fopenmp")
 
@@ -69,8 +74,8 @@ def defines(code: Formula) -> str:
 
 
 def sources(code: Formula) -> tuple[str, ...]:
-    """What is compiled for one of the library's own links ahead of its first use."""
-    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)))
+    """What is compiled for one of the library's own links ahead of its first use, on this kind of processor."""
+    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)) and (is_x86() or source not in _BEYOND))
 
 
 def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:

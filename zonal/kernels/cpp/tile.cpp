@@ -11,50 +11,13 @@
 #define ZONAL_LANES 8
 #define ZONAL_ROUNDED 0
 #include "common.hpp"
+#include "products.hpp"
 
 namespace {
 
 constexpr int R = 6;         // rows of a register tile: 12 sums, 2 columns and a broadcast are 15 of 16 registers
 constexpr int KEYS = 96;     // keys of a block, a multiple of R: K and V of a block stay in the second cache
 constexpr int SPAN = 4 * C;  // queries of a block, backward
-
-// x[r], y[r] += rows[r][i] * cols[i] over i < inner: rows of numbers against a stream of columns
-template <int N>
-INLINE void rows_by_columns(const float* const (&rows)[N], const float* cols, int64_t step, int64_t inner, V (&x)[N], V (&y)[N]) {
-  for (int64_t i = 0; i < inner; ++i) {
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(rows[r][i]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    cols += step;
-  }
-}
-
-// sums (N rows of C) += a[index[i]][r] * cols[i] over i < inner: N neighbouring numbers of each row against that row's column
-template <int N>
-APART void numbers_by_columns(const float* a, int64_t stride, const int32_t* index, const float* cols, int64_t step, int64_t inner, float* sums) {
-  V x[N], y[N];
-  EACH_ROW {
-    x[r] = load(sums + r * C);
-    y[r] = load(sums + r * C + L);
-  }
-  for (int64_t i = 0; i < inner; ++i) {
-    const float* row = a + index[i] * stride;
-    const V first = load(cols), second = load(cols + L);
-    EACH_ROW {
-      const V number = spread(row[r]);
-      x[r] += number * first;
-      y[r] += number * second;
-    }
-    cols += step;
-  }
-  EACH_ROW {
-    store(sums + r * C, x[r]);
-    store(sums + r * C + L, y[r]);
-  }
-}
 
 // scores of N keys from place s on with a column of queries, in the domain of the link
 template <int N>
@@ -190,17 +153,6 @@ APART void scores_apart(const Call& c, const Head<float>& at, const float* queri
 }
 
 template <int N>
-APART void products_apart(const float* const (&rows)[N], const float* cols, int64_t step, int64_t inner, float* out) {
-  V x[N], y[N];
-  EACH_ROW x[r] = y[r] = V{};
-  rows_by_columns<N>(rows, cols, step, inner, x, y);
-  EACH_ROW {
-    store(out + r * C, x[r]);
-    store(out + r * C + L, y[r]);
-  }
-}
-
-template <int N>
 inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, const Block& block, int column, int32_t s, float* weights, float* grads, V* partial) {
   float scored[N * C], changed[N * C];
   scores_apart<N>(c, at, block.columns + column * C * c.D, s, scored);
@@ -243,30 +195,6 @@ inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, 
     }
 }
 
-// into (rows of keys) += tile^T rows: the keys of a block against the SPAN rows of queries
-void outer(const float* tile, const float* rows, int64_t width, const int32_t* index, int64_t keys, float* into) {
-  const int64_t padded = up(width, C);
-  for (int64_t s = 0; s < keys; s += R)
-    with_rows<R>(std::min<int64_t>(R, keys - s), [&](auto count) {
-      constexpr int N = decltype(count)::value;
-      const float* a[N];
-      EACH_ROW a[r] = tile + (s + r) * SPAN;
-      float sums[N * C];
-      for (int64_t p = 0; p < width; p += C) {
-        products_apart<N>(a, rows + p, padded, SPAN, sums);
-        EACH_ROW {
-          float* to = into + index[s + r] * width + p;
-          if (p + C <= width) {
-            store(to, load(to) + load(sums + r * C));
-            store(to + L, load(to + L) + load(sums + r * C + L));
-          } else {
-            for (int64_t i = 0; i < width - p; ++i) to[i] += sums[r * C + i];
-          }
-        }
-      }
-    });
-}
-
 void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, int64_t t0, const Block& block, float* dk, float* dv, double* dscale, double* dc) {
   const int columns = static_cast<int>((std::min<int64_t>(SPAN, c.T - t0) + C - 1) / C);
   pack_block(c, at, b, h, t0, block);
@@ -300,8 +228,8 @@ void backward_block(const Call& c, const Head<float>& at, int64_t b, int64_t h, 
             numbers_by_columns<decltype(count)::value>(at.k + d, at.k_step, at.index + begin, grads, SPAN, end - begin, block.dq + i * C * c.D + d * C);
           });
     }
-    outer(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, dv);
-    outer(block.grads, block.rows, c.D, at.index + s0, s1 - s0, dk);
+    outer<R, SPAN>(block.weights, block.dy_rows, c.P, at.index + s0, s1 - s0, dv);
+    outer<R, SPAN>(block.grads, block.rows, c.D, at.index + s0, s1 - s0, dk);
     for (int k = 0; k < c.learned && dc != nullptr; ++k)
       for (int i = 0; i < L; ++i) dc[k] += partial[k][i];
   }

@@ -1,0 +1,86 @@
+"""The tiled path of distance scores by a compiled kernel, C++ on the CPU: which calls it takes, and how a call becomes one."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.link import Link, Oscillatory
+from zonal.execution import native
+from zonal.execution.call import Call
+from zonal.kernels import distance_ops, transforms
+from zonal.kernels.cpp import build, distance_library, library
+from zonal.kernels.distance_spec import TERMS, WAVES, DistanceSpec
+
+
+def refusal(call: Call) -> str | None:
+    """Why the distance kernel does not run a call, or None."""
+    if os.environ.get(native.VARIABLE) == "off":
+        return f"the environment says {native.VARIABLE}=off"
+    if call.device.type not in ("cpu", "meta"):
+        return f"there is no kernel for distances on device {call.device.type!r}"
+    if call.coefficients.dtype == torch.float64:
+        return "the kernel is for float32 and shorter, the call is in float64"
+    score, link = call.bound.score, call.bound.link
+    dim, value_dim = call.shape[4:]
+    if call.raw is None:  # prepared queries have their weights in front
+        dim = call.k.shape[3]
+    if min(dim, value_dim) < 1 or max(dim, value_dim) > native.LARGEST:
+        return f"key and value dimensions must be 1 to {native.LARGEST}, this call has {dim} and {value_dim}"
+    terms = score.terms(dim)
+    if terms is None:
+        metric = getattr(score, "metric", score)
+        return f"score {type(score).__name__} with {type(metric).__name__} is no sum of plane, spherical and hyperbolic distances"
+    if len(terms) > TERMS:
+        return f"a sum of at most {TERMS} distances is in it, this one has {len(terms)}"
+    waves = _waves(link)
+    if waves is None or waves > WAVES:
+        return f"link {type(link).__name__} is not in it (Exp is, and Oscillatory of up to {WAVES} waves)"
+    if type(call.bound.anchor) not in (Row, Count, Raw):
+        return f"anchor {type(call.bound.anchor).__name__} is not in it"
+    if not call.bias.empty:
+        return "log priors (decay, ALiBi, key biases) are not in it"
+    if transforms.active():
+        return "a call that is transformed needs operations of torch"
+    if build.compiler() is None and distance_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
+    failure = library.failure(distance_library.CODE, distance_library.source())
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def _waves(link: Link) -> int | None:
+    """How many waves a link has: 0 for exp, None where it is something else."""
+    if type(link) is Oscillatory:
+        return len(link.amplitudes)
+    code = native.code_of(link)
+    return 0 if code is not None and code.log and not code.cpp_value and code.domain is None else None
+
+
+def tiled(call: Call) -> Tensor:
+    """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
+    bound, seen = call.bound, call.visibility
+    if call.raw is None:
+        q, k, v = call.tokens
+        scale = None
+    else:
+        q, k, v, scale = call.raw
+        k = bound.score.prepare_key(k, bound.score_params)
+        q = q.to(call.coefficients.dtype)
+    weights, q = bound.score.weighed(q, bound.score_params, k.shape[3], scale, prepared=call.raw is None)
+    terms, waves = bound.score.terms(k.shape[3]), _waves(bound.link)
+    assert terms is not None
+    assert waves is not None
+    weights = weights.expand(*q.shape[:3], -1)
+    coefficients = call.coefficients.flatten(1).T.expand(q.shape[1], -1)
+    spec = DistanceSpec(native.rules(call, distance_library.CODE), terms, waves)
+    edges = None if seen.edges is None or not seen.packed else seen.edges
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights, coefficients))
+    if not recorded and native.plain(q, k, v):
+        return distance_library.forward(q, k, v, weights, coefficients, seen.key_mask, edges, spec)[0]
+    return distance_ops.distance(q, k, v, weights, coefficients, seen.key_mask, edges, distance_ops.encode(spec), coefficients.requires_grad)[0]
+
+
+__all__ = ["refusal", "tiled"]
