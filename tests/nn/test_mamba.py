@@ -390,7 +390,7 @@ def test_weights_by_other_names_and_what_does_not_fit():
         (lambda: make("mamba3")(tokens(), make("mamba3-conv").empty_memory(2)), ArgumentError, "another convolution"),
         (lambda: make("mamba3")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another convolution"),
         (lambda: make("mamba3-conv")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another kind of layer"),
-        (lambda: make()(tokens(), path="sparse"), ArgumentError, "path"),
+        (lambda: make()(tokens(), path="recurrent"), ArgumentError, "path"),
         (lambda: (lambda layer: layer(tokens(), layer(tokens(), return_memory=True)[1], path="dense"))(make()), PathError, "dense"),
         (lambda: make()(tokens(), make().empty_memory(2)), ArgumentError, "nn.Mamba2: the memory was made by another layer or model"),
     ],

@@ -112,7 +112,7 @@ def test_shared_witness() -> None:
         (lambda: rewa.from_softmax(nn.MultiheadAttention(48, 4, dropout=0.1)), "dropout=0"),
         (lambda: rewa.from_softmax(nn.Linear(48, 48)), "received Linear"),  # type: ignore[arg-type]
         (lambda: rewa.from_softmax(Attention(48, 4, "softmax"), parts=(4, 4, 3)), "sizes \\(4, 4, 3\\) need vectors of 11 numbers, received 12"),
-        (lambda: Attention(48, 4, "rewa(parts=(5, 5, 5))"), "need vectors of 15 numbers, received 12"),
+        (lambda: Attention(48, 4, "rewa(parts=(5, 5, 5))", qk_dim=12), "need vectors of 15 numbers, received 12"),
         (lambda: m.rewa(parts=(4, 4)), "rewa: parts must be three numbers"),
         (lambda: m.rewa(parts=(0, 0, 0)), "rewa: a part of at least one number"),
         (lambda: m.rewa(weights=(1.0, 0.0, 1.0)), "What is to be 0 is a gate"),
@@ -152,4 +152,4 @@ def test_adaptive_weights() -> None:
     rest, _ = layer(x[:, 7:], memory)
     assert torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-5)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="need vectors of 12 numbers, received 9"):
-        Attention(48, 4, m.rewa(adaptive=True, parts=(4, 4, 4)))
+        Attention(48, 4, m.rewa(adaptive=True, parts=(4, 4, 4)), qk_dim=12)
