@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "distance_wide", "sparse")
 # beside common.hpp
 _HEADERS = {
-    "tile": ("products.hpp",), "sums": ("sums.hpp",), "distance": ("products.hpp", "distance.hpp"),
+    "tile": ("products.hpp",), "sums": ("sums.hpp",), "ridge": ("ridge.hpp",), "distance": ("products.hpp", "distance.hpp"),
     "distance_wide": ("products.hpp", "distance.hpp", "distance.cpp"),
 }  # fmt: skip
 _WIDE = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
