@@ -56,11 +56,9 @@ def load(folder: Path) -> Diagnostics | None:
     Raises: FileFormatError naming the file and what in it is not as above.
     """
     path = folder / NAME
-    if not path.is_file():
+    record = record_of(path, SCHEMA)
+    if record is None:
         return None
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise FileFormatError(f"report: {path} must be an object with schema {SCHEMA}. Write it with this version of zonal, or remove it.")
     heads = []
     for index, layer in enumerate(_list(record.get("layers"), "layers", path)):
         layer = _object(layer, f"layers[{index}]", path)
@@ -68,6 +66,16 @@ def load(folder: Path) -> Diagnostics | None:
         for head, about in enumerate(_list(layer.get("heads"), f"layers[{index}].heads", path)):
             heads.append(_head(_object(about, f"layers[{index}].heads[{head}]", path), place, head + 1, path))
     return Diagnostics(tuple(heads))
+
+
+def record_of(path: Path, schema: int) -> dict[str, Any] | None:
+    """The object in a file beside a run, None where there is no such file. Raises: FileFormatError when it is none of that schema."""
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    if not isinstance(record, dict) or record.get("schema") != schema:
+        raise FileFormatError(f"report: {path} must be an object with schema {schema}. Write it with this version of zonal, or remove it.")
+    return record
 
 
 def _head(about: Mapping[str, Any], layer: int, head: int, path: Path) -> Head:
@@ -171,4 +179,4 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-__all__ = ["BINS", "NAME", "NUMBERS", "Diagnostics", "Head", "bars", "capacity", "histogram", "leverage", "load", "payload", "spectra"]
+__all__ = ["BINS", "NAME", "NUMBERS", "Diagnostics", "Head", "bars", "capacity", "histogram", "leverage", "load", "payload", "record_of", "spectra"]

@@ -129,7 +129,8 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
         if key in _KNOWN and _KNOWN[key][0] not in taken:
             taken.add(_KNOWN[key][0])
             chosen[spec] = LOOKS[_KNOWN[key][0]]
-    free = [place for place in range(len(LOOKS) - 1, -1, -1) if place not in taken]
+    # those easiest to tell apart come first, softmax's grey last
+    free = [place for place in (*range(1, len(LOOKS)), 0) if place not in taken]
     for index, spec in enumerate(spec for spec in unique if spec not in chosen):
         chosen[spec] = LOOKS[free[index % len(free)] if free else index % len(LOOKS)]
     return {spec: chosen[spec] for spec in unique}

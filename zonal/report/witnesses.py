@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.store import read_json
+from zonal.report.diagnostics import record_of
 
 SCHEMA = 1
 NAME = "witnesses.json"
@@ -51,11 +51,9 @@ def load(folder: Path) -> Witnesses | None:
     Raises: FileFormatError naming the file and what in it is not as above.
     """
     path = folder / NAME
-    if not path.is_file():
+    record = record_of(path, SCHEMA)
+    if record is None:
         return None
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise FileFormatError(f"report: {path} must be an object with schema {SCHEMA}. Write it with this version of zonal, or remove it.")
     try:
         groups, tokens = tuple(str(name) for name in record["groups"]), tuple(str(text) for text in record["tokens"])
         group = tuple(int(number) for number in record["group"])
