@@ -25,6 +25,7 @@ struct Walk {
   const double rho;
   int64_t since = 0;    // tokens since P was made from G
   int64_t n = 0;        // keys of the block
+  int32_t coming = 0;   // the first key that is not on its way
   bool finite = true;   // its values are
   bool counted = true;  // an inverse will be made from the sum of its keys
   bool backwards;
@@ -136,6 +137,14 @@ struct Walk {
     for (int64_t d = 0; d < r; ++d) to[d] = scale * k[d];
   }
 
+  // Rows of the next block are sent for, some at a time: a processor has ten or twenty on their way, and stands still for more.
+  void ahead(int32_t count) {
+    for (const int32_t end = std::min(coming + count, task.spans.back().to); coming < end; ++coming) {
+      fetch(task.key(coming), r);
+      fetch(task.value(coming), P);
+    }
+  }
+
   // keys [from, to) with the one before them, their values, and what is across
   void load_block(int32_t from, int32_t to, bool across) {
     n = to - from;
@@ -149,11 +158,9 @@ struct Walk {
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
-      if (s + BLOCK < task.spans.back().to) {
-        fetch(task.key(s + BLOCK), r);
-        fetch(task.value(s + BLOCK), P);
-      }
     }
+    coming = to;
+    ahead(across ? BLOCK / 4 : BLOCK);
     std::memset(keys + (n + 1) * rw, 0, sizeof(F) * (BLOCK - n) * rw);
     std::memset(values + n * Pw, 0, sizeof(F) * (BLOCK - n) * Pw);
     constexpr int N = 4;  // sums that do not wait for each other
@@ -174,12 +181,14 @@ struct Walk {
   bool factorise() {
     const int64_t step = factor_step(), size = up(n, 4);
     whole<SET, false>(size, r, rw, block_keys(), rw, inverse, rw, half(), step);
+    ahead(BLOCK / 4);
     multiply<SET, false>(size, half(), step, keys_t, BLOCK, factor, step, [=](int64_t i, int64_t) { return Range{0, r, i / l * l, wide<F>(size)}; });
     for (int64_t i = 0; i < size; ++i) {
       factor[i * step + i] += 1;
       std::memset(factor + i * step + wide<F>(size), 0, sizeof(F) * (BLOCK - wide<F>(size)));
     }
     if (!eliminate(factor, step, size, step)) return false;
+    ahead(BLOCK / 4);
     std::memset(factor + size * step, 0, sizeof(F) * (BLOCK - size) * step);
     turn(half(), step, BLOCK, r, half_t, BLOCK);
     return true;
@@ -200,6 +209,7 @@ struct Walk {
   // and into P
   Outcome advance() {
     add_sums();
+    ahead(BLOCK / 4);
     if (since >= REMAKE) return remade();
     square<SUB>(r, n, half(), factor_step(), inverse, rw);
     mirror(inverse, r, rw);
@@ -252,15 +262,24 @@ struct Walk {
       const float* q = task.query(g, t0 + i);
       for (int64_t d = 0; d < r; ++d) to[i * rw + d] = scale * q[d];
       for (int64_t d = r; d < rw; ++d) to[i * rw + d] = 0;
-      if (t0 + i + BLOCK < task.end) fetch(task.query(g, t0 + i + BLOCK), r);
+    }
+  }
+
+  // of the next queries and what they read, quarter ``part``
+  void ahead_of(int64_t g, int64_t t0, int part) const {
+    for (int64_t t = t0 + BLOCK + part * BLOCK / 4, end = std::min<int64_t>(t + BLOCK / 4, task.end); t < end; ++t) {
+      fetch(task.query(g, t), r);
+      if (!backwards) fetch<1>(c.y + task.row(g, t) * P, P);
     }
   }
 
   void read(const Span& span, int64_t g, int64_t t0, int64_t count) {
     const Seen seen(task, span, t0, count);
     put_queries(g, t0, count, rows);
+    ahead_of(g, t0, 0);
     float* y = c.y + task.row(g, t0) * P;
     apply(rows, count, seen, more);
+    ahead_of(g, t0, 1);
     for (int64_t k = 0; k < task.power(g); ++k) {
       move(more, count, seen, rows);
       apply(rows, count, seen, more);
@@ -269,6 +288,7 @@ struct Walk {
     if constexpr (sizeof(F) == 4)
       if (P == Pw) out = y;
     whole<SET, false>(count, r, Pw, more, rw, cross_t, Pw, out, Pw);
+    ahead_of(g, t0, 2);
     if (n > 0) {
       near(more, rw, count, keys_t, r, seen, scores);
       if (finite) weigh<ADD>(scores, count, values, Pw, Pw, seen, out, Pw);
@@ -276,6 +296,7 @@ struct Walk {
       else
         for (int64_t i = 0; i < count; ++i) whole<ADD, false>(1, seen.keys[i], Pw, scores + i * BLOCK, BLOCK, values, Pw, out + i * Pw, Pw);
     }
+    ahead_of(g, t0, 3);
     if (static_cast<void*>(out) == y) return;
     for (int64_t i = 0; i < count; ++i)
       for (int64_t p = 0; p < P; ++p) y[i * P + p] = static_cast<float>(out[i * Pw + p]);
@@ -375,6 +396,7 @@ struct Back {
     F *dz = dkeys + rw, *z = walk.block_keys();
     F* x = kept(xs, 0, g, t0);
     walk.put_queries(g, t0, count, walk.rows);
+    for (int part = 0; part < 4; ++part) walk.ahead_of(g, t0, part);
     walk.apply(walk.rows, count, seen, x);
     for (int64_t k = 1; k <= last; ++k) {
       walk.move(x, count, seen, walk.rows);

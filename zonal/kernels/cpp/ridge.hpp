@@ -94,15 +94,16 @@ APART void tile(const F* a, int64_t a_step, const F* b, int64_t b_step, int64_t 
   }
 }
 
-// Where the processor has vectors of 512 bits, four rows of floats meet up to eight vectors of a row of b at once, in pairs.
+// Where the processor has vectors of 512 bits, four rows of floats meet up to eight vectors of a row of b at once, in pairs, or eight rows up to three: with
+// fewer sums than that each waits for its last one.
 #if defined(__AVX2__) && defined(__GNUC__)
 #define ZONAL_PAIRS 1
 const bool PAIRS = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
 typedef float V16 __attribute__((vector_size(64), aligned(4), may_alias));
 
-template <Into INTO, bool ACROSS, int W>
+template <Into INTO, bool ACROSS, int N, int W>
 __attribute__((noinline, target("avx512f,avx512vl"))) void tile_in_pairs(const float* a, int64_t a_step, const float* b, int64_t b_step, int64_t inner, float* out, int64_t out_step) {
-  constexpr int N = 4, M = W / 2;
+  constexpr int M = W / 2;
   V16 sums[N][M + 1] = {};
   V8 rest[N] = {};
   for (int64_t k = 0; k < inner; ++k) {
@@ -137,12 +138,25 @@ struct Range {  // what a few rows of a product need: terms [k0, k1), columns [c
   int64_t k0, k1, c0, c1;
 };
 
-// rows of a product, four at a time. range(i0, i1) tells what rows [i0, i1) need; the rest of them is left alone.
+// rows of a product, four or eight at a time. range(i0, i1) tells what rows [i0, i1) need; the rest of them is left alone.
 template <Into INTO, bool ACROSS, typename F, typename R>
 INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64_t b_step, F* out, int64_t out_step, const R& range) {
   constexpr int l = Lane<F>::count;
-  for (int64_t i = 0; i < rows; i += 4) {
-    const int64_t count = std::min<int64_t>(4, rows - i);
+  for (int64_t i = 0, count; i < rows; i += count) {
+#ifdef ZONAL_PAIRS
+    if constexpr (sizeof(F) == sizeof(float)) {
+      if (PAIRS && rows - i >= 8) {
+        const Range need = range(i, i + 8);
+        if (need.c1 - need.c0 <= 3 * l) {
+          count = 8;
+          const F *from = ACROSS ? a + need.k0 * a_step + i : a + i * a_step + need.k0, *right = b + need.k0 * b_step + need.c0;
+          with_rows<3>((need.c1 - need.c0) / l, [&](auto w) { tile_in_pairs<INTO, ACROSS, 8, decltype(w)::value>(from, a_step, right, b_step, need.k1 - need.k0, out + i * out_step + need.c0, out_step); });
+          continue;
+        }
+      }
+    }
+#endif
+    count = std::min<int64_t>(4, rows - i);
     const Range need = range(i, i + count);
     const F* from = ACROSS ? a + need.k0 * a_step + i : a + i * a_step + need.k0;
 #ifdef ZONAL_PAIRS
@@ -151,7 +165,7 @@ INLINE void multiply(int64_t rows, const F* a, int64_t a_step, const F* b, int64
         for (int64_t c = need.c0; c < need.c1;)
           with_rows<8>((need.c1 - c) / l, [&](auto w) {
             constexpr int W = decltype(w)::value;
-            tile_in_pairs<INTO, ACROSS, W>(from, a_step, b + need.k0 * b_step + c, b_step, need.k1 - need.k0, out + i * out_step + c, out_step);
+            tile_in_pairs<INTO, ACROSS, 4, W>(from, a_step, b + need.k0 * b_step + c, b_step, need.k1 - need.k0, out + i * out_step + c, out_step);
             c += W * l;
           });
         continue;
@@ -218,6 +232,8 @@ void mirror(F* a, int64_t n, int64_t step) {
     for (int64_t i = 0; i < j; ++i) a[j * step + i] = a[i * step + j];
 }
 
+#define EACH_OF_FOUR(i, from) _Pragma("GCC unroll 4") for (int i = from; i < 4; ++i)
+
 // Rows of w = [A | B], of whose symmetric A the upper part is there, become L^-1 [A | B] = [L^T | L^-1 B] with A = L L^T. rows: a multiple of
 // four. False where A is not positive definite, or not a number.
 template <typename F>
@@ -228,16 +244,21 @@ bool eliminate(F* w, int64_t step, int64_t rows, int64_t columns) {
     F* here = w + i * step;
     const int64_t from = i / l * l;
     if (i > 0) multiply<SUB, true>(4, w + i, step, w, step, here, step, [=](int64_t, int64_t) { return Range{0, i, from, columns}; });
+    // each pivot waits for the one before it: divided by, not by its root, which takes as long again
     F m[4][4], root[4];
-    for (int j = 0; j < 4; ++j)
-      for (int k = j; k < 4; ++k) m[j][k] = here[j * step + i + k];
-    for (int j = 0; j < 4; ++j) {
-      if (!(m[j][j] > 0 && m[j][j] < std::numeric_limits<F>::infinity())) return false;
-      root[j] = 1 / std::sqrt(m[j][j]);
-      for (int k = j + 1; k < 4; ++k) m[j][k] *= root[j];
-      for (int k = j + 1; k < 4; ++k)
-        for (int n = k; n < 4; ++n) m[k][n] -= m[j][k] * m[j][n];
+    bool positive = true;
+    EACH_OF_FOUR(j, 0) EACH_OF_FOUR(k, j) m[j][k] = here[j * step + i + k];
+    EACH_OF_FOUR(j, 0) {
+      positive = positive && m[j][j] > 0 && m[j][j] < std::numeric_limits<F>::infinity();
+      const F part = 1 / m[j][j];
+      root[j] = std::sqrt(part);
+      EACH_OF_FOUR(k, j + 1) {
+        const F number = m[j][k] * part;
+        EACH_OF_FOUR(n, k) m[k][n] -= number * m[j][n];
+      }
+      EACH_OF_FOUR(k, j + 1) m[j][k] *= root[j];
     }
+    if (!positive) return false;
     for (int64_t c = from; c < columns; c += l) {
       const X a = at(here + c) * root[0];
       const X b = (at(here + step + c) - a * m[0][1]) * root[1];
@@ -297,7 +318,7 @@ struct Task {
       while (t1 < end && (to == limit || hi[t1] < to)) ++t1;
       spans.push_back({t, t1, from, to, false});
       since += to - from;
-      if (since >= REMAKE) {
+      if (since >= REMAKE && t1 < end) {
         counted = to;
         since = 0;
       }
@@ -323,9 +344,10 @@ F inner(const A* a, const B* b, int64_t n) {
   return total;
 }
 
-// rows of tensors come from far away: those of the next block are on their way while this one is worked on
+// rows of tensors come from far away: those of the next block are on their way while this one is worked on. WRITE: 1 for one that is written
+template <int WRITE = 0>
 INLINE void fetch(const float* row, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i);
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i, WRITE);
 }
 
 template <typename F>
