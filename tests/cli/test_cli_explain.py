@@ -31,7 +31,8 @@ def test_tables_hold_what_the_library_says(spec, capsys):
     for path, why in found.plan.refused.items():
         assert any(line.startswith(path) and why[:60] in line for line in lines)
     for move in found.moves:
-        assert any(line.startswith(move.kind) and move.text[:60] in line for line in lines)
+        assert any(f"── {move.step} [{move.slot}] {move.name}: {move.assumes}"[:90] in line for line in lines)
+        assert all(any(f"── {derived.text}"[:90] in line for line in lines) for derived in move.derives)
     assert "\x1b" not in out
 
 

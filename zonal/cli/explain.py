@@ -9,9 +9,10 @@ import tyro
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 import zonal
-from zonal import mechanisms
+from zonal import ledger, mechanisms
 from zonal.cli import parse
 from zonal.cli.options import device
 from zonal.errors import ArgumentError
@@ -28,8 +29,6 @@ Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
   zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json"""
-
-_KINDS = (("assumed", "chosen by whoever declared the operator"), ("derived", "follows exactly"), ("approximated", "changes the function"))
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,12 @@ def tables(found: Explanation) -> list[RenderableType]:
         for e in found.plan.estimates
     ]
     refused = [(path, why) for path, why in found.plan.refused.items()] or [("none", "every path can run this call")]
-    moves = [(kind, move.slot, move.text) for kind, _ in _KINDS for move in found.moves if move.kind == kind]
-    meaning = "; ".join(f"{kind}: {text}" for kind, text in _KINDS)
+    tree = Tree(ledger.ROOT)
+    for move in found.moves:
+        branch = tree.add(Text(f"{move.step} [{move.slot}] {move.name}: {move.assumes}"))
+        for derived in move.derives:
+            branch.add(Text(derived.text, style="dim"))
+    meaning = "; ".join(f"{step}: {text}" for step, text in ledger.STEPS.items())
     return [
         _facts(found),
         Text(),
@@ -135,7 +138,8 @@ def tables(found: Explanation) -> list[RenderableType]:
         Text(),
         _table("Refused", ("path", "because"), refused),
         Text(),
-        _table("Ledger", ("kind", "slot", "move"), moves or [("none", "", "the full interaction of all tokens")]),
+        Text("Ledger", style="bold"),
+        tree,
         Text(meaning, style="dim"),
     ]
 
