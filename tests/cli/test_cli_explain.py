@@ -11,6 +11,7 @@ import zonal
 from zonal import mechanisms
 from zonal.cli.app import main
 from zonal.cli.explain import _operations
+from zonal.nn import Attention
 from zonal.nn.evidence import forms
 from zonal.training import load_model
 
@@ -116,6 +117,7 @@ def test_heads_as_json(trained, capsys):
     assert (layer["layer"], layer["operator"], layer["row_gauge"], layer["refused"]) == (1, "softmax", True, None)
     model, _ = load_model(trained / "checkpoint.safetensors")
     _, attention, x = next(model.layer_inputs(torch.tensor([[3, 40, 5, 41, 3, 40, 7]])))
+    assert isinstance(attention, Attention)
     assert layer["heads"] == json.loads(json.dumps([asdict(head) for head in forms(attention, x, (1, 2))]))
     assert layer["ledger"][1]["derives"][0]["theorem"] == "exponential link"
 
