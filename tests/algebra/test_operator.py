@@ -133,7 +133,7 @@ def test_specs() -> None:
 def test_ledger_names_the_row_gauge_for_softmax() -> None:
     text = ledger.text(m.softmax().moves())
     assert "row gauge" in text
-    assert "approximated: nothing" in text
+    assert "hence the link is exp(a x)" in text
 
 
 @pytest.mark.parametrize("name", m.names())

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import zonal
 from zonal import mechanisms
 from zonal.cli.app import main
 from zonal.cli.explain import _operations
+from zonal.nn import Attention
+from zonal.nn.evidence import forms
+from zonal.training import load_model
 
 
 def run(words, capsys):
@@ -31,7 +35,8 @@ def test_tables_hold_what_the_library_says(spec, capsys):
     for path, why in found.plan.refused.items():
         assert any(line.startswith(path) and why[:60] in line for line in lines)
     for move in found.moves:
-        assert any(line.startswith(move.kind) and move.text[:60] in line for line in lines)
+        assert any(f"── {move.step} [{move.slot}] {move.name}: {move.assumes}"[:90] in line for line in lines)
+        assert all(any(f"── {derived.text}"[:90] in line for line in lines) for derived in move.derives)
     assert "\x1b" not in out
 
 
@@ -71,3 +76,73 @@ def test_mistakes_are_one_line(words, message, capsys):
 
 def test_operations():
     assert [_operations(value) for value in (12, 1.5e6, 18.2e9)] == ["12 FLOP", "1.5 MFLOP", "18.2 GFLOP"]
+
+
+# --- a trained model --------------------------------------------------------------------------------------------------
+
+TASK = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    words = f"train {TASK} --dim 16 --heads 2 --mlp none --batch-size 4 --steps 1 --no-tensorboard --operator 'softmax, sko, mamba2(head_dim=16, state=8), linear' --out {folder}"
+    assert main(shlex.split(words)) == 0
+    return folder
+
+
+def test_heads_of_a_trained_model(trained, capsys):
+    code, out, err = run(f"--model {trained} --ranks 1,3 --refine 2 --length 24", capsys)
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert "2 sequences of 24 tokens; heads as layer.head" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line[:3] in ("1.1", "1.2", "4.1", "4.2") and "%" in line}
+    assert set(rows) == {"1.1", "1.2", "4.1", "4.2"}
+    for cells in rows.values():
+        assert sum(float(cell.rstrip("%")) for cell in cells[:3]) == pytest.approx(100, abs=0.2)
+    assert any(line.split() == ["head", "equal", "columns", "rank", "1", "fitted", "rank", "3", "fitted"] for line in lines)
+    assert "layer 2 is left out: the kernel of sko may be negative" in lines
+    assert "layer 3 is left out: Mamba2 compares no queries with keys" in lines
+    assert any("row gauge" in line for line in lines)
+    assert "Ledger of softmax" in lines
+    assert "Ledger of linear" in lines
+
+
+def test_heads_as_json(trained, capsys):
+    code, out, _ = run(f"--model {trained / 'checkpoint.safetensors'} --layer 1 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --json", capsys)
+    assert code == 0
+    found = json.loads(out)
+    assert (found["sequences"], found["tokens"], found["ranks"]) == (1, 7, [1, 2])
+    (layer,) = found["layers"]
+    assert (layer["layer"], layer["operator"], layer["row_gauge"], layer["refused"]) == (1, "softmax", True, None)
+    model, _ = load_model(trained / "checkpoint.safetensors")
+    _, attention, x = next(model.layer_inputs(torch.tensor([[3, 40, 5, 41, 3, 40, 7]])))
+    assert isinstance(attention, Attention)
+    assert layer["heads"] == json.loads(json.dumps([asdict(head) for head in forms(attention, x, (1, 2))]))
+    assert layer["ledger"][1]["derives"][0]["theorem"] == "exponential link"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--layer 5", "--layer must be from 1 to 4"),
+        ("--layer 2", "no layer has a positive kernel of its tokens: layer 2: the kernel of sko may be negative"),
+        ("--ranks 2,1", "--ranks: '2,1' must be rising"),
+        ("--ranks 40", "ranks up to 40 need as many tokens, and at least 2; received 32"),
+        ("--text '3 4 x'", "--text must be such numbers"),
+        ("--text 3", "received 1"),
+        ("--sequences 0", "--sequences must be at least 1"),
+        ("--shape 1,2,3,4 --causal", "--shape 1,2,3,4 --causal is about how an operator is run; leave it out with --model"),
+    ],
+)
+def test_mistakes_about_a_model(trained, words, message, capsys):
+    code, out, err = run(f"--model {trained} {words}", capsys)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_needs_a_model_says_so(capsys):
+    code, _, err = run("--shape 1,2,3,4 --layer 1 --ranks 1", capsys)
+    assert code == 2
+    assert "--layer 1 --ranks 1 needs --model" in err

@@ -256,7 +256,7 @@ def test_explain_measures_a_sample() -> None:
     made = zonal.explain(operator, q.shape, causal=True, sample=(q, k))
     assert made.coverage is not None
     assert "of the attention mass" in str(made)
-    assert "approximated" in str(made)
+    assert "approximation [search]" in str(made)
     assert made.to_dict()["coverage"]["rows"] == 512
     with pytest.raises(ArgumentError, match="has no sparse path to measure"):
         zonal.explain(m.softmax(), q.shape, sample=(q, k))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, expand_rows, require, require_whole, row
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, require_whole, row
 from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
@@ -36,6 +36,9 @@ class Blocks(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     log_decay: Tensor | None = None
+
+
+_NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output: no gauge")
 
 
 class State(NamedTuple):
@@ -144,11 +147,13 @@ class Row(SumAnchor):
         return torch.where(empty, 0, kernel / torch.where(empty, 1, mass))
 
     def moves(self) -> tuple[Move, ...]:
-        signed = "K may be negative (allow_signed): a row's sum may come near zero, and its output grow without bound"
+        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
+        mean = Derived("means of values", "hence outputs are weighted means of values")
+        signed = Derived("", "hence a row's sum may come near zero, and its output grow without bound")
         return (
-            Move("assumed", "anchor", "only the row-conditional of K is observed"),
-            Move("derived", "anchor", "hence K and a K (any positive a_t) are the same operator: row gauge"),
-            *((Move("assumed", "anchor", signed),) if self.allow_signed else ()),
+            *((Move("restriction", "anchor", "signed rows", "K may be negative (allow_signed)", (signed,)),) if self.allow_signed else ()),
+            Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
+            Move("section", "anchor", "rows of sum one", "of all a K the one whose rows sum to one", () if self.allow_signed else (mean,)),
         )
 
 
@@ -184,7 +189,8 @@ class TopK(Anchor):
 
     def moves(self) -> tuple[Move, ...]:
         found = () if self.search is None else self.search.moves()
-        return (Move("assumed", "anchor", f"all but the {self.k} largest entries of a row are no evidence"), *Row().moves(), *found)
+        few = Derived("few keys", "hence no other key has a weight, but for those that equal the least of them")
+        return (Move("restriction", "anchor", "top k", f"all but the {self.k} largest entries of a row are no evidence", (few,)), *Row().moves(), *found)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,11 @@ class Count(SumAnchor):
         return kernel * torch.where(count > 0, 1 / count.clamp_min(1).to(kernel.dtype), 0)
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "anchor", "K is read as a density against the counting measure of visible keys: no row gauge"),)
+        return (
+            Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)),
+            Move("section", "anchor", "counted", "K is read as a density against the counting measure of visible keys",
+                 (Derived("repeated keys", "hence keys that are all given twice change no output"),)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,8 @@ class Raw(SumAnchor):
         return blocks.qk.exp() if blocks.log else blocks.qk
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "anchor", "K itself is observed: no gauge, and outputs grow with the number of keys"),)
+        grows = Derived("added keys", "hence outputs are sums over keys: those of two sets of keys add")
+        return (Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)), Move("section", "anchor", "raw", "weights are K as it is", (grows,)))
 
 
 def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
@@ -371,10 +382,11 @@ class Ridge(Anchor):
         return torch.stack(out, -2) if out else kernel
 
     def moves(self) -> tuple[Move, ...]:
+        equations = Derived("normal equations", "hence W (K_kk + rho I) = K_qk on visible keys: weights may be negative, and rows sum to anything")
+        sums = Derived("primal sums", "hence for a linear kernel sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past")
         return (
-            Move("assumed", "anchor", "the operator is the best linear read-out of values from keys, with a ridge"),
-            Move("derived", "anchor", "hence weights may be negative and rows need not sum to one"),
-            Move("derived", "anchor", "for a linear kernel, sums G = sum z z^T and C = sum v z^T carry all of the past"),
+            Move("quotient", "anchor", "regression probe", "only what is read out of a fit from keys to values is observed", (sums,)),
+            Move("section", "anchor", "ridge", "of all fits the one with the least squared error and rho times its size", () if self.shifts else (equations,)),
         )
 
 
@@ -448,8 +460,12 @@ class Koopman(Ridge):
 
     def moves(self) -> tuple[Move, ...]:
         ahead = f"{self.power}" if isinstance(self.power, int) else ", ".join(map(str, self.power)) + " (by head)"
-        shift = Move("assumed", "anchor", f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead")
-        return (*super().moves(), *((shift,) if self.shifts else ()))
+        follows = (
+            Derived("shift", "hence a key in a direction of its own brings the value stored so many steps after it"),
+            Derived("contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"),
+        )
+        shift = Move("restriction", "anchor", "linear dynamics", f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead", follows)
+        return (*((shift,) if self.shifts else ()), *super().moves())
 
 
 ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "TopK": TopK, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}

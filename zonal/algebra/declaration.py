@@ -12,16 +12,27 @@ from zonal.errors import ArgumentError, unknown_name
 
 
 @dataclass(frozen=True)
-class Move:
-    """One step from the full interaction to the operator that runs.
+class Derived:
+    """What follows exactly from a move. theorem: the name under which the tests check it on numbers; "" for what no finite check can show."""
 
-    kind: ``assumed`` (a restriction the user chose), ``derived`` (follows exactly from what is assumed), or
-    ``approximated`` (changes the function).
+    theorem: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step from the full interaction to the operator that runs, and what follows from it.
+
+    step: ``closure`` (what there is becomes a fixed set), ``restriction`` (fewer kernels are admitted), ``quotient`` (kernels that a probe does not tell
+    apart are one), ``section`` (one of those is taken), or ``approximation`` (a function is replaced by one that is cheaper to write down).
+    slot: of the declaration. name: what people call it. assumes: in words.
     """
 
-    kind: Literal["assumed", "derived", "approximated"]
+    step: Literal["closure", "restriction", "quotient", "section", "approximation"]
     slot: str
-    text: str
+    name: str
+    assumes: str
+    derives: tuple[Derived, ...] = ()
 
 
 class Declaration:
@@ -43,7 +54,7 @@ class Declaration:
         return {}
 
     def moves(self) -> tuple[Move, ...]:
-        """What this declaration assumes or derives, for the ledger."""
+        """What this declaration assumes and what follows, for the ledger."""
         return ()
 
     def config(self) -> dict[str, Any]:

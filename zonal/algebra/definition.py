@@ -34,13 +34,8 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score if bound.link.log_space else bound.link.value(score, coefficients)
 
 
-def weights(
-    bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None
-) -> Tensor:
-    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
-
-    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in ``bias``.
-    """
+def evidence(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias) -> tuple[Tensor, Tensor]:
+    """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is allowed, broadcastable to it."""
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]
     block = kernel(bound, coefficients, q, k)
@@ -51,7 +46,18 @@ def weights(
         # the mask first: a decay towards forbidden later keys may overflow
         prior = prior.masked_fill(~visible, 0)
         block = block + prior if log else block * prior.exp()
-    block = block.masked_fill(~visible, float("-inf") if log else 0.0)
+    return block.masked_fill(~visible, float("-inf") if log else 0.0), visible
+
+
+def weights(
+    bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None
+) -> Tensor:
+    """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
+
+    log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in ``bias``.
+    """
+    log = bound.link.log_space
+    block, visible = evidence(bound, coefficients, q, k, visibility, bias)
     among = None
     if bound.anchor.solves:
         among = kernel(bound, coefficients, bound.score.as_query(k, bound.score_params), k)
@@ -65,4 +71,4 @@ def weights(
     return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay))
 
 
-__all__ = ["kernel", "weights"]
+__all__ = ["evidence", "kernel", "weights"]

@@ -1,17 +1,55 @@
-"""The ledger: which moves lead from the full interaction of all tokens to the operator that runs."""
+"""The ledger: which moves lead from the full interaction of all tokens to the operator that runs, and what follows from each.
 
-from collections.abc import Sequence
+Moves come in the order of ``STEPS``, so that operators share the moves that they have in common from the root on: together they are a tree.
+"""
+
+from collections.abc import Mapping, Sequence
 
 from zonal.algebra.declaration import Move
 
-KINDS = ("assumed", "derived", "approximated")
+ROOT = "all evidence between all records"
+STEPS = {
+    "closure": "what there is becomes a fixed set",
+    "restriction": "fewer kernels are admitted",
+    "quotient": "what no probe tells apart is one",
+    "section": "one of those is taken",
+    "approximation": "a function is replaced by one that is cheaper to write down",
+}
+_SLOTS = ("carrier", "link", "score", "prior", "anchor", "search")
+
+
+def ordered(moves: Sequence[Move]) -> tuple[Move, ...]:
+    """Moves from the root on: by step, then by slot."""
+    return tuple(sorted(moves, key=lambda move: (list(STEPS).index(move.step), _SLOTS.index(move.slot))))
 
 
 def text(moves: Sequence[Move]) -> str:
-    """The moves as lines, grouped by kind; an empty group says 'nothing'."""
-    lines = []
-    for kind in KINDS:
-        of_kind = [move for move in moves if move.kind == kind]
-        lines.append(f"{kind}:" + ("" if of_kind else " nothing"))
-        lines += [f"  {move.slot:<7} {move.text}" for move in of_kind]
+    """The moves of one operator as lines: each with what it assumes, and below it what follows."""
+    lines = [ROOT]
+    for index, move in enumerate(moves):
+        last = index == len(moves) - 1
+        lines.append(f"{'└─' if last else '├─'} {move.step} [{move.slot}] {move.name}: {move.assumes}")
+        lines += [f"{'  ' if last else '│ '}    {derived.text}" for derived in move.derives]
     return "\n".join(lines)
+
+
+def tree(operators: Mapping[str, Sequence[Move]]) -> str:
+    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ, and stand at its leaves."""
+    return "\n".join([ROOT, *_branches([(name, tuple(moves)) for name, moves in operators.items()], "")])
+
+
+def _branches(paths: Sequence[tuple[str, tuple[Move, ...]]], indent: str) -> list[str]:
+    groups: dict[tuple[str, str, str], list[tuple[str, tuple[Move, ...]]]] = {}
+    for name, moves in paths:
+        # what follows from a move depends on the others, too: it tells no moves apart
+        key = (moves[0].step, moves[0].name, moves[0].assumes) if moves else ("", "", "")
+        groups.setdefault(key, []).append((name, moves))
+    lines = []
+    for index, ((step, name, _), members) in enumerate(groups.items()):
+        last = index == len(groups) - 1
+        if not step:
+            lines.append(f"{indent}{'└─' if last else '├─'} = {', '.join(one for one, _ in members)}")
+            continue
+        lines.append(f"{indent}{'└─' if last else '├─'} {step}: {name}")
+        lines += _branches([(one, moves[1:]) for one, moves in members], indent + ("   " if last else "│  "))
+    return lines

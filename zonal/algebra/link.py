@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import Declaration, Move, expand_rows, require, row
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, row
 from zonal.algebra.horner import horner, horner_derivative, power_sums
 from zonal.algebra.score import Params
 from zonal.formula import FORMULAS, Formula
@@ -104,10 +104,8 @@ class Exp(Link):
         return x.exp()
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move("assumed", "link", "evidence multiplies where scores add"),
-            Move("derived", "link", "hence the link is exp(a x), a absorbed by the scale of the score"),
-        )
+        forced = Derived("exponential link", "hence the link is exp(a x), a absorbed by the scale of the score")
+        return (Move("restriction", "link", "Prune W", "evidence multiplies where scores add", (forced,)),)
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Identity(Link):
         return torch.ones_like(x)
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("derived", "link", "the kernel is linear in phi(q): sums over keys can be kept instead of keys"),)
+        return (Move("restriction", "link", "linear evidence", "evidence is the score", (Derived("linear link", "hence evidence adds where scores add, and has their sign"),)),)
 
 
 @dataclass(frozen=True)
@@ -240,10 +238,8 @@ class Gegenbauer(Link):
         return self.coefficient_vjp(x, grad, c) if self.clenshaw else power_sums(x, grad, c.shape[0], spare)
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move("assumed", "link", f"the kernel is zonal: a polynomial of degree <= {self.degree} in the cosine"),
-            Move("assumed", "link", "weights may be negative; no theorem about positive kernels applies"),
-        )
+        signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
+        return (Move("restriction", "link", "zonal polynomial", f"evidence is a polynomial of degree <= {self.degree} in the cosine", (signed,)),)
 
 
 @dataclass(frozen=True)
@@ -286,7 +282,8 @@ class Yat(Link):
         return torch.addcmul(part, part, part, out=part).mul_(2)  # 2 u (1 + u) with u = x / gap
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "link", f"evidence is alignment squared over distance squared (eps = {self.eps:g})"),)
+        bounded = Derived("bounded link", f"hence 0 <= K <= {1 / self.eps:g}, the most at equal directions")
+        return (Move("restriction", "link", "Yat", f"evidence is alignment squared over distance squared (eps = {self.eps:g})", (bounded,)),)
 
 
 @dataclass(frozen=True)
@@ -341,10 +338,8 @@ class SquaredAffine(Link):
         return power_sums(x, torch.add(x, c[0], out=spare).mul_(2).mul_(grad), 1)
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move("assumed", "link", "evidence is the square of an affine function of the score"),
-            Move("derived", "link", "hence nonnegative, and exact with (d + 1)(d + 2)/2 features"),
-        )
+        features = Derived("square features", "hence nonnegative, and exact with (d + 1)(d + 2)/2 features")
+        return (Move("restriction", "link", "squared affine", "evidence is the square of an affine function of the score", (features,)),)
 
 
 @dataclass(frozen=True)
@@ -404,10 +399,8 @@ class PolynomialSquare(Link):
         return horner(x, c, out).mul_(2).mul_(horner_derivative(x, c))
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move("assumed", "link", f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}"),
-            Move("derived", "link", "hence nonnegative, and exact with finitely many features"),
-        )
+        bounded = Derived("bounded link", f"hence K >= {self.floor:g}, whatever is learned")
+        return (Move("restriction", "link", "squared polynomial", f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}", (bounded,)),)
 
 
 @dataclass(frozen=True)
@@ -474,7 +467,8 @@ class Oscillatory(Link):
         return torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind]).double().sum(1)[:, :, None, None]
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "link", f"evidence swings with distance and fades, in {len(self.amplitudes)} waves"),)
+        bounded = Derived("bounded link", "hence e^-A <= K <= e^A, A the sum of the waves' |amplitudes|")
+        return (Move("restriction", "link", "waves", f"evidence swings with distance and fades, in {len(self.amplitudes)} waves", (bounded,)),)
 
 
 LINKS: dict[str, type[Declaration]] = {

@@ -1,15 +1,15 @@
 """Operator: score x prior x link x anchor, with the learned parts as parameters. Softmax attention is one value of this type."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zonal.algebra import slots
+from zonal.algebra import ledger, slots
 from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, TopK
-from zonal.algebra.declaration import Declaration, Move, expand_rows, from_config, require_whole
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Dot, Params, Score
@@ -277,14 +277,16 @@ class Operator(nn.Module):
         return new
 
     def moves(self) -> tuple[Move, ...]:
-        """Everything assumed, derived or approximated, slot by slot."""
-        listed = [move for _, part in self._parts() for move in part.moves()]
+        """From the full interaction of all tokens to this operator, as ``ledger.text`` and ``ledger.tree`` show it."""
         tags = self.tags
-        if tags.degree is not None and not tags.solves:
-            listed.append(Move("derived", "memory", f"a polynomial of degree {tags.degree} in a dot product: moments of keys carry all of the past"))
-        elif not tags.solves:
-            listed.append(Move("derived", "memory", "no finite sum over keys is exact: the past must be kept as keys and values"))
-        return tuple(listed)
+        listed = [move for _, part in self._parts() for move in part.moves() or (Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),)]
+        past = Derived("moments", f"hence moments of keys up to degree {tags.degree} carry all of the past")
+        if tags.degree is None:
+            past = Derived("", "hence no finite sum over keys is exact: the past must be kept as keys and values")
+        if not tags.solves:  # what a solve keeps is its anchor's to say
+            listed = [replace(move, derives=(*move.derives, past)) if move.slot == "link" else move for move in listed]
+        support = Derived("support", "hence K is an array, and nothing comes from a pair that is forbidden")
+        return ledger.ordered((Move("closure", "carrier", "tokens", "records are a fixed, finite set of tokens, and a pair is allowed or it is not", (support,)), *listed))
 
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values (learned values are not in it)."""

@@ -16,8 +16,11 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, expand_rows, require
+from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require
 from zonal.errors import ArgumentError
+
+_EARLIER = Derived("no leak", "hence no output depends on a later token")
+_SEPARABLE = Derived("separable prior", "hence B is a factor of the query times a factor of the key on causal pairs, so that sums over the past can be carried")
 
 
 class Prior(Declaration):
@@ -33,7 +36,7 @@ class Causal(Prior):
     include_self: bool | None = None
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "prior", "no query sees a later key"),)
+        return (Move("restriction", "prior", "causal", "no query sees a later key", (_EARLIER,)),)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ChunkCausal(Prior):
         require(self.size >= 1, f"ChunkCausal: size must be >= 1, received {self.size}.")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "prior", f"a query sees only whole chunks of {self.size} tokens before its own"),)
+        return (Move("restriction", "prior", "whole chunks", f"a query sees only whole chunks of {self.size} tokens before its own", (_EARLIER,)),)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Window(Prior):
         require(self.left >= 0 and (self.right is None or self.right >= 0), f"Window: left and right must be >= 0, received {self.left}, {self.right}.")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "prior", f"a query sees at most the {self.left} keys before it"),)
+        reach = Derived("reach", f"hence n layers reach back at most {self.left} n tokens")
+        return (Move("restriction", "prior", "window", f"a query sees at most the {self.left} keys before it", (reach,)),)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class ALiBi(Prior):
         return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "prior", "evidence falls exponentially with the distance of positions, at a fixed rate a head"),)
+        return (Move("restriction", "prior", "positions", "evidence falls exponentially with the distance of positions, at a fixed rate a head", (_SEPARABLE,)),)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Decay(Prior):
 
     def moves(self) -> tuple[Move, ...]:
         factor = "a factor that each token sets" if self.gated else "a constant factor"
-        return (Move("assumed", "prior", f"evidence fades by {factor} a step, so a sum over the past can be carried"),)
+        return (Move("restriction", "prior", "fading", f"evidence fades by {factor} a step", (_SEPARABLE,)),)
 
 
 class Intervals(NamedTuple):

@@ -61,7 +61,7 @@ class LSH(Search):
 
     def moves(self) -> tuple[Move, ...]:
         what = f"on the sparse path a row keeps its largest of at most {self.most} keys, found by {self.tables} hash tables and a window of {self.window}"
-        return (Move("approximated", "search", f"{what}; how many of the exact ones those are depends on the input: zonal.explain(…, sample=(q, k)) measures it"),)
+        return (Move("approximation", "search", "hash tables", f"{what}; how many of the exact ones those are depends on the input: zonal.explain(…, sample=(q, k)) measures it"),)
 
 
 SEARCHES: dict[str, type[Declaration]] = {"LSH": LSH}

@@ -1,7 +1,7 @@
 """``zonal explain``: which path a call would take, why, what it costs, what was refused, and what the operator assumes."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 import zonal
-from zonal import mechanisms
-from zonal.cli import parse
-from zonal.cli.options import device
+from zonal import ledger, mechanisms
+from zonal.cli import explain_model, parse
+from zonal.cli.explain_model import ModelLook
+from zonal.cli.options import command_line, device
+from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
 from zonal.execution.plan import duration
@@ -24,12 +26,14 @@ Say how an operator would be run on a shape: the path and the reason, estimates 
 and why, the memory one sequence leaves, and the ledger of what the operator assumes. Nothing of that size is allocated.
 The first call on a machine measures its speed, which takes some seconds.
 
+With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is gauge (a number a query, which
+its weights do not see), a field of the keys, and a dot product of few numbers; and by how much its weights change when only so much is kept.
+
 Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
-  zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json"""
-
-_KINDS = (("assumed", "chosen by whoever declared the operator"), ("derived", "follows exactly"), ("approximated", "changes the function"))
+  zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json
+  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times, it was the worst of times" """
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Explain:
     """cpu, cuda or cuda:1."""
     json: bool = False
     """Print JSON instead of tables."""
+    look: ModelLook = field(default_factory=ModelLook)
 
 
 def explained(options: Explain) -> Explanation:
@@ -102,17 +107,6 @@ def _facts(found: Explanation) -> RenderableType:
     return grid
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], bold: str | None = None) -> RenderableType:
-    """Numbers stand right, everything in a table of two or three columns of words left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0), header_style="dim")
-    numbers = len(head) > 3
-    for index, name in enumerate(head):
-        table.add_column(name, justify="right" if numbers and index else "left")
-    for row in rows:
-        table.add_row(*(Text(cell, style="bold" if row[0] == bold else "") for cell in row))
-    return table
-
-
 def _operations(count: float) -> str:
     """18.2 GFLOP."""
     text = formats.compact(count)
@@ -126,29 +120,34 @@ def tables(found: Explanation) -> list[RenderableType]:
         for e in found.plan.estimates
     ]
     refused = [(path, why) for path, why in found.plan.refused.items()] or [("none", "every path can run this call")]
-    moves = [(kind, move.slot, move.text) for kind, _ in _KINDS for move in found.moves if move.kind == kind]
-    meaning = "; ".join(f"{kind}: {text}" for kind, text in _KINDS)
+    meaning = "; ".join(f"{step}: {text}" for step, text in ledger.STEPS.items())
     return [
         _facts(found),
         Text(),
-        _table("Estimates", ("path", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path),
+        table("Estimates", ("path", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path),
         Text(),
-        _table("Refused", ("path", "because"), refused),
+        table("Refused", ("path", "because"), refused),
         Text(),
-        _table("Ledger", ("kind", "slot", "move"), moves or [("none", "", "the full interaction of all tokens")]),
+        Text("Ledger", style="bold"),
+        ledger_tree(found.moves),
         Text(meaning, style="dim"),
     ]
 
 
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
-    found = explained(options)
+    looks = options.look.model is not None
+    others = replace(options, look=ModelLook(), device="cpu", json=False) if looks else Explain(look=options.look)
+    if others != Explain():
+        given = command_line("explain", others).removeprefix("zonal explain ")
+        raise ArgumentError(f"explain: {given} {'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}.")
+    found = explained(options) if not looks else explain_model.looked_at(options.look, options.device)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         return 0
     console = Console()
     # a file or a pipe has no width to keep to
     console = console if console.is_terminal else Console(width=160)
-    for part in tables(found):
+    for part in tables(found) if isinstance(found, Explanation) else explain_model.tables(found):
         console.print(part)
     return 0

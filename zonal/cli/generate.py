@@ -61,7 +61,7 @@ class Codec:
     joint: str
 
 
-def checkpoint_in(path: Path) -> Path:
+def checkpoint_in(path: Path, command: str = "generate") -> Path:
     """The file itself, or the checkpoint of a run's folder. Raises: FileFormatError when there is none."""
     if not path.is_dir():
         return path
@@ -69,11 +69,11 @@ def checkpoint_in(path: Path) -> Path:
     if found.is_file():
         return found
     if (path / "comparison.json").is_file():
-        raise FileFormatError(f"generate: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003.")
-    raise FileFormatError(f"generate: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file.")
+        raise FileFormatError(f"{command}: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003.")
+    raise FileFormatError(f"{command}: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file.")
 
 
-def codec(task: dict[str, Any], vocab_size: int) -> Codec:
+def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", option: str = "the prompt") -> Codec:
     """The codec for a model trained on ``task`` (its config)."""
     if task.get("task") == "text":
         tokenizer = tokenizers.resolve(str(task["tokenizer"]))
@@ -83,9 +83,9 @@ def codec(task: dict[str, Any], vocab_size: int) -> Codec:
         try:
             found = [int(word) for word in text.replace(",", " ").split()]
         except ValueError as error:
-            raise ArgumentError(f"generate: this model was trained on token numbers from 0 to {vocab_size - 1}; the prompt must be such numbers, got {text!r}.") from error
+            raise ArgumentError(f"{command}: this model was trained on token numbers from 0 to {vocab_size - 1}; {option} must be such numbers, got {text!r}.") from error
         if any(not 0 <= number < vocab_size for number in found):
-            raise ArgumentError(f"generate: token numbers must be from 0 to {vocab_size - 1}, got {text!r}.")
+            raise ArgumentError(f"{command}: token numbers must be from 0 to {vocab_size - 1}, got {text!r}.")
         return found
 
     return Codec(numbers, lambda tokens: " ".join(map(str, tokens)), " ")

@@ -1,4 +1,4 @@
-"""Texts of the command line as values: lists of operators, budgets, seeds, learning rates, shapes."""
+"""Texts of the command line as values: lists of operators, budgets, seeds, learning rates, ranks, shapes."""
 
 import itertools
 import math
@@ -60,6 +60,17 @@ def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
         numbers = ()
     if len(numbers) != 3 or not all(a <= b for a, b in itertools.pairwise((0.0, *numbers, 1.0))):
         raise ArgumentError(f"{option}: {text!r} must be three rising parts of the run from 0 to 1, such as 0.25,0.5,0.75.")
+    return numbers
+
+
+def ranks(text: str, option: str = "--ranks") -> tuple[int, ...]:
+    """``"1,2,4"`` → its rising whole numbers."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1 or not all(a < b for a, b in itertools.pairwise(numbers)):
+        raise ArgumentError(f"{option}: {text!r} must be rising whole numbers of at least 1, such as 1,2,4.")
     return numbers
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal import room
-from zonal.algebra.declaration import Move, require, require_whole
+from zonal.algebra.declaration import Derived, Move, require, require_whole
 from zonal.algebra.score import Params, Score
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
@@ -132,10 +132,12 @@ class Features(Score):
 
     def moves(self) -> tuple[Move, ...]:
         claim = self.features.claim
+        name = type(self.features).__name__
         if claim.kind == "exact":
-            return (Move("derived", "score", f"features of {type(self.features).__name__}: {claim.text}"),)
-        kind = "assumed" if claim.kind == "learned" else "approximated"
-        return (Move(kind, "score", f"features of {type(self.features).__name__} ({claim.kind}): {claim.text}"),)
+            return (Move("restriction", "score", f"{name} features", f"the kernel is theirs: {claim.text}", (Derived("exact features", "hence it is exact: a dot product of finitely many numbers"),)),)
+        if claim.kind == "learned":
+            return (Move("restriction", "score", f"{name} features", f"the kernel is a dot product of features that learn: {claim.text}"),)
+        return (Move("approximation", "score", f"{name} features", f"the kernel is meant, not exact ({claim.kind}): {claim.text}"),)
 
 
 @functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from zonal import mechanisms
+from zonal.algebra import definition
 from zonal.algebra.operator import LayerInit, Operator
 from zonal.algebra.prior import Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
+from zonal.execution.call import prepare
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
@@ -267,6 +269,20 @@ class Attention(TokenMixer):
         k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
         k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))
         return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
+
+    def evidence(self, x: Tensor) -> Tensor:
+        """log K (B, H, T, T) of x (B, T, dim) in float64, with its prior; -inf where a pair is forbidden or K is 0. Without gradients.
+
+        Raises: ArgumentError for operators whose kernel may be negative.
+        """
+        if not self.operator.tags.positive:
+            raise ArgumentError(f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has no logarithm. Its link would have to be a positive one.")
+        with torch.no_grad():
+            q, k, v, inner, _ = self._projected(x, None, None, None)
+            decay = None if self.decay_gate is None else self.decay_gate(inner)
+            call = prepare(self.operator, q.double(), k.double(), v.double(), causal=self.causal, log_decay=decay)
+            block, visible = definition.evidence(call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, call.bias)
+            return block if call.tags.log_space else block.log().masked_fill(~visible, float("-inf"))
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Move, require, require_whole, row
+from zonal.algebra.declaration import Declaration, Derived, Move, require, require_whole, row
 from zonal.algebra.metric import Euclidean, Lift, Metric, Riemannian
 from zonal.formula import Term
 
@@ -37,6 +37,12 @@ class Clipped(NamedTuple):
 
     scale: float
     limit: float | None
+
+
+def low_rank(meet: str) -> Move:
+    """The move of scores that are dot products of prepared vectors. meet: through what queries and keys do."""
+    dot = Derived("low rank", "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and Young)")
+    return Move("approximation", "score", "low rank", f"queries and keys meet only through {meet}", (dot,))
 
 
 class Score(Declaration):
@@ -215,9 +221,10 @@ class Dot(Score):
         return k * self._scale(k.shape[-1], None)
 
     def moves(self) -> tuple[Move, ...]:
-        limit = () if self.key_limit is None else (Move("assumed", "score", f"keys are clipped to norm <= {self.key_limit:g}"),)
-        inner = "q.k" if self.map == "none" else f"{self.map}(q).{self.map}(k)"
-        return (Move("assumed", "score", f"the score is {inner}: of rank <= D, so queries and keys meet only through D numbers"), *limit)
+        met = low_rank("D numbers" if self.map == "none" else f"D numbers, {self.map} of them")
+        if self.key_limit is None:
+            return (met,)
+        return (Move("restriction", "score", "clipped keys", f"no key is longer than {self.key_limit:g}: longer ones are shortened to it"), met)
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,8 @@ class Cosine(Score):
         return k * _per_head(torch.exp(-params["log_temperature"]), k) if self.learn_temperature else k / self.temperature
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "score", "norms of q and k carry no evidence: the score is their cosine"),)
+        cosine = Derived("no norms", "hence the score is their cosine over the temperature, and bounded")
+        return (Move("restriction", "score", "angles", "norms of q and k carry no evidence", (cosine,)), low_rank("D numbers"))
 
 
 @dataclass(frozen=True)
@@ -373,8 +381,10 @@ class NegativeDistance(Score):
         return dq, dk
 
     def moves(self) -> tuple[Move, ...]:
-        beside = "" if self.dot is None else ", beside a dot product"
-        return (Move("assumed", "score", f"evidence falls with the {type(self.metric).__name__} distance of query and key{beside}"), *self.metric.moves())
+        name, beside = type(self.metric).__name__, "" if self.dot is None else ", beside a dot product"
+        nearest = Derived("nearest", "hence S <= 0, and no key scores more than one equal to its query")
+        distance = Move("restriction", "score", f"{name} distance", f"evidence falls with the {name} distance of query and key{beside}", (nearest,) if self.dot is None else ())
+        return (distance, *self.metric.moves())
 
 
-__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score"]
+__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score", "low_rank"]

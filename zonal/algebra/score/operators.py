@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Move, require, require_whole
-from zonal.algebra.score.base import Params, Score
+from zonal.algebra.declaration import Derived, Move, require, require_whole
+from zonal.algebra.score.base import Params, Score, low_rank
 
 
 def _orthogonal(seed: int, *shape: int) -> Tensor:
@@ -110,11 +110,9 @@ class OperatorPath(Score):
 
     def moves(self) -> tuple[Move, ...]:
         if self.relations:
-            return (Move("assumed", "score", f"evidence is the trace of a path of {self.relations} learned relations between two operators"),)
-        return (
-            Move("assumed", "score", "evidence falls with the squared Hilbert-Schmidt distance of two operators"),
-            Move("derived", "score", "hence the score is a dot product of entries with a key bias: nothing but its size tells it from softmax attention"),
-        )
+            return (Move("restriction", "score", "path", f"evidence is the trace of a path of {self.relations} learned relations between two operators"), low_rank("m^2 entries"))
+        bias = Derived("key bias", "hence it is a dot product of entries with a key bias: but for its size, the score of softmax attention")
+        return (Move("restriction", "score", "operators", "evidence falls with the squared Hilbert-Schmidt distance of two operators", (bias,)), low_rank("m^2 + 2 numbers"))
 
 
 @dataclass(frozen=True)
@@ -219,10 +217,8 @@ class Categorical(Score):
         return self._asked(k.unflatten(-1, (size, size)), params, None)
 
     def moves(self) -> tuple[Move, ...]:
-        return (
-            Move("assumed", "score", "tokens are frames, and evidence is the trace of the turn from one to the other"),
-            Move("derived", "score", "hence turns compose, and the score is a dot product of the frames' entries"),
-        )
+        compose = Derived("turns compose", "hence turns compose: the one from t to u is the one from t to s and that from s to u")
+        return (Move("restriction", "score", "frames", "tokens are frames, and evidence is the trace of the turn from one to the other", (compose,)), low_rank("m^2 entries"))
 
 
 __all__ = ["Categorical", "OperatorPath"]

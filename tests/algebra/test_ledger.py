@@ -1,0 +1,402 @@
+"""The ledger: every mechanism has one, and what it says to follow does: each theorem that it names is checked on the numbers of the operator that names it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from matrix import OPERATORS, Case, inputs, randomised
+from torch import Tensor
+
+import zonal
+from zonal import Memory, Operator, anchor, ledger, link, mechanisms, prior, probe, score, search
+from zonal.algebra import definition, slots
+from zonal.algebra.declaration import Declaration, Derived, Move
+from zonal.algebra.prior import Bias
+from zonal.execution import dense
+from zonal.execution.call import Call, prepare
+from zonal.features import Features, SymmetricPowers
+
+CASE = Case(batch=1, queries=12, keys=12)
+MORE: dict[str, Callable[[], Operator]] = {
+    "signed row": lambda: Operator(score.Dot(), link.Identity(), anchor.Row(allow_signed=True)),
+    "exact features": lambda: Operator(Features(SymmetricPowers(2), dim=5), link.Identity(), anchor.Count()),
+    "searched": lambda: mechanisms.softmax().replace(anchor=anchor.TopK(3, search=search.LSH())),
+}
+ALL = {**OPERATORS, **MORE}
+
+
+def called(operator: Operator, case: Case = CASE, seed: int = 0, **changes: Tensor) -> Call:
+    """A call on random inputs in float64, some of them given."""
+    data = inputs(case, seed)
+    with torch.no_grad():
+        return prepare(operator, changes.get("q", data.q), changes.get("k", data.k), data.v, causal=case.causal, key_padding_mask=data.key_padding_mask)
+
+
+def visible(call: Call) -> Tensor:
+    mask = call.visibility.tile(0, call.q.shape[2], 0, call.k.shape[2], torch.device("cpu"))
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask
+
+
+def scaled(call: Call, factor: Tensor) -> Call:
+    """The call with K multiplied by factors of the rows (H, T)."""
+    row = factor.log() if call.bias.row is None else factor.log() + call.bias.row
+    return dataclasses.replace(call, bias=Bias(row.expand(1, *factor.shape), call.bias.col, call.bias.slope))
+
+
+def whole(operator: Operator) -> tuple[Operator, Case]:
+    """The operator without masks and positions, and a case where all sees all."""
+    return operator.replace(prior=()).double(), dataclasses.replace(CASE, causal=False)
+
+
+def draw(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
+    return bool((a - b).abs().max() <= tolerance * (1 + b.abs().max()))
+
+
+# --- one function a theorem ---
+
+
+def support(operator: Operator) -> None:
+    call = called(operator, dataclasses.replace(CASE, padding="left"))
+    weights = dense.weights(call)
+    assert not weights.masked_fill(visible(call), 0).any()
+    assert weights.any()
+
+
+def exponential_link(operator: Operator) -> None:
+    x, y, c = draw(4, 6, 7), draw(4, 6, 7, seed=6), operator.bind(4, 4).coefficients
+    assert near(operator.link.value(x + y, c), operator.link.value(x, c) * operator.link.value(y, c))
+
+
+def linear_link(operator: Operator) -> None:
+    x, y, c = draw(4, 6, 7), draw(4, 6, 7, seed=6), operator.bind(4, 4).coefficients
+    assert near(operator.link.value(x + y, c), operator.link.value(x, c) + operator.link.value(y, c))
+
+
+def moments(operator: Operator) -> None:
+    """K is a polynomial of the degree along every line of prepared queries: so one whose coefficients, sums over keys, are finitely many."""
+    call, degree = called(operator), operator.tags.degree
+    assert degree is not None
+    nodes = 0.5 * torch.cos(math.pi * torch.arange(degree + 2) / (degree + 1)).double()
+    q, step = call.q / 2, draw(*call.q.shape)
+    step = step / step.norm(dim=-1, keepdim=True) * q.norm(dim=-1, keepdim=True)
+    values = torch.stack([definition.kernel(call.bound, call.coefficients, q + t * step, call.expand(call.k)) for t in nodes])
+    powers = torch.cos(torch.arange(degree + 1) * torch.acos(2 * nodes[:, None]))  # Chebyshev's, well conditioned
+    fitted = powers @ torch.linalg.lstsq(powers, values.flatten(1)).solution
+    assert near(fitted, values.flatten(1))
+
+
+def square_features(operator: Operator) -> None:
+    call = called(operator, dataclasses.replace(CASE, queries=40, keys=40, causal=False))
+    kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k))
+    dim = call.q.shape[-1]
+    assert (kernel >= 0).all()
+    assert int(torch.linalg.matrix_rank(kernel).max()) <= (dim + 1) * (dim + 2) // 2 < 40
+
+
+def bounded_link(operator: Operator) -> None:
+    kind, bound = operator.link, operator.bind(4, 4)
+    c = bound.coefficients
+    x = torch.linspace(-1 if kind.domain else -9, 1 if kind.domain else 0, 501, dtype=torch.float64).expand(1, 4, 1, -1)
+    value = kind.value(x, c)
+    low, high = torch.zeros(1), torch.full((1,), math.inf)
+    if isinstance(kind, link.Yat):
+        high = torch.full((1,), 1 / kind.eps)
+        assert near(value[..., -1], high.double())
+    elif isinstance(kind, link.PolynomialSquare):
+        low = torch.full((1,), kind.floor)
+    else:
+        assert isinstance(kind, link.Oscillatory)
+        total = c.chunk(3)[0].abs().sum(0)
+        low, high = (-total).exp(), total.exp()
+    assert (value >= low - 1e-9).all()
+    assert (value <= high + 1e-9).all()
+
+
+def low_rank(operator: Operator) -> None:
+    call = called(operator)
+    paired = operator.score.pair(call.q, call.expand(call.k))
+    assert near(paired, call.q @ call.expand(call.k).mT)
+    assert call.q.shape[-1] == operator.score.width(CASE.key_dim)
+    assert int(torch.linalg.matrix_rank(paired).max()) <= call.q.shape[-1]
+
+
+def no_norms(operator: Operator) -> None:
+    data, longer = inputs(CASE), draw(1, 4, 12, 1).exp()
+    one = called(operator)
+    other = called(operator, q=data.q * longer, k=data.k * longer.flip(2))
+    pair, same = operator.score.pair(one.q, one.k), operator.score.pair(other.q, other.k)
+    assert near(pair, same)
+    itself = called(operator, q=data.k)
+    assert (pair.abs() <= operator.score.pair(itself.q, itself.k).diagonal(dim1=-2, dim2=-1)[..., None, :] + 1e-9).all()
+
+
+def nearest(operator: Operator) -> None:
+    data = inputs(CASE)
+    call = called(operator, q=data.k)
+    found = operator.score.pair(call.q, call.k)
+    assert (found <= 1e-9).all()
+    assert (found <= found.diagonal(dim1=-2, dim2=-1)[..., None] + 1e-6).all()
+
+
+def key_bias(operator: Operator) -> None:
+    """2 <A, B> - |B|^2 over the temperature, and a constant a row."""
+    kind, data = operator.score, inputs(CASE)
+    assert isinstance(kind, score.OperatorPath)
+    size, params = kind.matrix_size(CASE.key_dim), operator.bind(4, 4).score_params
+    a, b = (kind.prepare_key(x, params)[..., : size**2] for x in (data.q, data.k))
+    call = called(operator)
+    rest = operator.score.pair(call.q, call.k) - (2 * a @ b.mT - b.square().sum(-1)[..., None, :]) / (kind.temperature or 2 * size)
+    assert near(rest, rest[..., :1].expand_as(rest))
+
+
+def turns_compose(operator: Operator) -> None:
+    assert isinstance(operator.score, score.Categorical)
+    frame = operator.score.frames(inputs(CASE).k[0, 0])
+    turn = torch.einsum("tba,sbc->tsac", frame, frame)
+    assert near(torch.einsum("tsab,subc->tsuac", turn, turn), turn[:, None].expand(12, 12, 12, *turn.shape[2:]))
+
+
+def exact_features(operator: Operator) -> None:
+    assert isinstance(operator.score, Features)
+    data, call = inputs(CASE), called(operator)
+    q, k = (x / x.norm(dim=-1, keepdim=True) if operator.score.features.unit else x for x in (data.q, data.k))
+    assert near(operator.score.pair(call.q, call.k), operator.score.features.kernel(q @ k.mT, CASE.key_dim))
+
+
+def no_leak(operator: Operator) -> None:
+    data = inputs(dataclasses.replace(CASE, causal=False))
+    q, k, v = (x.detach().clone().index_fill_(2, torch.arange(8, 12), 0.3) for x in (data.q, data.k, data.v))
+    before, after = zonal.attention(data.q, data.k, data.v, operator, path="dense"), zonal.attention(q, k, v, operator, path="dense")
+    assert torch.equal(before[:, :, :8], after[:, :, :8])
+    assert not torch.equal(before, after)
+
+
+def reach(operator: Operator) -> None:
+    window = next(p for p in operator.prior if isinstance(p, prior.Window))
+    seen = visible(called(operator, dataclasses.replace(CASE, queries=40, keys=40)))[0, 0] | torch.eye(40, dtype=torch.bool)
+    t = torch.arange(40)
+    reached = torch.eye(40, dtype=torch.bool)
+    for layers in range(1, 5):
+        reached = (reached.long() @ seen.long()) > 0
+        far = int((t[:, None] - t)[reached].max())
+        assert far == layers * window.left
+
+
+def separable_prior(operator: Operator) -> None:
+    part = next(p for p in operator.prior if isinstance(p, prior.Decay | prior.ALiBi))
+    call = called(mechanisms.softmax(prior=part).double())
+    bias = call.bias.tile(0, 12, 0, 12, call.visibility.position, torch.float64)
+    assert bias is not None
+    fields = probe.centred(bias.masked_fill(~visible(call), -math.inf))
+    assert fields.interaction[fields.interaction.isfinite()].abs().max() < 1e-9
+    assert fields.columns.abs().max() > 1e-3
+
+
+def row_gauge(operator: Operator) -> None:
+    call = called(operator)
+    assert near(dense.weights(scaled(call, draw(4, 12).exp())), dense.weights(call))
+
+
+def no_gauge(operator: Operator) -> None:
+    call, factor = called(operator), draw(4, 12).exp()
+    assert near(dense.weights(scaled(call, factor)), factor[..., None] * dense.weights(call))
+    assert not near(dense.weights(scaled(call, factor)), dense.weights(call), 1e-3)
+
+
+def means_of_values(operator: Operator) -> None:
+    weights = dense.weights(called(operator))
+    mass = weights.sum(-1)
+    assert (weights >= 0).all()
+    assert (((mass - 1).abs() < 1e-9) | (mass == 0)).all()
+    assert (mass > 0).sum() >= 4 * 11
+
+
+def few_keys(operator: Operator) -> None:
+    assert isinstance(operator.anchor, anchor.TopK)
+    seen = visible(called(operator)).sum(-1).clamp_max(operator.anchor.k)
+    assert ((dense.weights(called(operator)) > 0).sum(-1) == seen).all()
+
+
+def repeated_keys(operator: Operator) -> None:
+    bare, case = whole(operator)
+    data = inputs(case)
+    once, twice = (zonal.attention(data.q, k, v, bare, path="dense") for k, v in ((data.k, data.v), (data.k.repeat(1, 1, 2, 1), data.v.repeat(1, 1, 2, 1))))
+    assert near(twice, once)
+
+
+def added_keys(operator: Operator) -> None:
+    bare, case = whole(operator)
+    data = inputs(case)
+    parts = [zonal.attention(data.q, data.k[:, :, s], data.v[:, :, s], bare, path="dense") for s in (slice(0, 5), slice(5, 12))]
+    assert near(parts[0] + parts[1], zonal.attention(data.q, data.k, data.v, bare, path="dense"))
+
+
+def normal_equations(operator: Operator) -> None:
+    """What W (K_kk) leaves of K_qk on visible keys is a positive multiple of W, row by row: the ridge."""
+    call = called(operator)
+    kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k))
+    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    kernel, among = (x.exp() if call.tags.log_space else x for x in (kernel, among))
+    weights = dense.weights(call)
+    left = (kernel - weights @ call.expand(among)).masked_fill(~visible(call), 0)
+    ridge = (left * weights).sum(-1, keepdim=True) / weights.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    assert near(left, ridge * weights)
+    some = visible(call).any(-1).expand(1, 4, 12)
+    assert (ridge[..., 0][some] > 1e-6).all()
+    assert (weights < 0).any()
+
+
+def primal_sums(operator: Operator) -> None:
+    """With a plain product, a memory whose size does not grow gives what the definition gives."""
+    sums = operator.replace(
+        score=score.Dot(scale=1.0), link=link.Identity(), prior=tuple(p for p in operator.prior if not isinstance(p, prior.Window))
+    ).for_heads(4).double()  # fmt: skip
+    data = inputs(CASE)
+    memory = Memory.empty(sums, 1, 4, CASE.key_dim, CASE.value_dim, torch.float64)
+    y, memory = zonal.attention(data.q, data.k, data.v, sums, causal=True, memory=memory)
+    assert isinstance(memory, Memory)
+    assert near(y, zonal.attention(data.q, data.k, data.v, sums, causal=True, path="dense"), 1e-7)
+    assert memory.bytes_at(10**3) == memory.bytes_at(10**6)
+
+
+def shift(operator: Operator) -> None:
+    """With hardly a ridge, weights on keys at right angles stand where the head's power says."""
+    assert isinstance(operator.anchor, anchor.Koopman)
+    powers = operator.anchor.powers(4)
+    exact = dataclasses.replace(operator.anchor, eps=1e-9, mode="constant", learn_ridge=False, relative=0.0, spectral_norm="none")
+    bare = operator.replace(anchor=exact, prior=()).double()
+    keys = torch.eye(6, dtype=torch.float64).expand(1, 4, 6, 6)
+    with torch.no_grad():
+        weights = dense.weights(prepare(bare, keys, keys, keys, causal=False))
+    for head, power in enumerate(powers):
+        assert near(weights[0, head], torch.eye(6, dtype=torch.float64).roll(power, 1).triu(power), 1e-6)
+
+
+def contraction(operator: Operator) -> None:
+    """The step S^(1/2) D S^(1/2), which has the singular values of L^-1 M L^-T, with hardly a ridge."""
+    assert isinstance(operator.anchor, anchor.Koopman)
+    call = called(operator, dataclasses.replace(CASE, queries=30, keys=30))
+    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    among = among.exp() if call.tags.log_space else among
+    values, vectors = torch.linalg.eigh(among)
+    values = values.clamp_min(0)
+    root = vectors * (values / (values + 1e-3)).sqrt()[..., None, :] @ vectors.mT
+    step = root[..., :, 1:] @ root[..., :-1, :]
+    assert (torch.linalg.matrix_norm(step, 2) < 1).all()
+
+
+CHECKS: dict[str, Callable[[Operator], None]] = {
+    function.__name__.replace("_", " "): function
+    for function in (
+        support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest, key_bias, turns_compose, exact_features, no_leak,
+        reach, separable_prior, row_gauge, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, shift, contraction,
+    )
+}  # fmt: skip
+# operators that lack what a theorem says, so that its check is known to be able to fail
+LACKING: dict[str, Callable[[], Operator]] = {
+    "exponential link": lambda: mechanisms.yat(eps=0.1),
+    "linear link": lambda: mechanisms.yat(eps=0.1),
+    "square features": lambda: mechanisms.yat(eps=0.1),
+    "low rank": lambda: Operator(score.NegativeDistance(), link.Exp(), anchor.Row()),
+    "no norms": mechanisms.softmax,
+    "nearest": mechanisms.softmax,
+    "no leak": mechanisms.softmax,
+    "row gauge": lambda: mechanisms.softmax().replace(anchor=anchor.Count()),
+    "no gauge": mechanisms.softmax,
+    "means of values": lambda: MORE["signed row"](),
+    "repeated keys": lambda: mechanisms.softmax().replace(anchor=anchor.Raw()),
+    "added keys": mechanisms.softmax,
+    "normal equations": lambda: mechanisms.ska(power=1),
+}
+
+
+def derived(operator: Operator) -> list[Derived]:
+    return [each for move in operator.moves() for each in move.derives]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_operator_has_a_whole_ledger(name: str) -> None:
+    """A closure first, what link, score and anchor assume and each prior, a quotient and a section of it; in the order of the tree."""
+    operator = ALL[name]()
+    moves = operator.moves()
+    for slot, part in (("score", operator.score), ("link", operator.link), ("anchor", operator.anchor), *(("prior", p) for p in operator.prior)):
+        assert part.moves(), f"{type(part).__name__} has no ledger: give its class moves()"
+        assert all(move.slot in (slot, "search") for move in part.moves())
+    assert moves[0].step == "closure"
+    assert {"restriction", "quotient", "section"} <= {move.step for move in moves}
+    assert moves == ledger.ordered(moves)
+    assert set(moves) >= {move for part in (operator.score, operator.anchor, *operator.prior) for move in part.moves()}
+
+
+@pytest.mark.parametrize("name", mechanisms.names())
+def test_every_mechanism_is_in_the_tree(name: str) -> None:
+    tree = ledger.tree({each: mechanisms.resolve(each).moves() for each in mechanisms.names()})
+    assert sum(name in line.split("= ")[-1].split(", ") for line in tree.splitlines() if "= " in line) == 1
+
+
+def test_every_declared_part_says_what_it_assumes() -> None:
+    """A new slot value without a ledger fails here, even when no row of the matrix has it. Metrics and feature maps are parts of scores, which say so for them."""
+    silent = [name for name, kind in slots.ALL.items() if kind.moves is Declaration.moves and kind.slot not in ("metric", "features")]
+    assert not silent, f"without moves(): {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_derived_holds(name: str) -> None:
+    operator = randomised(ALL[name]())
+    for each in derived(operator):
+        if each.theorem:
+            assert each.theorem in CHECKS, f"the ledger of {name} names a theorem that is not checked here: {each}"
+            CHECKS[each.theorem](operator)
+
+
+def test_every_check_is_of_some_ledger() -> None:
+    assert set(CHECKS) == {each.theorem for name in ALL for each in derived(ALL[name]()) if each.theorem}
+
+
+@pytest.mark.parametrize("theorem", LACKING)
+def test_checks_can_fail(theorem: str) -> None:
+    operator = randomised(LACKING[theorem]())
+    assert theorem not in {each.theorem for each in derived(operator)}
+    with pytest.raises(AssertionError):
+        CHECKS[theorem](operator)
+
+
+def test_a_part_without_a_ledger_stands_in_it() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Silent(link.Yat):
+        def moves(self) -> tuple[Move, ...]:
+            return ()
+
+    text = ledger.text(Operator(score.Cosine(), Silent(), anchor.Row()).moves())
+    assert "[link] Silent: it does not say what it assumes" in text
+    assert "no finite sum over keys is exact" in text
+
+
+def test_softmax_is_what_the_paper_derives() -> None:
+    """Prune W forces the exponential, the row probe has the row gauge, and a low rank makes dot products."""
+    follows = {move.name: [each.theorem for each in move.derives] for move in mechanisms.softmax().moves()}
+    assert follows["Prune W"][0] == "exponential link"
+    assert follows["row probe"] == ["row gauge"]
+    assert follows["low rank"] == ["low rank"]
+    assert list(follows) == ["tokens", "Prune W", "row probe", "rows of sum one", "low rank"]
+
+
+def test_text_and_tree() -> None:
+    moves = [
+        Move("closure", "carrier", "tokens", "a"),
+        Move("restriction", "link", "Prune W", "b", (Derived("", "hence c"),)),
+        Move("section", "anchor", "rows", "d", (Derived("", "hence e"),)),
+    ]
+    assert ledger.text(moves).splitlines() == [
+        ledger.ROOT, "├─ closure [carrier] tokens: a", "├─ restriction [link] Prune W: b", "│     hence c", "└─ section [anchor] rows: d", "      hence e",
+    ]  # fmt: skip
+    other = [moves[0], dataclasses.replace(moves[1], derives=()), dataclasses.replace(moves[2], assumes="f")]
+    assert ledger.tree({"x": moves, "y": other, "z": moves, "short": moves[:1]}).splitlines() == [
+        ledger.ROOT, "└─ closure: tokens", "   ├─ restriction: Prune W", "   │  ├─ section: rows", "   │  │  └─ = x, z", "   │  └─ section: rows", "   │     └─ = y", "   └─ = short",
+    ]  # fmt: skip

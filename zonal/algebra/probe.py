@@ -1,0 +1,368 @@
+"""Probes: what is observed of a kernel, which scalings of it no observation sees, and what of a score is left when those are taken out.
+
+A kernel is given by its logarithm, log K (..., T, S), -inf where a pair is forbidden: exp(-800) is 0 in float64, so that a gauge is exact in log
+space alone. With the exponential link log K is the score with the log prior added, and a scaling a_t K_ts b_s adds fields to it, S_ts + log a_t + log b_s.
+
+All of this is dense and in float64: it looks at heads of some hundred tokens, and runs none. So it may look at causal heads too, whose columns are
+sums over later queries; an anchor may not (a balanced plan under a causal mask lets earlier rows depend on later ones). Source: Geometric Attention, §2.4-2.7, §4.3-4.4.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require, require_whole
+from zonal.errors import ArgumentError
+
+By = Literal["row", "column", "both"]
+
+
+class Observed(NamedTuple):
+    """What a probe sees of K, log P_ts = left_t + log K_ts + right_s (..., T, S), and by which scaling, left (..., T) and right (..., S)."""
+
+    log: Tensor
+    left: Tensor
+    right: Tensor
+
+
+class Probe:
+    """An observable of a kernel. ``left``, ``right``: whether it sees nothing of a positive factor a row, a column."""
+
+    @property
+    def left(self) -> bool:
+        raise NotImplementedError(f"{type(self).__name__}.left")
+
+    @property
+    def right(self) -> bool:
+        raise NotImplementedError(f"{type(self).__name__}.right")
+
+    def observe(self, log_kernel: Tensor) -> Observed:
+        """log K (..., T, S) -> what is seen, in float64."""
+        raise NotImplementedError(f"{type(self).__name__}.observe")
+
+
+@dataclass(frozen=True)
+class Rows(Probe):
+    """The row-conditional K_ts / sum_u K_tu. A row without a key is seen as empty, with the factor 1."""
+
+    @property
+    def left(self) -> bool:
+        return True
+
+    @property
+    def right(self) -> bool:
+        return False
+
+    def observe(self, log_kernel: Tensor) -> Observed:
+        log_kernel = _checked("probe.Rows", log_kernel)
+        mass = log_kernel.logsumexp(-1)
+        left = torch.where(mass.isinf(), 0, -mass)
+        return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Probe):
+    """The entropic plan of K: P = argmin KL(P|K) + row_penalty KL(P 1|mu) + column_penalty KL(P^T 1|nu), KL(a|b) = sum a log(a/b) - a + b.
+
+    A penalty of infinity is a constraint: with two of them, the default, the plan is balanced. rows (T,) and columns (S,): the marginals mu and nu,
+    positive; None = uniform, of sum 1. A side that is constrained is one whose scaling is not seen; one that is only drawn to its marginal shows it.
+    tolerance: scalings end where no log factor changes by more, relative to the largest. iterations: at most so many.
+
+    Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and scalings that do not settle.
+    """
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    row_penalty: float = math.inf
+    column_penalty: float = math.inf
+    tolerance: float = 1e-13
+    iterations: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, value in (("row_penalty", self.row_penalty), ("column_penalty", self.column_penalty)):
+            require(value >= 0, f"probe.Plan: {name} must be >= 0 (math.inf makes the marginal a constraint), received {value}.")
+        require(self.tolerance > 0, f"probe.Plan: tolerance must be > 0, received {self.tolerance}.")
+        require_whole("probe.Plan: iterations", self.iterations)
+
+    @property
+    def left(self) -> bool:
+        return math.isinf(self.row_penalty)
+
+    @property
+    def right(self) -> bool:
+        return math.isinf(self.column_penalty)
+
+    def observe(self, log_kernel: Tensor) -> Observed:
+        log_kernel = _checked("probe.Plan", log_kernel)
+        for side, axis in (("row", -1), ("column", -2)):
+            empty = log_kernel.isneginf().all(axis).nonzero()
+            require(not len(empty), f"probe.Plan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.")
+        mu, nu = self._marginal("rows", self.rows, log_kernel.shape[-2]), self._marginal("columns", self.columns, log_kernel.shape[-1])
+        masses = float(mu.sum()), float(nu.sum())
+        fits = not (self.left and self.right) or math.isclose(*masses, rel_tol=1e-9)
+        require(fits, f"probe.Plan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a penalty.")
+        log_mu, log_nu = mu.log().to(log_kernel.device), nu.log().to(log_kernel.device)
+        give, take = (1.0 if math.isinf(penalty) else penalty / (1 + penalty) for penalty in (self.row_penalty, self.column_penalty))
+        left, right, change = torch.zeros_like(log_kernel[..., 0]), torch.zeros_like(log_kernel[..., 0, :]), math.inf
+        for _ in range(self.iterations):
+            earlier = left, right
+            left = give * (log_mu - (log_kernel + right[..., None, :]).logsumexp(-1))
+            right = take * (log_nu - (log_kernel + left[..., None]).logsumexp(-2))
+            change = max(float((now - before).abs().max()) for now, before in zip((left, right), earlier, strict=True))
+            # relative to the factors, whose last digit is all that is left where K underflows; what is not a number goes on to be reported
+            if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
+                return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
+        off = float(((log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp() - mu.to(log_kernel.device)).abs().sum())
+        raise ArgumentError(
+            f"probe.Plan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and rows miss their marginals by {off:.2g} in all. The mask "
+            "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform marginals, the diagonal). Allow more pairs, "
+            "soften a side with row_penalty or column_penalty, or raise iterations."
+        )
+
+    @staticmethod
+    def _marginal(name: str, given: Tensor | None, size: int) -> Tensor:
+        if given is None:
+            return torch.full((size,), 1 / size, dtype=torch.float64)
+        good = given.shape == (size,) and bool((given > 0).all()) and bool(given.isfinite().all())
+        require(good, f"probe.Plan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.")
+        return given.double()
+
+
+class Equivalence(NamedTuple):
+    """Whether a probe tells two kernels apart. error: the largest share of a row's observed mass that differs.
+
+    left (..., T), right (..., S): where it does not, K2 = e^left_t K1 e^right_s, the scaling that is not seen.
+    """
+
+    holds: bool
+    error: float
+    left: Tensor
+    right: Tensor
+
+
+def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance: float = 1e-9) -> Equivalence:
+    """Whether ``probe`` sees the same of two kernels, log K1 and log K2 (..., T, S), and the scaling between them that it does not see.
+
+    Raises: ArgumentError for kernels of different shapes, and what ``probe.observe`` raises.
+    """
+    require(log_first.shape == log_second.shape, f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and {tuple(log_second.shape)}.")
+    first, second = probe.observe(log_first), probe.observe(log_second)
+    seen, other = first.log.exp(), second.log.exp()
+    apart, mass = (seen - other).abs().sum(-1), torch.maximum(seen.sum(-1), other.sum(-1))
+    error = float(torch.where(mass > 0, apart / torch.where(mass > 0, mass, 1), 0).max()) if apart.numel() else 0.0
+    return Equivalence(error <= tolerance, error, first.left - second.left, first.right - second.right)
+
+
+class Fields(NamedTuple):
+    """S_ts = rows_t + columns_s + interaction_ts on allowed pairs; the interaction is -inf elsewhere."""
+
+    interaction: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+def centred(scores: Tensor, by: By = "both", weight: Tensor | None = None) -> Fields:
+    """The representative of scores (..., T, S) up to row fields (``row``), column fields (``column``) or both: the one whose weighted sums vanish.
+
+    For ``both``, sum_s w_ts I_ts = 0 and sum_t w_ts I_ts = 0 at once. Under a mask no closed form gives it (subtracting means one after the other depends on
+    the fields that were to go): the two sets of equations are solved. The constant, of which rows and columns can give each other any part, is the rows':
+    columns have a weighted mean of zero (in each part of the pairs that no chain of allowed pairs joins to the rest).
+
+    weight: w (..., T, S) > 0 on allowed pairs, None = 1.
+
+    Raises: ArgumentError for scores that are not finite or -inf, or weights that do not fit.
+    """
+    require(by in ("row", "column", "both"), f"probe.centred: by must be 'row', 'column' or 'both', received {by!r}.")
+    scores = _checked("probe.centred", scores)
+    weight = _weights("probe.centred", scores, weight)
+    filled, zeros_r, zeros_c = _filled(scores), torch.zeros_like(scores[..., 0]), torch.zeros_like(scores[..., 0, :])
+    if by == "row":
+        rows, columns = _mean(filled, weight, -1), zeros_c
+    elif by == "column":
+        rows, columns = zeros_r, _mean(filled, weight, -2)
+    else:
+        columns = _columns(filled, weight)
+        rows = _mean(filled - columns[..., None, :], weight, -1)
+    return Fields(scores - rows[..., None] - columns[..., None, :], rows, columns)
+
+
+def _columns(scores: Tensor, weight: Tensor) -> Tensor:
+    """The column field of the normal equations, after the rows are eliminated: (D_c - W^T D_r^-1 W) c = W . S summed by column - W^T row means."""
+    by_row, by_column = weight.sum(-1), weight.sum(-2)
+    share = weight / torch.where(by_row > 0, by_row, 1)[..., None]
+    # divided by the root of the columns' weights on both sides: its least solution then has a weighted mean of zero in every connected part
+    root = torch.where(by_column > 0, by_column, 1).sqrt()
+    system = torch.diag_embed(by_column) - weight.mT @ share
+    right = (weight * (scores - _mean(scores, weight, -1)[..., None])).sum(-2)
+    inverse = torch.linalg.pinv(system / root[..., None] / root[..., None, :], hermitian=True)
+    return (inverse @ (right / root)[..., None])[..., 0] / root
+
+
+class Energies(NamedTuple):
+    """Weighted squares of scores about their mean, (...): what the row field takes away, the column field then, and what is left."""
+
+    gauge: Tensor
+    columns: Tensor
+    interaction: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.gauge + self.columns + self.interaction
+
+
+def energies(scores: Tensor, weight: Tensor | None = None) -> Energies:
+    """How much of scores (..., T, S) is row field (which a row probe does not see), column field, and interaction."""
+    scores = _checked("probe.energies", scores)
+    weight = _weights("probe.energies", scores, weight)
+    filled = _filled(scores)
+    mean = (weight * filled).sum((-1, -2), keepdim=True) / weight.sum((-1, -2), keepdim=True).clamp_min(1e-300)
+    total, by_row, rest = (_square(x, weight) for x in (scores - mean, centred(scores, "row", weight).interaction, centred(scores, "both", weight).interaction))
+    return Energies(total - by_row, by_row - rest, rest)
+
+
+@dataclass(frozen=True)
+class NormalForm:
+    """S_ts ~ rows_t + columns_s + queries_t . keys_s with queries (..., T, r) and keys (..., S, r).
+
+    explained (...): the share of the interaction's energy in the dot product. best: whether no form of this rank has a larger one.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    queries: Tensor
+    keys: Tensor
+    explained: Tensor
+    best: bool
+
+    @property
+    def rank(self) -> int:
+        return self.queries.shape[-1]
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores that it stands for, (..., T, S), without a mask."""
+        return self.rows[..., None] + self.columns[..., None, :] + self.queries @ self.keys.mT
+
+
+def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, sweeps: int = 100) -> NormalForm:
+    """Row field, column field, and a dot product of ``rank`` numbers for the interaction of scores (..., T, S).
+
+    Without mask or weight the singular value decomposition of the interaction gives the best one (Eckart and Young). With either there is no such theorem:
+    queries and keys are fitted in turn by least squares on the allowed pairs, from the decomposition with zeros elsewhere, which never gets worse and
+    ends in a local optimum (``best`` is False). sweeps: at most so many turns.
+
+    Raises: ArgumentError for a rank below 1 or above min(T, S), and what ``centred`` raises.
+    """
+    require_whole("probe.normal_form: rank", rank)
+    require(scores.ndim >= 2 and rank <= min(scores.shape[-2:]), f"probe.normal_form: rank must be at most min(T, S), received {rank} for scores {tuple(scores.shape)}.")
+    fields = centred(scores, "both", weight)
+    weight_, target = _weights("probe.normal_form", fields.interaction, weight), _filled(fields.interaction)
+    u, s, vh = torch.linalg.svd(target, full_matrices=False)
+    root = s[..., :rank].sqrt()
+    queries, keys = u[..., :rank] * root[..., None, :], vh[..., :rank, :].mT * root[..., None, :]
+    best = weight is None and not bool(fields.interaction.isneginf().any())
+    if not best:
+        queries, keys = _alternate(target, weight_, queries, keys, sweeps)
+    return NormalForm(fields.rows, fields.columns, queries, keys, _explained(target, queries @ keys.mT, weight_, scores), best)
+
+
+def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
+    """Least squares for queries and keys in turn, until a sweep takes away less than a ten-thousandth of what is missed."""
+    missed = _square(target - queries @ keys.mT, weight)
+    for _ in range(sweeps):
+        queries = _regress(target, weight, keys)
+        keys = _regress(target.mT, weight.mT, queries)
+        now = _square(target - queries @ keys.mT, weight)
+        if bool((missed - now <= 1e-4 * missed).all()):
+            break
+        missed = now
+    return queries, keys
+
+
+def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
+    """Each row's best coefficients of ``keys`` for its targets; where several are (a row that sees fewer keys than the rank), nearly the shortest."""
+    gram = torch.einsum("...ts,...sa,...sb->...tab", weight, keys, keys)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    lower, _ = torch.linalg.cholesky_ex(gram + torch.diag_embed((1e-11 * trace + 1e-30)[..., None].expand(*trace.shape, gram.shape[-1])))
+    return torch.cholesky_solve(((weight * target) @ keys)[..., None], lower)[..., 0]
+
+
+def divergence(log_kernel: Tensor, other: Tensor) -> Tensor:
+    """KL of the row-conditional of K from that of another kernel, (..., T), 0 for empty rows; both as log K (..., T, S)."""
+    seen, model = Rows().observe(log_kernel).log, Rows().observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
+    return (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
+
+
+def refined(form: NormalForm, scores: Tensor, *, steps: int = 100) -> NormalForm:
+    """A form of the same rank, nearer to the row-conditional: columns, queries and keys that lessen the mean KL from that of ``scores`` (..., T, S).
+
+    The best squared error of scores is not the best of weights: an error where a row has no weight costs nothing. From ``form`` on, by L-BFGS, and never
+    worse than it; rows are not seen and stay. ``explained`` is that of the new dot product. steps: of the optimiser.
+    """
+    require_whole("probe.refined: steps", steps)
+    scores = _checked("probe.refined", scores)
+    parts = [x.double().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (form.columns, form.queries, form.keys)]
+    optimiser = torch.optim.LBFGS(parts, max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-12)
+
+    def distance(columns: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return divergence(scores, columns[..., None, :] + queries @ keys.mT).mean(-1)
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = distance(*parts).sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimiser.step(closure)  # type: ignore[arg-type]
+    with torch.no_grad():
+        start = form.columns.double(), form.queries.double(), form.keys.double()
+        better = distance(*parts) < distance(*start)
+        columns, queries, keys = (torch.where(better.view(*better.shape, *[1] * (x.ndim - better.ndim)), x, old) for x, old in zip(parts, start, strict=True))
+        weight, target = _weights("probe.refined", scores, None), _filled(centred(scores).interaction)
+        made = centred((columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))).interaction
+    return NormalForm(form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False)
+
+
+def _checked(call: str, log_kernel: Tensor) -> Tensor:
+    good = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and bool((log_kernel < float("inf")).all())
+    require(good, f"{call}: scores or log kernels (..., T, S) are required, finite or -inf, received {log_kernel.dtype} of shape {tuple(log_kernel.shape)}"
+                  f"{'' if log_kernel.ndim < 2 else ' with NaN or infinity'}.")  # fmt: skip
+    return log_kernel.double()
+
+
+def _weights(call: str, scores: Tensor, weight: Tensor | None) -> Tensor:
+    """The weights in float64, zero on forbidden pairs."""
+    allowed = ~scores.isneginf()
+    if weight is None:
+        return allowed.double()
+    weight = torch.broadcast_to(weight, scores.shape).double()
+    good = bool(((weight > 0) & weight.isfinite() | ~allowed).all())
+    require(good, f"{call}: weights must be finite and > 0 on every allowed pair; forbid a pair (score -inf) to leave it out.")
+    return torch.where(allowed, weight, 0)
+
+
+def _filled(scores: Tensor) -> Tensor:
+    return scores.masked_fill(scores.isneginf(), 0)
+
+
+def _explained(target: Tensor, made: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
+    """The share of the energy of ``target`` that ``made`` has; 1 where scores are all fields and the interaction is their rounding."""
+    whole = _square(target, weight)
+    some = whole > 1e-24 * _square(scores.double(), weight)
+    return torch.where(some, 1 - _square(target - made, weight) / torch.where(some, whole, 1), 1)
+
+
+def _mean(scores: Tensor, weight: Tensor, axis: int) -> Tensor:
+    mass = weight.sum(axis)
+    return torch.where(mass > 0, (weight * scores).sum(axis) / torch.where(mass > 0, mass, 1), 0)
+
+
+def _square(scores: Tensor, weight: Tensor) -> Tensor:
+    return (weight * _filled(scores).square()).sum((-1, -2))
+
+
+__all__ = ["Energies", "Equivalence", "Fields", "NormalForm", "Observed", "Plan", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]

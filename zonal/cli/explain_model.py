@@ -1,0 +1,144 @@
+"""``zonal explain --model``: how much of what the heads of a trained model score is gauge, column field, and a dot product of few numbers."""
+
+import itertools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from zonal import tasks
+from zonal.algebra import Operator
+from zonal.cli import parse
+from zonal.cli.generate import checkpoint_in, codec
+from zonal.cli.options import device
+from zonal.cli.shown import ledger_tree, table
+from zonal.errors import ArgumentError
+from zonal.nn import Attention
+from zonal.nn.evidence import HeadForm, forms
+from zonal.training import load_model
+
+
+@dataclass(frozen=True)
+class ModelLook:
+    """Instead of an operator: the heads of a trained model."""
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
+    """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
+    layer: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    """Of the model's layers the one with this number, from 1."""
+    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: what was held out)")] = None
+    """What the model reads; text, or token numbers for a model that was not trained on text."""
+    sequences: int = 2
+    """Without --text: how many held-out sequences it reads."""
+    length: int = 128
+    """At most so many tokens of each."""
+    ranks: str = "1,2,4"
+    """How many numbers of a query and a key may meet."""
+    refine: int = 30
+    """Steps by which each rank is fitted to the weights; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the model, numbered from 1, with the forms of its heads, or why it has none."""
+
+    number: int
+    operator: Operator | None
+    heads: tuple[HeadForm, ...]
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the heads of a model do on some tokens. ``to_dict``: plain values."""
+
+    model: Path
+    sequences: int
+    tokens: int
+    ranks: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        layers = [
+            {
+                "layer": layer.number, "operator": None if layer.operator is None else layer.operator.spec, "refused": layer.refused,
+                "row_gauge": layer.operator is not None and layer.operator.tags.normalises, "heads": [asdict(head) for head in layer.heads],
+                "ledger": [] if layer.operator is None else [asdict(move) for move in layer.operator.moves()],
+            }
+            for layer in self.layers
+        ]  # fmt: skip
+        return {"model": str(self.model), "sequences": self.sequences, "tokens": self.tokens, "ranks": list(self.ranks), "layers": layers}
+
+
+def looked_at(options: ModelLook, place: str) -> Found:
+    """The heads of the model on the device ``place``. Raises: ArgumentError, FileFormatError for what does not fit."""
+    assert options.model is not None
+    ranks = parse.ranks(options.ranks)
+    for name, least in (("sequences", 1), ("length", 2), ("refine", 0)):
+        if getattr(options, name) < least:
+            raise ArgumentError(f"explain: --{name} must be at least {least}, received {getattr(options, name)}.")
+    model, config = load_model(checkpoint_in(options.model, "explain"))
+    model = model.to(device(place))
+    if options.layer is not None and not 1 <= options.layer <= len(model.blocks):
+        raise ArgumentError(f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, received {options.layer}.")
+    tokens = _tokens(options, config["identity"]["task"], model.config.vocab_size).to(place)
+    if tokens.shape[1] < max(2, *ranks):
+        raise ArgumentError(f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. Give more --text or --length, or lower --ranks.")
+    inputs = [(index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)]
+    layers = tuple(_layer(number, mixer, x, ranks, options.refine) for number, mixer, x in inputs)
+    if not any(layer.heads for layer in layers):
+        raise ArgumentError(f"explain: no layer has a positive kernel of its tokens: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}.")
+    return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers)
+
+
+def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], refine: int) -> Layer:
+    if not isinstance(mixer, Attention):
+        return Layer(number, None, (), f"{type(mixer).__name__} compares no queries with keys")
+    if not mixer.operator.tags.positive:
+        return Layer(number, mixer.operator, (), f"the kernel of {mixer.operator.spec} may be negative")
+    return Layer(number, mixer.operator, tuple(forms(mixer, x, ranks, refine=refine)))
+
+
+def _tokens(options: ModelLook, task: dict[str, Any], vocab_size: int) -> Tensor:
+    """What the model reads: the text, or the beginnings of the first sequences that were held out when it was trained."""
+    if options.text is None:
+        return next(tasks.from_config(task).evaluation_batches(options.sequences)).tokens[:, : options.length]
+    encoded = codec(task, vocab_size, "explain", "--text").encode(options.text)
+    return torch.tensor([encoded[: options.length]], dtype=torch.int64)
+
+
+def _by_rank(head: HeadForm) -> list[float]:
+    """With what was fitted to the weights behind what it was fitted from."""
+    return [nat for pair in itertools.zip_longest(head.by_rank, head.refined) for nat in pair if nat is not None]
+
+
+def tables(found: Found) -> list[RenderableType]:
+    """One table of shares, one of weights, and the ledger of each operator."""
+    heads = [(f"{layer.number}.{number}", head) for layer in found.layers for number, head in enumerate(layer.heads, 1)]
+    by_rank = tuple(f"rank {rank}" for rank in found.ranks)
+    fitted = [name for rank in by_rank for name in (rank, *(("fitted",) if heads[0][1].refined else ()))]
+    shares = [(name, *(f"{share:.1%}" for share in (head.gauge, head.columns, head.interaction, *head.explained))) for name, head in heads]
+    nats = [(name, *(f"{nat:.4f}" for nat in (head.uniform, head.by_columns, *_by_rank(head)))) for name, head in heads]
+    parts: list[RenderableType] = [
+        Text(f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"),
+        Text(),
+        table("Parts of the log evidence of a head", ("head", "gauge", "columns", "interaction", *by_rank), shares),
+        Text("gauge: a number a query, which weights do not see; columns: a number a key; interaction: what is left, and what of it a dot product of so many numbers explains", style="dim"),
+        Text(),
+        table("How far its weights are from others, in nats", ("head", "equal", "columns", *fitted), nats),
+        Text("equal: equal weights; columns: those of the column field alone; rank: with the dot product too, fitted to the evidence, and then to the weights", style="dim"),
+    ]
+    ran = {layer.operator.spec: layer.operator for layer in found.layers if layer.operator is not None and layer.heads}
+    observed = [spec for spec, operator in ran.items() if not operator.tags.normalises]
+    if observed:
+        parts.append(Text(f"The anchor of {', '.join(observed)} divides by no row's sum: it sees what stands under gauge.", style="dim"))
+    parts += [Text(f"layer {layer.number} is left out: {layer.refused}", style="dim") for layer in found.layers if layer.refused]
+    for spec, operator in ran.items():
+        parts += [Text(), Text(f"Ledger of {spec}", style="bold"), ledger_tree(operator.moves())]
+    return parts
