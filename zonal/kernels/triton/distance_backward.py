@@ -1,0 +1,279 @@
+"""Gradients of attention by distance by making every tile again: one kernel over blocks of keys (dK, dV), one over blocks of queries.
+
+With dx_ts the gradient of a sum x_ts of weighed distances and G_f = dx w_f d(d_f)/d(gap) that of a gap, points (or directions) u of one side are pulled by
+sum_s G_f (u - v_s). It is made of products, u sum_s G_f - sum_s G_f v_s, but for close pairs, whose differences are summed one number at a time: a slope
+is large where points are near, and their difference small. Each number is written by one program, and the same call gives the same bits.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.triton import distance_tiles, tiles
+from zonal.kernels.triton import backward as tile_backward
+from zonal.kernels.triton.backward import row_terms, slopes
+from zonal.kernels.triton.distance_tiles import COTH, FREE, INVERSE, apart, note, part_tiles, tile_of, waves
+from zonal.kernels.triton.tiles import (
+    LOG2E,
+    between,
+    first_query_past,
+    first_query_seeing,
+    put_rows,
+    real_keys,
+    row_numbers,
+    tile_rows,
+    tile_rows_again,
+    visible_keys,
+    visible_pairs,
+    weighted,
+)
+
+
+@triton.jit
+def pulled(slope, rows, total):
+    """total + slope rows. A slope has more range than float16, and must have more digits than bfloat16: what it is multiplied by nearly cancels."""
+    if rows.dtype == tl.float32:
+        return tl.dot(slope, rows, total, input_precision="ieee")
+    else:
+        return tl.dot(slope, rows.to(tl.float32), total, input_precision="tf32")
+
+
+@triton.jit
+def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
+    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, of what the dot product takes)."""
+    found = ()
+    for f in tl.static_range(metric.count):
+        part: tl.constexpr = metric.parts[f]
+        row = tl.zeros([ROWS], tl.float32)
+        tile = tl.zeros([ROWS, part.width], tl.float32)
+        if metric.product:
+            found = found + ((tile, row, row, tile),)  # noqa: RUF005
+        else:
+            found = found + ((tile, row, row),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def pull(sums, dx, weights, distances, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a tile to the gradients of the points of a. dx: of log K without waves; distances: as ``tile_of`` has them."""
+    found = ()
+    for f in tl.static_range(metric.count):
+        part: tl.constexpr = metric.parts[f]
+        grad, own, radius = sums[f][0], sums[f][1], sums[f][2]
+        _, along, radial, close, some = distances[f]
+        g = dx * weights[f]
+        slope = g * along
+        far = tl.where(close == 0, slope, 0.0)
+        own += tl.sum(far, 1)
+        if part.directed:
+            far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
+        grad = pulled(-far, b_tiles[f], grad)
+        if some:
+            near = slope * close
+            place = tl.arange(0, part.width)
+            for column in tl.range(part.size):
+                number = tl.sum(near * apart(a, b, close, column, f, metric, ROWS, COLUMNS), 1)
+                grad += tl.where((place == column)[None, :], number[:, None], 0.0)
+        if part.kind == "hyperbolic":
+            radius += tl.sum(g * radial, 1)
+        if metric.product:
+            found = found + ((grad, own, radius, pulled(dx * weights[metric.count], b_tiles[f], sums[f][3])),)  # noqa: RUF005
+        else:
+            found = found + ((grad, own, radius),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr):
+    """Write the gradients of the points of a from the sums of ``pull``; zeros where they are not to ``keep``."""
+    x, _, batch, head, _, first, limit = a
+    for f in tl.static_range(metric.count):
+        part: tl.constexpr = metric.parts[f]
+        grad = sums[f][0]
+        unit = tile_rows_again(x[f], batch, head, first, limit, part.size, ROWS, part.width, ".cg")
+        if part.directed:
+            inverse = note(a, INVERSE, f, metric, ROWS)
+            unit = unit * inverse[:, None]
+            grad += sums[f][1][:, None] * unit
+            # a direction does not move along itself
+            back = tl.sum(grad * unit, 1) * inverse
+            if part.kind == "hyperbolic":
+                back -= sums[f][2] * note(a, FREE, f, metric, ROWS)
+            grad = grad * inverse[:, None] - back[:, None] * unit
+        else:
+            grad += sums[f][1][:, None] * unit
+        if metric.product:
+            grad += sums[f][3]
+        put_rows(out[f], tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width)
+
+
+@triton.jit
+def distance_keys_kernel(
+    q, k, v, dy, dk, dv, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
+    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys: a sum over the queries of all heads that share it. Tiles lie on their side: (keys, queries)."""
+    blocks = tl.cdiv(sizes.keys, KEYS)
+    line = tl.program_id(0) // blocks
+    kv_heads = sizes.heads // sizes.groups
+    batch, kv_head = line // kv_heads, line % kv_heads
+    begin = tl.program_id(0) % blocks * KEYS
+    last = tl.minimum(begin + KEYS, sizes.keys) - 1
+    s = begin + tl.arange(0, KEYS)
+    a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
+    k_tiles = part_tiles(a, metric, KEYS)
+    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    start = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
+    steps = tl.maximum(tl.cdiv(first_query_past(last, edges, sizes, traits) - start, QUERIES), 0)
+    sums = nothing(metric, KEYS)
+    dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
+    for index in tl.range(0, steps * sizes.groups):
+        head, block = kv_head, index
+        if traits.grouped:
+            head, block = kv_head * sizes.groups + index // steps, index % steps
+        first = start + block * QUERIES
+        query_line = batch * sizes.heads + head
+        b = (q, query_notes, batch, head, query_line, first, sizes.queries)
+        q_tiles = part_tiles(b, metric, QUERIES)
+        weighs = ()
+        for f in tl.static_range(metric.weights):
+            weighs = weighs + (row_numbers(weights, query_line * metric.weights + f, first, sizes.queries, QUERIES, 0.0)[None, :],)  # noqa: RUF005
+        x, distances, _ = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
+        if metric.waves > 0:
+            x, turned, _, _, _ = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
+        t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
+        lo, hi = visible_keys(t, edges, sizes, traits)
+        visible = between(s[:, None], lo[None, :], hi[None, :], traits)
+        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+        kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
+        weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
+        dv_tile = weighted(weight, dy_tile, dv_tile, traits)
+        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
+        dx, _ = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)
+        if metric.waves > 0:
+            dx = dx * turned
+        sums = pull(sums, dx, weighs, distances, a, b, q_tiles, metric, KEYS, QUERIES)
+    keep = s < sizes.keys
+    if traits.key_mask:
+        # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
+        keep = real_keys(begin, batch, key_mask, sizes, KEYS)
+        dv_tile = tl.where(keep[:, None], dv_tile, 0.0)
+    put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+    put_points(dk, sums, a, keep, metric, KEYS)
+
+
+@triton.jit
+def distance_queries_kernel(
+    q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
+    metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries, the gradient of their weights (B, H, terms, T), and where LEARNED its part of dcoefficients (B, H, blocks, 3 waves)."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    line = tl.program_id(0) // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    block = blocks - 1 - tl.program_id(0) % blocks
+    begin = block * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    start, _ = visible_keys(begin, edges, sizes, traits)
+    _, stop = visible_keys(last, edges, sizes, traits)
+    a = (q, query_notes, batch, head, line, begin, sizes.queries)
+    q_tiles = part_tiles(a, metric, QUERIES)
+    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
+    kept, taken = kept[:, None], taken[:, None]
+    weighs, of_weights = (), ()
+    for f in tl.static_range(metric.weights):
+        weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
+        of_weights = of_weights + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
+    of_waves = ()
+    for _ in tl.static_range(3 * metric.waves if LEARNED else 0):
+        of_waves = of_waves + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
+    c = coefficients + head * 3 * metric.waves
+    kv_line = batch * (sizes.heads // sizes.groups) + kv_head
+    sums = nothing(metric, QUERIES)
+    for first in tl.range(start // KEYS * KEYS, stop, KEYS):
+        b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
+        k_tiles = part_tiles(b, metric, KEYS)
+        x, distances, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS)
+        if metric.waves > 0:
+            x, turned, d, evens, odds = waves(x, c, metric.waves)
+        visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
+        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+        weight = tile_backward.weights(x * LOG2E, kept, visible, c, None, traits, True)
+        dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
+        dx, _ = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)
+        if metric.waves > 0:
+            if LEARNED:
+                of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
+            dx = dx * turned
+        added = ()
+        for f in tl.static_range(metric.count):
+            added = added + (of_weights[f] + tl.sum(dx * distances[f][0], 1),)  # noqa: RUF005
+        if metric.product:
+            added = added + (of_weights[metric.count] + tl.sum(dx * whole, 1),)  # noqa: RUF005
+        of_weights = added
+        sums = pull(sums, dx, weighs, distances, a, b, k_tiles, metric, QUERIES, KEYS)
+    place = begin + tl.arange(0, QUERIES)
+    for f in tl.static_range(metric.weights):
+        row = dweights + tl.cast(line * metric.weights + f, tl.int64) * sizes.queries
+        tl.store(row + place, of_weights[f], mask=place < sizes.queries)
+    part = tl.cast(line, tl.int64) * blocks + block
+    for j in tl.static_range(3 * metric.waves if LEARNED else 0):
+        tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))
+    put_points(dq, sums, a, place < sizes.queries, metric, QUERIES)
+
+
+@triton.jit
+def add_waves(sums, dx, d, evens, odds, c, n: tl.constexpr):
+    """sums of a query each + those of a tile: gradients of amplitudes, decays and frequencies."""
+    amplitudes, decays, frequencies = (), (), ()
+    for k in tl.static_range(n):
+        a = tl.load(c + k)
+        amplitudes = amplitudes + (sums[k] + tl.sum(dx * evens[k], 1),)  # noqa: RUF005
+        decays = decays + (sums[n + k] - a * tl.sum(dx * d * evens[k], 1),)  # noqa: RUF005
+        frequencies = frequencies + (sums[2 * n + k] - a * tl.sum(dx * d * odds[k], 1),)  # noqa: RUF005
+    return amplitudes + decays + frequencies
+
+
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, spec: DistanceSpec, learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dweights, dcoefficients): like q, k and v; (B, H, T, terms) float32; (H, 3 waves) float64, None unless ``learned``.
+
+    dy like y; y and factor as ``forward`` returned them, other arguments as it took them.
+    """
+    batch, heads, queries, _ = q.shape
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with tiles.on(q.device):
+        call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
+        metric, own = call.metric, call.tiles
+        delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
+        inputs = call.queries, call.keys, tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
+        rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, own.key_mask, own.edges, own.sizes
+        tiling = distance_tiles.choose("keys", q, v, metric)
+        programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
+        outputs = distance_tiles.cut(dk, metric), tiles.rows_of(dv)
+        tiles.launch(distance_keys_kernel, programs, (*inputs, *outputs, *rest), distance_tiles.constants(call, tiling, v), tiling)
+        tiling = distance_tiles.choose("queries", q, v, metric)
+        blocks = tiles.ceil_div(queries, tiling.queries)
+        dweights = torch.empty(batch, heads, metric.weights, queries, dtype=torch.float32, device=q.device)
+        learned = learned and metric.waves > 0
+        parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device) if learned else None
+        outputs = distance_tiles.cut(dq, metric), dweights, parts
+        tiles.launch(
+            distance_queries_kernel, batch * heads * blocks, (*inputs, *outputs, *rest), {**distance_tiles.constants(call, tiling, v), "LEARNED": learned}, tiling
+        )
+    # float32 inside a block, float64 across blocks: the sums run over all queries and keys
+    return dq, dk, dv, dweights.transpose(2, 3), None if parts is None else parts.sum((0, 2), dtype=torch.float64)
+
+
+__all__ = ["backward"]

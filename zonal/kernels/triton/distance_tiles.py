@@ -1,0 +1,374 @@
+"""What the kernels for attention by distance share: points prepared once, and a tile of distances with their slopes.
+
+Products of raw points give squared differences, gap = |a|^2 + |b|^2 - 2 a.b, of points (plane) or of their directions (sphere, hyperbolic space).
+Where points are so near, or directions so nearly opposite, that a product has too few digits left, the pair is ``close``: its gap and its gradient are
+summed from differences, of directions in float64, and only tiles that hold such a pair go through their numbers one by one.
+"""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.triton import tiles
+from zonal.kernels.triton.sizes import ceil_div, padded
+from zonal.kernels.triton.tiles import LN2, LOG2E, Rows, row_numbers, tile_rows
+
+# of the sum of two squared lengths: a gap below has lost more than five bits
+NEAR: tl.constexpr = tl.constexpr(1 / 64)
+# squared: nearer than that are directions of float vectors only by rounding
+SAME: tl.constexpr = tl.constexpr(1e-30)
+# beyond it sinh(a) sinh(b) leaves float32
+RADIUS: tl.constexpr = tl.constexpr(40.0)
+# where a direction is smooth
+ORIGIN: tl.constexpr = tl.constexpr(1e-6)
+
+# notes of a point in one space. direction = point (INVERSE + INVERSE_REST), SQUARE its squared length; of the radius r: r / 2 = HALF + HALF_REST,
+# sinh r and coth r; FREE: d(r) / d|point|
+SQUARE: tl.constexpr = tl.constexpr(0)
+INVERSE: tl.constexpr = tl.constexpr(1)
+INVERSE_REST: tl.constexpr = tl.constexpr(2)
+HALF: tl.constexpr = tl.constexpr(3)
+HALF_REST: tl.constexpr = tl.constexpr(4)
+SINH: tl.constexpr = tl.constexpr(5)
+COTH: tl.constexpr = tl.constexpr(6)
+FREE: tl.constexpr = tl.constexpr(7)
+NOTES: tl.constexpr = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A distance as kernels are compiled for it: of so many numbers, in tiles of that width. square: its eps, squared; least: what eps alone makes."""
+
+    kind: str
+    size: int
+    width: int
+    scale: float
+    square: float
+    least: float
+
+    @property
+    def directed(self) -> bool:
+        """Whether it is of directions."""
+        return self.kind in ("sphere", "hyperbolic")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The parts of a point, whether a dot product of whole points stands beside their distances, and how many waves are made of the sum."""
+
+    parts: tuple[Part, ...]
+    product: bool
+    waves: int
+
+    @property
+    def count(self) -> int:
+        return len(self.parts)
+
+    @property
+    def weights(self) -> int:
+        return len(self.parts) + self.product
+
+
+# ---- points ----
+
+
+@triton.jit
+def split_in_two(x):
+    """x in float64 as two numbers in float32."""
+    first = x.to(tl.float32)
+    return first, (x - first.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def notes_kernel(x, out, heads, rows, metric: tl.constexpr, ROWS: tl.constexpr):
+    """out (B, H, parts, NOTES, rows) of points, whose parts are x."""
+    blocks = tl.cdiv(rows, ROWS)
+    first = tl.program_id(0) % blocks * ROWS
+    line = tl.program_id(0) // blocks
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    for f in tl.static_range(metric.count):
+        part: tl.constexpr = metric.parts[f]
+        point = tile_rows(x[f], line // heads, line % heads, first, rows, part.size, ROWS, part.width, True, True).to(tl.float64)
+        square = tl.sum(point * point, 1)
+        place = out + (tl.cast(line, tl.int64) * metric.count + f) * NOTES * rows + row
+        if part.kind == "sphere":
+            # a vector without direction: no product with it, and so a right angle
+            long = square > 1e-24
+            inverse = tl.where(long, 1 / tl.sqrt(tl.where(long, square, 1.0)), 0.0)
+            square = square * 0 + 1
+        elif part.kind == "hyperbolic":
+            length = tl.sqrt(square * (part.scale * part.scale) + ORIGIN * ORIGIN)
+            radius = tl.minimum(length, RADIUS)
+            inverse = part.scale / length
+            square = square * inverse * inverse
+            up = tl.exp(radius)
+            small = radius * radius
+            small = radius * (1 + small / 6 * (1 + small / 20 * (1 + small / 42)))
+            sinh = tl.where(radius < 0.1, small, (up - 1 / up) / 2)
+            half, half_rest = split_in_two(radius / 2)
+            tl.store(place + HALF * rows, half, mask=inside)
+            tl.store(place + HALF_REST * rows, half_rest, mask=inside)
+            tl.store(place + SINH * rows, sinh.to(tl.float32), mask=inside)
+            tl.store(place + COTH * rows, (tl.sqrt(1 + sinh * sinh) / sinh).to(tl.float32), mask=inside)
+            tl.store(place + FREE * rows, tl.where(length <= RADIUS, part.scale, 0.0), mask=inside)
+        else:
+            inverse = square * 0 + 1
+        inverse, inverse_rest = split_in_two(inverse)
+        tl.store(place + INVERSE * rows, inverse, mask=inside)
+        tl.store(place + INVERSE_REST * rows, inverse_rest, mask=inside)
+        tl.store(place + SQUARE * rows, square.to(tl.float32), mask=inside)
+
+
+# ---- a tile of pairs. Its two sides are blocks of points, a down and b across: (parts x, notes, batch, head, line, first, limit) ----
+
+
+@triton.jit
+def note(side, which: tl.constexpr, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS,) notes of a block's points in one part; zeros past their end."""
+    _, notes, _, _, line, first, limit = side
+    return row_numbers(notes, (line * metric.count + f) * NOTES + which, first, limit, ROWS, 0.0)
+
+
+@triton.jit
+def part_tiles(side, metric: tl.constexpr, ROWS: tl.constexpr):
+    """The points of a block, part by part."""
+    x, _, batch, head, _, first, limit = side
+    found = ()
+    for f in tl.static_range(metric.count):
+        part: tl.constexpr = metric.parts[f]
+        tile = tile_rows(x[f], batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width)
+        found = found + (tile,)  # noqa: RUF005 (kernels know no starred tuples)
+    return found
+
+
+@triton.jit
+def coordinate(side, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS,) one number of each point of a block; of directions in float64."""
+    part: tl.constexpr = metric.parts[f]
+    x, _, batch, head, _, first, limit = side
+    row = tl.arange(0, ROWS)
+    start = x[f].start + tl.cast(batch, tl.int64) * x[f].batch + tl.cast(head, tl.int64) * x[f].head + tl.cast(first, tl.int64) * x[f].row
+    number = tl.load(start + row * x[f].row + column * x[f].column, mask=first + row < limit, other=0.0)
+    if part.directed:
+        inverse = note(side, INVERSE, f, metric, ROWS).to(tl.float64) + note(side, INVERSE_REST, f, metric, ROWS).to(tl.float64)
+        number = number.to(tl.float64) * inverse
+    else:
+        number = number.to(tl.float32)
+    return number
+
+
+@triton.jit
+def apart(a, b, close, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """a - b of one number of a tile's points, a + b where they are opposite."""
+    part: tl.constexpr = metric.parts[f]
+    u, v = coordinate(a, column, f, metric, ROWS)[:, None], coordinate(b, column, f, metric, COLUMNS)[None, :]
+    if part.kind == "sphere":
+        return tl.where(close < 0, u + v, u - v).to(tl.float32)
+    else:
+        return (u - v).to(tl.float32)
+
+
+@triton.jit
+def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(gap, close, whether any is): close is 1 where gap was summed from differences, -1 where it is that to the opposite point, and then below zero."""
+    part: tl.constexpr = metric.parts[f]
+    both = note(a, SQUARE, f, metric, ROWS)[:, None] + note(b, SQUARE, f, metric, COLUMNS)[None, :]
+    if part.directed:
+        product = product * note(a, INVERSE, f, metric, ROWS)[:, None] * note(b, INVERSE, f, metric, COLUMNS)[None, :]
+    gap = both - 2 * product
+    gap = tl.where(gap < 0, 0.0, gap)  # what is not a number stays so
+    close = (gap < NEAR * both).to(tl.int32)
+    if part.kind == "sphere":
+        close = tl.where(gap > 4 - 2 * NEAR, -1, close)
+    some = tl.max(tl.max(tl.abs(close), 1), 0) > 0
+    if some:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for column in tl.range(part.size):
+            step = apart(a, b, close, column, f, metric, ROWS, COLUMNS)
+            total += step * step
+        if part.kind == "sphere":
+            total = tl.where(close < 0, -tl.maximum(total, SAME), total)
+        if part.directed:
+            total = tl.where(tl.abs(total) < SAME, 0.0, total)
+        gap = tl.where(close != 0, total, gap)
+    return gap, close, some
+
+
+@triton.jit
+def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(d, along, radial) of a part: d(d)/du = along (u - v) for what gap is a difference of, u a point (or direction) of a and v one of b, and
+    d(d)/dr = radial for the radius of a hyperbolic point of a."""
+    part: tl.constexpr = metric.parts[f]
+    radial = gap
+    if part.kind == "euclidean":
+        x = tl.where(gap > 1e38, 1e38, gap) + part.square
+        along = tl.rsqrt(x)
+        d = x * along - part.least
+    elif part.kind == "squared":
+        along = tl.full([ROWS, COLUMNS], 2.0, tl.float32)
+        d = gap
+    elif part.kind == "sphere":
+        # a gap below zero is that to the opposite point
+        near = tl.where(gap < 0, 4 + gap, gap) + part.square
+        far = tl.maximum(tl.where(gap < 0, -gap, 4 - gap), 0.0) + part.square
+        x = tl.minimum(near, far) / (4 + 2 * part.square)
+        # twice asin of the root
+        rest = 1.145460045e-1 + x * (-1.447772836e-1 + x * 1.283731246e-1)
+        rest = 4.400412778e-2 + x * (3.650977654e-2 + x * (-1.001800296e-2 + x * rest))
+        angle = 2 * x * tl.rsqrt(x) * (1 + x * (1.666660162e-1 + x * (7.503296518e-2 + x * rest)))
+        along = 2 * tl.rsqrt(near * far)
+        d = tl.where(near > far, 3.14159265358979 - angle, angle) - part.least
+    else:
+        middle = note(a, HALF, f, metric, ROWS)[:, None] - note(b, HALF, f, metric, COLUMNS)[None, :]
+        middle += note(a, HALF_REST, f, metric, ROWS)[:, None] - note(b, HALF_REST, f, metric, COLUMNS)[None, :]
+        flat = middle * middle
+        small = middle * (1 + flat * (1.666666643e-1 + flat * (8.333352593e-3 + flat * (1.983581245e-4 + flat * 2.818523940e-6))))
+        steep = 0.5 * (tl.exp2(middle * LOG2E) - tl.exp2(-middle * LOG2E))
+        sinh = tl.where(flat < 1, small, steep)
+        size = note(a, SINH, f, metric, ROWS)[:, None] * 0.25 * note(b, SINH, f, metric, COLUMNS)[None, :]
+        level = sinh * sinh
+        x = gap * size + (level + part.square)
+        low, high = tl.rsqrt(x), tl.rsqrt(1 + x)
+        rise, slope = x * low, low * high
+        # twice asinh of the root
+        little = rise * (1 + x * (-1.666663402e-1 + x * (7.498430582e-2 + x * (-4.436385282e-2 + x * (2.808537599e-2 - x * 1.311456426e-2)))))
+        d = 2 * tl.where(x < 0.25, little, tl.log2(rise + (1 + x) * high) * LN2) - part.least
+        bent = tl.minimum(size * slope, 1e34)  # more where far points coincide: infinity times their difference were NaN
+        along = 2 * bent
+        radial = slope * sinh * tl.sqrt(1 + level) + note(a, COTH, f, metric, ROWS)[:, None] * (bent * gap)
+    return d, along, radial
+
+
+@triton.jit
+def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(log K but for waves, of each part (d, along, radial, close, whether any is), the dot product): weights, one a part, broadcast over the tile."""
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    whole = total
+    found = ()
+    for f in tl.static_range(metric.count):
+        product = tl.dot(a_tiles[f], tl.trans(b_tiles[f]), input_precision="ieee")
+        gap, close, some = gaps(product, a, b, f, metric, ROWS, COLUMNS)
+        d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
+        if metric.parts[f].directed:
+            along = tl.where(gap == 0, 0.0, along)  # the same direction, but for rounding
+        total += weights[f] * d
+        if metric.product:
+            whole += product
+        found = found + ((d, along, radial, close, some),)  # noqa: RUF005
+    if metric.product:
+        total += weights[metric.count] * whole
+    return total, found, whole
+
+
+# ---- waves ----
+
+
+@triton.jit
+def circular(x):
+    """Cosine and sine of x >= 0, to rounding of x (up to 1e5; what is further has faded). The compiler's own put their numbers on the stack."""
+    quarters = tl.floor(tl.minimum(x, 4e6) * 0.6366197723675814 + 0.5)
+    r = tl.minimum(x, 4e6) - quarters * 1.5703125
+    r -= quarters * 4.837512969970703125e-4
+    r -= quarters * 7.549789954891e-8
+    square = r * r
+    sine = r * (1 + square * (-1.666665461e-1 + square * (8.332160873e-3 - square * 1.951529589e-4)))
+    cosine = 1 + square * (-0.5 + square * (4.166664568e-2 + square * (-1.388731625e-3 + square * 2.443315711e-5)))
+    turn = quarters.to(tl.int32)
+    odd = (turn & 1) != 0
+    even_part, odd_part = tl.where(odd, sine, cosine), tl.where(odd, cosine, sine)
+    return tl.where(((turn + 1) & 2) != 0, -even_part, even_part), tl.where((turn & 2) != 0, -odd_part, odd_part)
+
+
+@triton.jit
+def waves(x, c, n: tl.constexpr):
+    """(log K, its slope, d, fading cosines, fading sines) of a sum of weighed distances x. c: n amplitudes, n decays, n frequencies."""
+    d = tl.where(x <= 0, -x, x * 0)
+    value = tl.zeros_like(x)
+    slope = value
+    evens, odds = (), ()
+    for k in tl.static_range(n):
+        a, b, frequency = tl.load(c + k), tl.load(c + n + k), tl.load(c + 2 * n + k)
+        even, odd = circular(d * tl.abs(frequency))
+        fade = tl.exp2(-d * (b * LOG2E))
+        even = even * fade
+        odd = odd * tl.where(frequency < 0, -fade, fade)
+        value += a * even
+        slope += a * (b * even + frequency * odd)
+        evens, odds = evens + (even,), odds + (odd,)  # noqa: RUF005
+    return value, tl.where(x > 0, 0.0, slope), d, evens, odds
+
+
+# ---- on the host ----
+
+
+class Call(NamedTuple):
+    """A call's part that forward and backward share. parts, notes: of queries and keys; weights (B, H, terms, T)."""
+
+    tiles: tiles.Call
+    metric: Metric
+    queries: tuple[Rows, ...]
+    keys: tuple[Rows, ...]
+    query_notes: Tensor
+    key_notes: Tensor
+    weights: Tensor
+
+
+def part_of(kind: str, size: int, eps: float, scale: float) -> Part:
+    """A term of a spec."""
+    square = eps * eps / 4 if kind == "hyperbolic" else eps * eps
+    least = 2 * math.atan2(eps, math.sqrt(4 + eps * eps)) if kind == "sphere" else 2 * math.asinh(eps / 2) if kind == "hyperbolic" else eps
+    return Part(kind, size, padded(size), scale, max(square, 1e-30), least)
+
+
+def metric_of(spec: DistanceSpec) -> Metric:
+    """The terms of a spec: distances that share out a point, then the dot product where there is one."""
+    parts = tuple(part_of(term.kind, term.size, term.eps, term.scale) for term in spec.terms if term.kind != "product")
+    return Metric(parts, len(parts) < len(spec.terms), spec.waves)
+
+
+def cut(x: Tensor, metric: Metric) -> tuple[Rows, ...]:
+    """The parts of points (B, H, rows, D)."""
+    return tuple(tiles.rows_of(part) for part in x.split([part.size for part in metric.parts], 3))
+
+
+def noted(x: Tensor, parts: tuple[Rows, ...], metric: Metric) -> Tensor:
+    """(B, H, parts, NOTES, rows) float32 of points."""
+    batch, heads, rows, _ = x.shape
+    out = torch.empty(batch, heads, metric.count, NOTES.value, rows, dtype=torch.float32, device=x.device)
+    block = min(64, 2048 // max(part.width for part in metric.parts))
+    tiles.launch(notes_kernel, batch * heads * ceil_div(rows, block), (parts, out, heads, rows), {"metric": metric, "ROWS": block}, tiles.Tiling(block, 0, 4, 1))
+    return out
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec) -> Call:
+    """Prepare a call's kernels."""
+    metric = metric_of(spec)
+    queries, keys = cut(q, metric), cut(k, metric)
+    return Call(
+        tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules), metric, queries, keys, noted(q, queries, metric), noted(k, keys, metric),
+        weights.float().transpose(2, 3).contiguous(),
+    )  # fmt: skip
+
+
+def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
+    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by what its tiles hold, type and device."""
+    return tiles.Tiling(32, 32, 4, 1)
+
+
+def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
+    """What both passes' kernels are compiled for."""
+    return {
+        "metric": call.metric, "traits": call.tiles.traits, "QUERIES": tiling.queries, "KEYS": tiling.keys, "VALUE_WIDTH": padded(v.shape[3]),
+    }  # fmt: skip
+
+
+__all__ = ["Call", "Metric", "Part", "call", "choose", "constants", "cut", "metric_of", "noted"]
