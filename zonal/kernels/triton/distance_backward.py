@@ -16,7 +16,7 @@ from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton import backward as tile_backward
 from zonal.kernels.triton.backward import row_terms, slopes
-from zonal.kernels.triton.distance_tiles import COTH, FREE, INVERSE, apart, note, part_tiles, tile_of, waves
+from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, note, part_tiles, tile_of, waves
 from zonal.kernels.triton.tiles import (
     LOG2E,
     between,
@@ -43,72 +43,83 @@ def pulled(slope, rows, total):
 
 
 @triton.jit
+def nothing_of(f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    part: tl.constexpr = metric.parts[f]
+    row = tl.zeros([ROWS], tl.float32)
+    tile = tl.zeros([ROWS, part.width], tl.float32)
+    return tile, row, row, tile if metric.product else row
+
+
+@triton.jit
 def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
-    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, of what the dot product takes)."""
+    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, what the dot product adds)."""
     found = ()
-    for f in tl.static_range(metric.count):
-        part: tl.constexpr = metric.parts[f]
-        row = tl.zeros([ROWS], tl.float32)
-        tile = tl.zeros([ROWS, part.width], tl.float32)
-        if metric.product:
-            found = found + ((tile, row, row, tile),)  # noqa: RUF005
-        else:
-            found = found + ((tile, row, row),)  # noqa: RUF005
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        found = found + (nothing_of(f, metric, ROWS),)  # noqa: RUF005
     return found
+
+
+@triton.jit
+def pull_part(sums, dx, weights, distances, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    part: tl.constexpr = metric.parts[f]
+    grad, own, radius, straight = sums[f]
+    _, along, radial, close, some = distances[f]
+    g = dx * weights[f]
+    slope = g * along
+    far = tl.where(close == 0, slope, 0.0)
+    own += tl.sum(far, 1)
+    if part.directed:
+        far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
+    grad = pulled(-far, b_tiles[f], grad)
+    if some:
+        near = slope * close
+        place = tl.arange(0, part.width)
+        for column in tl.range(part.size):
+            number = tl.sum(near * apart(a, b, close, column, f, metric, ROWS, COLUMNS), 1)
+            grad += tl.where((place == column)[None, :], number[:, None], 0.0)
+    if part.kind == "hyperbolic":
+        radius += tl.sum(g * radial, 1)
+    if metric.product:
+        straight = pulled(dx * weights[metric.count], b_tiles[f], straight)
+    return grad, own, radius, straight
 
 
 @triton.jit
 def pull(sums, dx, weights, distances, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add a tile to the gradients of the points of a. dx: of log K without waves; distances: as ``tile_of`` has them."""
     found = ()
-    for f in tl.static_range(metric.count):
-        part: tl.constexpr = metric.parts[f]
-        grad, own, radius = sums[f][0], sums[f][1], sums[f][2]
-        _, along, radial, close, some = distances[f]
-        g = dx * weights[f]
-        slope = g * along
-        far = tl.where(close == 0, slope, 0.0)
-        own += tl.sum(far, 1)
-        if part.directed:
-            far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
-        grad = pulled(-far, b_tiles[f], grad)
-        if some:
-            near = slope * close
-            place = tl.arange(0, part.width)
-            for column in tl.range(part.size):
-                number = tl.sum(near * apart(a, b, close, column, f, metric, ROWS, COLUMNS), 1)
-                grad += tl.where((place == column)[None, :], number[:, None], 0.0)
-        if part.kind == "hyperbolic":
-            radius += tl.sum(g * radial, 1)
-        if metric.product:
-            found = found + ((grad, own, radius, pulled(dx * weights[metric.count], b_tiles[f], sums[f][3])),)  # noqa: RUF005
-        else:
-            found = found + ((grad, own, radius),)  # noqa: RUF005
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        found = found + (pull_part(sums, dx, weights, distances, a, b, b_tiles, f, metric, ROWS, COLUMNS),)  # noqa: RUF005
     return found
+
+
+@triton.jit
+def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    part: tl.constexpr = metric.parts[f]
+    x, _, batch, head, _, first, limit = a
+    grad, own, radius, straight = sums[f]
+    unit = tile_rows_again(x[f], batch, head, first, limit, part.size, ROWS, part.width, ".cg")
+    if part.directed:
+        inverse = note(a, INVERSE, f, metric, ROWS)
+        unit = unit * inverse[:, None]
+        grad += own[:, None] * unit
+        # a direction does not move along itself
+        back = tl.sum(grad * unit, 1) * inverse
+        if part.kind == "hyperbolic":
+            back -= radius * note(a, FREE, f, metric, ROWS)
+        grad = grad * inverse[:, None] - back[:, None] * unit
+    else:
+        grad += own[:, None] * unit
+    if metric.product:
+        grad += straight
+    put_rows(out[f], tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width)
 
 
 @triton.jit
 def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr):
     """Write the gradients of the points of a from the sums of ``pull``; zeros where they are not to ``keep``."""
-    x, _, batch, head, _, first, limit = a
-    for f in tl.static_range(metric.count):
-        part: tl.constexpr = metric.parts[f]
-        grad = sums[f][0]
-        unit = tile_rows_again(x[f], batch, head, first, limit, part.size, ROWS, part.width, ".cg")
-        if part.directed:
-            inverse = note(a, INVERSE, f, metric, ROWS)
-            unit = unit * inverse[:, None]
-            grad += sums[f][1][:, None] * unit
-            # a direction does not move along itself
-            back = tl.sum(grad * unit, 1) * inverse
-            if part.kind == "hyperbolic":
-                back -= sums[f][2] * note(a, FREE, f, metric, ROWS)
-            grad = grad * inverse[:, None] - back[:, None] * unit
-        else:
-            grad += sums[f][1][:, None] * unit
-        if metric.product:
-            grad += sums[f][3]
-        put_rows(out[f], tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width)
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        put_part(out, sums, a, keep, f, metric, ROWS)
 
 
 @triton.jit
@@ -141,11 +152,11 @@ def distance_keys_kernel(
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
         q_tiles = part_tiles(b, metric, QUERIES)
         weighs = ()
-        for f in tl.static_range(metric.weights):
+        for f in tl.static_range(tl.constexpr(metric.weights)):
             weighs = weighs + (row_numbers(weights, query_line * metric.weights + f, first, sizes.queries, QUERIES, 0.0)[None, :],)  # noqa: RUF005
-        x, distances, _ = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
+        x, distances, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
         if metric.waves > 0:
-            x, turned, _, _, _ = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
+            x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
         t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
         lo, hi = visible_keys(t, edges, sizes, traits)
         visible = between(s[:, None], lo[None, :], hi[None, :], traits)
@@ -154,7 +165,7 @@ def distance_keys_kernel(
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
         dv_tile = weighted(weight, dy_tile, dv_tile, traits)
         dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
-        dx, _ = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)
+        dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
             dx = dx * turned
         sums = pull(sums, dx, weighs, distances, a, b, q_tiles, metric, KEYS, QUERIES)
@@ -182,24 +193,24 @@ def distance_queries_kernel(
     last = tl.minimum(begin + QUERIES, sizes.queries) - 1
     t = tl.minimum(begin + tl.arange(0, QUERIES), last)
     lo, hi = visible_keys(t, edges, sizes, traits)
-    start, _ = visible_keys(begin, edges, sizes, traits)
-    _, stop = visible_keys(last, edges, sizes, traits)
+    start = visible_keys(begin, edges, sizes, traits)[0] // KEYS * KEYS
+    stop = visible_keys(last, edges, sizes, traits)[1]
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
     q_tiles = part_tiles(a, metric, QUERIES)
     dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
     weighs, of_weights = (), ()
-    for f in tl.static_range(metric.weights):
+    for f in tl.static_range(tl.constexpr(metric.weights)):
         weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
         of_weights = of_weights + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
     of_waves = ()
-    for _ in tl.static_range(3 * metric.waves if LEARNED else 0):
+    for _ in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         of_waves = of_waves + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
     c = coefficients + head * 3 * metric.waves
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
     sums = nothing(metric, QUERIES)
-    for first in tl.range(start // KEYS * KEYS, stop, KEYS):
+    for first in tl.range(start, stop, KEYS):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         k_tiles = part_tiles(b, metric, KEYS)
         x, distances, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS)
@@ -209,24 +220,24 @@ def distance_queries_kernel(
         v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
         weight = tile_backward.weights(x * LOG2E, kept, visible, c, None, traits, True)
         dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
-        dx, _ = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)
+        dx = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)[0]
         if metric.waves > 0:
             if LEARNED:
                 of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
             dx = dx * turned
         added = ()
-        for f in tl.static_range(metric.count):
+        for f in tl.static_range(tl.constexpr(metric.count)):
             added = added + (of_weights[f] + tl.sum(dx * distances[f][0], 1),)  # noqa: RUF005
         if metric.product:
             added = added + (of_weights[metric.count] + tl.sum(dx * whole, 1),)  # noqa: RUF005
         of_weights = added
         sums = pull(sums, dx, weighs, distances, a, b, k_tiles, metric, QUERIES, KEYS)
     place = begin + tl.arange(0, QUERIES)
-    for f in tl.static_range(metric.weights):
+    for f in tl.static_range(tl.constexpr(metric.weights)):
         row = dweights + tl.cast(line * metric.weights + f, tl.int64) * sizes.queries
         tl.store(row + place, of_weights[f], mask=place < sizes.queries)
     part = tl.cast(line, tl.int64) * blocks + block
-    for j in tl.static_range(3 * metric.waves if LEARNED else 0):
+    for j in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))
     put_points(dq, sums, a, place < sizes.queries, metric, QUERIES)
 

@@ -31,16 +31,15 @@ def distance_forward_kernel(
     last = tl.minimum(begin + QUERIES, sizes.queries) - 1
     t = tl.minimum(begin + tl.arange(0, QUERIES), last)
     lo, hi = visible_keys(t, edges, sizes, traits)
-    start, _ = visible_keys(begin, edges, sizes, traits)
-    _, stop = visible_keys(last, edges, sizes, traits)
-    start = start // KEYS * KEYS
+    start = visible_keys(begin, edges, sizes, traits)[0] // KEYS * KEYS
+    stop = visible_keys(last, edges, sizes, traits)[1]
     if SPLIT:
         start = tl.maximum(start, split * length)
         stop = tl.minimum(stop, split * length + length)
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
     q_tiles = part_tiles(a, metric, QUERIES)
     weighs = ()
-    for f in tl.static_range(metric.weights):
+    for f in tl.static_range(tl.constexpr(metric.weights)):
         weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
@@ -49,9 +48,9 @@ def distance_forward_kernel(
     # one loop over all tiles, whether they need a mask or not: beside the distances it costs little
     for first in tl.range(start, stop, KEYS):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
-        x, _, _ = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS)
+        x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS)[0]
         if metric.waves > 0:
-            x, _, _, _, _ = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
+            x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
         x = tl.where(visible, x * LOG2E, float("-inf"))
         v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)

@@ -88,44 +88,49 @@ def split_in_two(x):
 
 
 @triton.jit
+def put_notes(x, out, batch, head, line, first, rows, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    """Write the notes of a block of points in one part."""
+    part: tl.constexpr = metric.parts[f]
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    point = tile_rows(x[f], batch, head, first, rows, part.size, ROWS, part.width, True, True).to(tl.float64)
+    square = tl.sum(point * point, 1)
+    place = out + (tl.cast(line, tl.int64) * metric.count + f) * NOTES * rows + row
+    if part.kind == "sphere":
+        # a vector without direction: no product with it, and so a right angle
+        long = square > 1e-24
+        inverse = tl.where(long, 1 / tl.sqrt(tl.where(long, square, 1.0)), 0.0)
+        square = square * 0 + 1
+    elif part.kind == "hyperbolic":
+        length = tl.sqrt(square * (part.scale * part.scale) + ORIGIN * ORIGIN)
+        radius = tl.where(length > RADIUS, RADIUS, length)
+        inverse = part.scale / length
+        square = square * inverse * inverse
+        up = tl.exp(radius)
+        small = radius * radius
+        small = radius * (1 + small / 6 * (1 + small / 20 * (1 + small / 42)))
+        sinh = tl.where(radius < 0.1, small, (up - 1 / up) / 2)
+        half, half_rest = split_in_two(radius / 2)
+        tl.store(place + HALF * rows, half, mask=inside)
+        tl.store(place + HALF_REST * rows, half_rest, mask=inside)
+        tl.store(place + SINH * rows, sinh.to(tl.float32), mask=inside)
+        tl.store(place + COTH * rows, (tl.sqrt(1 + sinh * sinh) / sinh).to(tl.float32), mask=inside)
+        tl.store(place + FREE * rows, tl.where(length <= RADIUS, part.scale, 0.0), mask=inside)
+    else:
+        inverse = square * 0 + 1
+    inverse, inverse_rest = split_in_two(inverse)
+    tl.store(place + INVERSE * rows, inverse, mask=inside)
+    tl.store(place + INVERSE_REST * rows, inverse_rest, mask=inside)
+    tl.store(place + SQUARE * rows, square.to(tl.float32), mask=inside)
+
+
+@triton.jit
 def notes_kernel(x, out, heads, rows, metric: tl.constexpr, ROWS: tl.constexpr):
     """out (B, H, parts, NOTES, rows) of points, whose parts are x."""
     blocks = tl.cdiv(rows, ROWS)
-    first = tl.program_id(0) % blocks * ROWS
     line = tl.program_id(0) // blocks
-    row = first + tl.arange(0, ROWS)
-    inside = row < rows
-    for f in tl.static_range(metric.count):
-        part: tl.constexpr = metric.parts[f]
-        point = tile_rows(x[f], line // heads, line % heads, first, rows, part.size, ROWS, part.width, True, True).to(tl.float64)
-        square = tl.sum(point * point, 1)
-        place = out + (tl.cast(line, tl.int64) * metric.count + f) * NOTES * rows + row
-        if part.kind == "sphere":
-            # a vector without direction: no product with it, and so a right angle
-            long = square > 1e-24
-            inverse = tl.where(long, 1 / tl.sqrt(tl.where(long, square, 1.0)), 0.0)
-            square = square * 0 + 1
-        elif part.kind == "hyperbolic":
-            length = tl.sqrt(square * (part.scale * part.scale) + ORIGIN * ORIGIN)
-            radius = tl.minimum(length, RADIUS)
-            inverse = part.scale / length
-            square = square * inverse * inverse
-            up = tl.exp(radius)
-            small = radius * radius
-            small = radius * (1 + small / 6 * (1 + small / 20 * (1 + small / 42)))
-            sinh = tl.where(radius < 0.1, small, (up - 1 / up) / 2)
-            half, half_rest = split_in_two(radius / 2)
-            tl.store(place + HALF * rows, half, mask=inside)
-            tl.store(place + HALF_REST * rows, half_rest, mask=inside)
-            tl.store(place + SINH * rows, sinh.to(tl.float32), mask=inside)
-            tl.store(place + COTH * rows, (tl.sqrt(1 + sinh * sinh) / sinh).to(tl.float32), mask=inside)
-            tl.store(place + FREE * rows, tl.where(length <= RADIUS, part.scale, 0.0), mask=inside)
-        else:
-            inverse = square * 0 + 1
-        inverse, inverse_rest = split_in_two(inverse)
-        tl.store(place + INVERSE * rows, inverse, mask=inside)
-        tl.store(place + INVERSE_REST * rows, inverse_rest, mask=inside)
-        tl.store(place + SQUARE * rows, square.to(tl.float32), mask=inside)
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        put_notes(x, out, line // heads, line % heads, line, tl.program_id(0) % blocks * ROWS, rows, f, metric, ROWS)
 
 
 # ---- a tile of pairs. Its two sides are blocks of points, a down and b across: (parts x, notes, batch, head, line, first, limit) ----
@@ -139,14 +144,18 @@ def note(side, which: tl.constexpr, f: tl.constexpr, metric: tl.constexpr, ROWS:
 
 
 @triton.jit
+def part_tile(side, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    part: tl.constexpr = metric.parts[f]
+    x, _, batch, head, _, first, limit = side
+    return tile_rows(x[f], batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width)
+
+
+@triton.jit
 def part_tiles(side, metric: tl.constexpr, ROWS: tl.constexpr):
     """The points of a block, part by part."""
-    x, _, batch, head, _, first, limit = side
     found = ()
-    for f in tl.static_range(metric.count):
-        part: tl.constexpr = metric.parts[f]
-        tile = tile_rows(x[f], batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width)
-        found = found + (tile,)  # noqa: RUF005 (kernels know no starred tuples)
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        found = found + (part_tile(side, f, metric, ROWS),)  # noqa: RUF005 (kernels know no starred tuples)
     return found
 
 
@@ -254,7 +263,7 @@ def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.cons
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = total
     found = ()
-    for f in tl.static_range(metric.count):
+    for f in tl.static_range(tl.constexpr(metric.count)):
         product = tl.dot(a_tiles[f], tl.trans(b_tiles[f]), input_precision="ieee")
         gap, close, some = gaps(product, a, b, f, metric, ROWS, COLUMNS)
         d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
