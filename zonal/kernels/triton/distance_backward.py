@@ -16,7 +16,7 @@ from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton import backward as tile_backward
 from zonal.kernels.triton.backward import row_terms, slopes
-from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, note, part_tiles, tile_of, waves
+from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, distance, note, part_tiles, tile_of, unmarked, waves
 from zonal.kernels.triton.tiles import (
     LOG2E,
     between,
@@ -47,12 +47,12 @@ def nothing_of(f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     row = tl.zeros([ROWS], tl.float32)
     tile = tl.zeros([ROWS, part.width], tl.float32)
-    return tile, row, row, tile if metric.product else row
+    return tile, row, row, row, tile if metric.product else row
 
 
 @triton.jit
 def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
-    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, what the dot product adds)."""
+    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, of the weight, what the dot product adds)."""
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
         found = found + (nothing_of(f, metric, ROWS),)  # noqa: RUF005
@@ -60,18 +60,23 @@ def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def pull_part(sums, dx, weights, distances, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
-    grad, own, radius, straight = sums[f]
-    _, along, radial, close, some = distances[f]
+    grad, own, radius, worth, straight = sums[f]
+    # made again: kept from where x was made of them, slopes of all parts would take too many registers
+    gap, close = unmarked(gaps[f][0])
+    d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
+    worth += tl.sum(dx * d, 1)
     g = dx * weights[f]
     slope = g * along
+    if part.directed:
+        slope = tl.where(gap == 0, 0.0, slope)  # the same direction, but for rounding
     far = tl.where(close == 0, slope, 0.0)
     own += tl.sum(far, 1)
     if part.directed:
         far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
     grad = pulled(-far, b_tiles[f], grad)
-    if some:
+    if gaps[f][1]:
         near = slope * close
         place = tl.arange(0, part.width)
         for column in tl.range(part.size):
@@ -81,15 +86,15 @@ def pull_part(sums, dx, weights, distances, a, b, b_tiles, f: tl.constexpr, metr
         radius += tl.sum(g * radial, 1)
     if metric.product:
         straight = pulled(dx * weights[metric.count], b_tiles[f], straight)
-    return grad, own, radius, straight
+    return grad, own, radius, worth, straight
 
 
 @triton.jit
-def pull(sums, dx, weights, distances, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add a tile to the gradients of the points of a. dx: of log K without waves; distances: as ``tile_of`` has them."""
+def pull(sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a tile to the gradients of the points of a and of the weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
-        found = found + (pull_part(sums, dx, weights, distances, a, b, b_tiles, f, metric, ROWS, COLUMNS),)  # noqa: RUF005
+        found = found + (pull_part(sums, dx, weights, gaps, a, b, b_tiles, f, metric, ROWS, COLUMNS),)  # noqa: RUF005
     return found
 
 
@@ -97,7 +102,7 @@ def pull(sums, dx, weights, distances, a, b, b_tiles, metric: tl.constexpr, ROWS
 def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     x, _, batch, head, _, first, limit = a
-    grad, own, radius, straight = sums[f]
+    grad, own, radius, _, straight = sums[f]
     unit = tile_rows_again(x[f], batch, head, first, limit, part.size, ROWS, part.width, ".cg")
     if part.directed:
         inverse = note(a, INVERSE, f, metric, ROWS)
@@ -154,7 +159,7 @@ def distance_keys_kernel(
         weighs = ()
         for f in tl.static_range(tl.constexpr(metric.weights)):
             weighs = weighs + (row_numbers(weights, query_line * metric.weights + f, first, sizes.queries, QUERIES, 0.0)[None, :],)  # noqa: RUF005
-        x, distances, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
+        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
         t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
@@ -168,7 +173,7 @@ def distance_keys_kernel(
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
             dx = dx * turned
-        sums = pull(sums, dx, weighs, distances, a, b, q_tiles, metric, KEYS, QUERIES)
+        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES)
     keep = s < sizes.keys
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
@@ -200,10 +205,10 @@ def distance_queries_kernel(
     dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
-    weighs, of_weights = (), ()
+    weighs = ()
     for f in tl.static_range(tl.constexpr(metric.weights)):
         weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
-        of_weights = of_weights + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
+    of_product = tl.zeros([QUERIES], tl.float32)
     of_waves = ()
     for _ in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         of_waves = of_waves + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
@@ -213,7 +218,7 @@ def distance_queries_kernel(
     for first in tl.range(start, stop, KEYS):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         k_tiles = part_tiles(b, metric, KEYS)
-        x, distances, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS)
+        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, c, metric.waves)
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
@@ -225,17 +230,14 @@ def distance_queries_kernel(
             if LEARNED:
                 of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
             dx = dx * turned
-        added = ()
-        for f in tl.static_range(tl.constexpr(metric.count)):
-            added = added + (of_weights[f] + tl.sum(dx * distances[f][0], 1),)  # noqa: RUF005
-        if metric.product:
-            added = added + (of_weights[metric.count] + tl.sum(dx * whole, 1),)  # noqa: RUF005
-        of_weights = added
-        sums = pull(sums, dx, weighs, distances, a, b, k_tiles, metric, QUERIES, KEYS)
+        of_product += tl.sum(dx * whole, 1)
+        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS)
     place = begin + tl.arange(0, QUERIES)
-    for f in tl.static_range(tl.constexpr(metric.weights)):
-        row = dweights + tl.cast(line * metric.weights + f, tl.int64) * sizes.queries
-        tl.store(row + place, of_weights[f], mask=place < sizes.queries)
+    row = dweights + tl.cast(line, tl.int64) * metric.weights * sizes.queries + place
+    for f in tl.static_range(tl.constexpr(metric.count)):
+        tl.store(row + f * sizes.queries, sums[f][3], mask=place < sizes.queries)
+    if metric.product:
+        tl.store(row + metric.count * sizes.queries, of_product, mask=place < sizes.queries)
     part = tl.cast(line, tl.int64) * blocks + block
     for j in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))

@@ -161,29 +161,34 @@ def part_tiles(side, metric: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def coordinate(side, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
-    """(ROWS,) one number of each point of a block; of directions in float64."""
-    part: tl.constexpr = metric.parts[f]
+    """(ROWS,) one number of each point of a block."""
     x, _, batch, head, _, first, limit = side
     row = tl.arange(0, ROWS)
     start = x[f].start + tl.cast(batch, tl.int64) * x[f].batch + tl.cast(head, tl.int64) * x[f].head + tl.cast(first, tl.int64) * x[f].row
-    number = tl.load(start + row * x[f].row + column * x[f].column, mask=first + row < limit, other=0.0)
-    if part.directed:
-        inverse = note(side, INVERSE, f, metric, ROWS).to(tl.float64) + note(side, INVERSE_REST, f, metric, ROWS).to(tl.float64)
-        number = number.to(tl.float64) * inverse
-    else:
-        number = number.to(tl.float32)
-    return number
+    return tl.load(start + row * x[f].row + column * x[f].column, mask=first + row < limit, other=0.0)
+
+
+@triton.jit
+def directed(side, number, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+    """One number of each direction of a block, as two in float32."""
+    inverse = note(side, INVERSE, f, metric, ROWS).to(tl.float64) + note(side, INVERSE_REST, f, metric, ROWS).to(tl.float64)
+    return split_in_two(number.to(tl.float64) * inverse)
 
 
 @triton.jit
 def apart(a, b, close, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """a - b of one number of a tile's points, a + b where they are opposite."""
     part: tl.constexpr = metric.parts[f]
-    u, v = coordinate(a, column, f, metric, ROWS)[:, None], coordinate(b, column, f, metric, COLUMNS)[None, :]
-    if part.kind == "sphere":
-        return tl.where(close < 0, u + v, u - v).to(tl.float32)
+    u, v = coordinate(a, column, f, metric, ROWS), coordinate(b, column, f, metric, COLUMNS)
+    if part.directed:
+        u, u_rest = directed(a, u, f, metric, ROWS)
+        v, v_rest = directed(b, v, f, metric, COLUMNS)
+        v, v_rest = v[None, :], v_rest[None, :]
+        if part.kind == "sphere":
+            v, v_rest = tl.where(close < 0, -v, v), tl.where(close < 0, -v_rest, v_rest)
+        return (u[:, None] - v) + (u_rest[:, None] - v_rest)
     else:
-        return (u - v).to(tl.float32)
+        return u.to(tl.float32)[:, None] - v.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -210,6 +215,20 @@ def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
             total = tl.where(tl.abs(total) < SAME, 0.0, total)
         gap = tl.where(close != 0, total, gap)
     return gap, close, some
+
+
+@triton.jit
+def marked(gap, close):
+    """Both in one number, whose last bit says whether a pair is close: what is kept of each part of a tile until all are known takes registers."""
+    return ((gap.to(tl.int32, bitcast=True) & -2) | (close & 1)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unmarked(gap):
+    """(gap, close) of ``marked``."""
+    bits = gap.to(tl.int32, bitcast=True)
+    gap = (bits & -2).to(tl.float32, bitcast=True)
+    return gap, tl.where((bits & 1) != 0, tl.where(gap < 0, -1, 1), 0)
 
 
 @triton.jit
@@ -259,20 +278,17 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(log K but for waves, of each part (d, along, radial, close, whether any is), the dot product): weights, one a part, broadcast over the tile."""
+    """(log K but for waves, of each part (marked gap, whether any pair is close), the dot product): weights, one a part, broadcast over the tile."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = total
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
         product = tl.dot(a_tiles[f], tl.trans(b_tiles[f]), input_precision="ieee")
         gap, close, some = gaps(product, a, b, f, metric, ROWS, COLUMNS)
-        d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
-        if metric.parts[f].directed:
-            along = tl.where(gap == 0, 0.0, along)  # the same direction, but for rounding
-        total += weights[f] * d
+        total += weights[f] * distance(gap, a, b, f, metric, ROWS, COLUMNS)[0]
         if metric.product:
             whole += product
-        found = found + ((d, along, radial, close, some),)  # noqa: RUF005
+        found = found + ((marked(gap, close), some),)  # noqa: RUF005
     if metric.product:
         total += weights[metric.count] * whole
     return total, found, whole
