@@ -200,10 +200,12 @@ def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
         product = product * note(a, INVERSE, f, metric, ROWS)[:, None] * note(b, INVERSE, f, metric, COLUMNS)[None, :]
     gap = both - 2 * product
     gap = tl.where(gap < 0, 0.0, gap)  # what is not a number stays so
-    close = (gap < NEAR * both).to(tl.int32)
+    margin = gap - NEAR * both
+    close = tl.where(margin < 0, 1, 0)
     if part.kind == "sphere":
+        margin = tl.minimum(margin, 4 - 2 * NEAR - gap)
         close = tl.where(gap > 4 - 2 * NEAR, -1, close)
-    some = tl.max(tl.max(tl.abs(close), 1), 0) > 0
+    some = tl.min(tl.min(margin, 1), 0) < 0
     if some:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for column in tl.range(part.size):
