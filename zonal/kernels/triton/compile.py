@@ -175,8 +175,7 @@ def source(launch: tiles.Launch) -> ASTSource:
         if value is None or (isinstance(value, int) and value == 1):
             constants[path] = value
             return "constexpr"
-        # a tensor's memory begins at a multiple of 16 bytes, a slice of it need not
-        if value.storage_offset() * value.itemsize % 16 == 0 if isinstance(value, Tensor) else isinstance(value, int) and value % 16 == 0:
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[path] = [["tt.divisibility", 16]]
         if isinstance(value, Tensor):
             return _TYPES[value.dtype]

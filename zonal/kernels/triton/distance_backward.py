@@ -16,7 +16,7 @@ from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton import backward as tile_backward
 from zonal.kernels.triton.backward import row_terms, slopes
-from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, distance, note, part_tiles, tile_of, unmarked, waves
+from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, broadcast, distance, note, part_tiles, tile_of, unmarked, waves, weights_of
 from zonal.kernels.triton.tiles import (
     LOG2E,
     between,
@@ -24,7 +24,6 @@ from zonal.kernels.triton.tiles import (
     first_query_seeing,
     put_rows,
     real_keys,
-    row_numbers,
     tile_rows,
     tile_rows_again,
     visible_keys,
@@ -60,14 +59,14 @@ def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     grad, own, radius, worth, straight = sums[f]
     # made again: kept from where x was made of them, slopes of all parts would take too many registers
     gap, close = unmarked(gaps[f][0])
     d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
     worth += tl.sum(dx * d, 1)
-    g = dx * weights[f]
+    g = dx * broadcast(weights[f], ACROSS)
     slope = g * along
     if part.directed:
         slope = tl.where(gap == 0, 0.0, slope)  # the same direction, but for rounding
@@ -85,16 +84,16 @@ def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: t
     if part.kind == "hyperbolic":
         radius += tl.sum(g * radial, 1)
     if metric.product:
-        straight = pulled(dx * weights[metric.count], b_tiles[f], straight)
+        straight = pulled(dx * broadcast(weights[metric.count], ACROSS), b_tiles[f], straight)
     return grad, own, radius, worth, straight
 
 
 @triton.jit
-def pull(sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def pull(sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
     """Add a tile to the gradients of the points of a and of the weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
-        found = found + (pull_part(sums, dx, weights, gaps, a, b, b_tiles, f, metric, ROWS, COLUMNS),)  # noqa: RUF005
+        found = found + (pull_part(sums, dx, weights, gaps, a, b, b_tiles, f, metric, ROWS, COLUMNS, ACROSS),)  # noqa: RUF005
     return found
 
 
@@ -103,7 +102,7 @@ def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl
     part: tl.constexpr = metric.parts[f]
     x, _, batch, head, _, first, limit = a
     grad, own, radius, _, straight = sums[f]
-    unit = tile_rows_again(x[f], batch, head, first, limit, part.size, ROWS, part.width, ".cg")
+    unit = tile_rows_again(x, batch, head, first, limit, part.size, ROWS, part.width, ".cg", part.start)
     if part.directed:
         inverse = note(a, INVERSE, f, metric, ROWS)
         unit = unit * inverse[:, None]
@@ -117,7 +116,7 @@ def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl
         grad += own[:, None] * unit
     if metric.product:
         grad += straight
-    put_rows(out[f], tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width)
+    put_rows(out, tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width, part.start)
 
 
 @triton.jit
@@ -156,10 +155,8 @@ def distance_keys_kernel(
         query_line = batch * sizes.heads + head
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
         q_tiles = part_tiles(b, metric, QUERIES)
-        weighs = ()
-        for f in tl.static_range(tl.constexpr(metric.weights)):
-            weighs = weighs + (row_numbers(weights, query_line * metric.weights + f, first, sizes.queries, QUERIES, 0.0)[None, :],)  # noqa: RUF005
-        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES)
+        weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
+        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
         t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
@@ -173,7 +170,7 @@ def distance_keys_kernel(
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
             dx = dx * turned
-        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES)
+        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES, True)
     keep = s < sizes.keys
     if traits.key_mask:
         # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
@@ -188,7 +185,7 @@ def distance_queries_kernel(
     q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
     metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, the gradient of their weights (B, H, terms, T), and where LEARNED its part of dcoefficients (B, H, blocks, 3 waves)."""
+    """dQ of one block of queries, the gradient of their weights (B, H, T, terms), and where LEARNED its part of dcoefficients (B, H, blocks, 3 waves)."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -205,9 +202,7 @@ def distance_queries_kernel(
     dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
-    weighs = ()
-    for f in tl.static_range(tl.constexpr(metric.weights)):
-        weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
+    weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
     of_product = tl.zeros([QUERIES], tl.float32)
     of_waves = ()
     for _ in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
@@ -218,7 +213,7 @@ def distance_queries_kernel(
     for first in tl.range(start, stop, KEYS):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         k_tiles = part_tiles(b, metric, KEYS)
-        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS)
+        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS, False)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, c, metric.waves)
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
@@ -231,13 +226,13 @@ def distance_queries_kernel(
                 of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
             dx = dx * turned
         of_product += tl.sum(dx * whole, 1)
-        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS)
+        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS, False)
     place = begin + tl.arange(0, QUERIES)
-    row = dweights + tl.cast(line, tl.int64) * metric.weights * sizes.queries + place
+    row = dweights + (tl.cast(line, tl.int64) * sizes.queries + place) * metric.weights
     for f in tl.static_range(tl.constexpr(metric.count)):
-        tl.store(row + f * sizes.queries, sums[f][3], mask=place < sizes.queries)
+        tl.store(row + f, sums[f][3], mask=place < sizes.queries)
     if metric.product:
-        tl.store(row + metric.count * sizes.queries, of_product, mask=place < sizes.queries)
+        tl.store(row + metric.count, of_product, mask=place < sizes.queries)
     part = tl.cast(line, tl.int64) * blocks + block
     for j in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))
@@ -270,23 +265,23 @@ def backward(
         call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
         metric, own = call.metric, call.tiles
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
-        inputs = call.queries, call.keys, tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
+        inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy.to(v.dtype)))
         rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, own.key_mask, own.edges, own.sizes
         tiling = distance_tiles.choose("keys", q, v, metric)
         programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
-        outputs = distance_tiles.cut(dk, metric), tiles.rows_of(dv)
+        outputs = tiles.rows_of(dk), tiles.rows_of(dv)
         tiles.launch(distance_keys_kernel, programs, (*inputs, *outputs, *rest), distance_tiles.constants(call, tiling, v), tiling)
         tiling = distance_tiles.choose("queries", q, v, metric)
         blocks = tiles.ceil_div(queries, tiling.queries)
-        dweights = torch.empty(batch, heads, metric.weights, queries, dtype=torch.float32, device=q.device)
+        dweights = torch.empty(batch, heads, queries, metric.weights, dtype=torch.float32, device=q.device)
         learned = learned and metric.waves > 0
         parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device) if learned else None
-        outputs = distance_tiles.cut(dq, metric), dweights, parts
+        outputs = tiles.rows_of(dq), dweights, parts
         tiles.launch(
             distance_queries_kernel, batch * heads * blocks, (*inputs, *outputs, *rest), {**distance_tiles.constants(call, tiling, v), "LEARNED": learned}, tiling
         )
     # float32 inside a block, float64 across blocks: the sums run over all queries and keys
-    return dq, dk, dv, dweights.transpose(2, 3), None if parts is None else parts.sum((0, 2), dtype=torch.float64)
+    return dq, dk, dv, dweights, None if parts is None else parts.sum((0, 2), dtype=torch.float64)
 
 
 __all__ = ["backward"]

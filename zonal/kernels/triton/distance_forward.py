@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
-from zonal.kernels.triton.distance_tiles import part_tiles, tile_of, waves
+from zonal.kernels.triton.distance_tiles import part_tiles, tile_of, waves, weights_of
 from zonal.kernels.triton.forward import DECODE_QUERIES, combine, exponentials, row_factor, splits_of
-from zonal.kernels.triton.tiles import LOG2E, put_rows, row_numbers, tile_rows, visible_keys, visible_pairs, weighted
+from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys, visible_pairs, weighted
 
 
 @triton.jit
@@ -38,9 +38,7 @@ def distance_forward_kernel(
         stop = tl.minimum(stop, split * length + length)
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
     q_tiles = part_tiles(a, metric, QUERIES)
-    weighs = ()
-    for f in tl.static_range(tl.constexpr(metric.weights)):
-        weighs = weighs + (row_numbers(weights, line * metric.weights + f, begin, sizes.queries, QUERIES, 0.0)[:, None],)  # noqa: RUF005
+    weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
     total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
@@ -48,7 +46,7 @@ def distance_forward_kernel(
     # one loop over all tiles, whether they need a mask or not: beside the distances it costs little
     for first in tl.range(start, stop, KEYS):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
-        x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS)[0]
+        x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS, False)[0]
         if metric.waves > 0:
             x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
@@ -96,7 +94,7 @@ def forward(
         tiles.launch(
             distance_forward_kernel,
             programs * splits,
-            (call.queries, call.keys, tiles.rows_of(v), tiles.rows_of(y), factor, totals, masses, tops, call.query_notes, call.key_notes, call.weights,
+            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, totals, masses, tops, call.query_notes, call.key_notes, call.weights,
              coefficients, own.key_mask, own.key_counts, own.edges, own.sizes, splits, length),
             {**distance_tiles.constants(call, tiling, v), "SPLIT": splits > 1},
             tiling,

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zonal.formula import Term
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
-from zonal.kernels.triton.tiles import LN2, LOG2E, Rows, row_numbers, tile_rows
+from zonal.kernels.triton.tiles import LN2, LOG2E, tile_rows
 
 # of the sum of two squared lengths: a gap below has lost more than five bits
 NEAR: tl.constexpr = tl.constexpr(1 / 64)
@@ -45,9 +46,10 @@ NOTES: tl.constexpr = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class Part:
-    """A distance as kernels are compiled for it: of so many numbers, in tiles of that width. square: its eps, squared; least: what eps alone makes."""
+    """A distance as kernels are compiled for it: of ``size`` numbers from ``start`` on, in tiles of ``width``. square: its eps, squared; least: what eps makes."""
 
     kind: str
+    start: int
     size: int
     width: int
     scale: float
@@ -91,11 +93,11 @@ def split_in_two(x):
 def put_notes(x, out, batch, head, line, first, rows, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     """Write the notes of a block of points in one part."""
     part: tl.constexpr = metric.parts[f]
-    row = first + tl.arange(0, ROWS)
-    inside = row < rows
-    point = tile_rows(x[f], batch, head, first, rows, part.size, ROWS, part.width, True, True).to(tl.float64)
+    row = tl.arange(0, ROWS)
+    inside = first + row < rows
+    point = tile_rows(x, batch, head, first, rows, part.size, ROWS, part.width, True, True, part.start).to(tl.float64)
     square = tl.sum(point * point, 1)
-    place = out + (tl.cast(line, tl.int64) * metric.count + f) * NOTES * rows + row
+    place = out + (tl.cast(line, tl.int64) * rows + first) * (metric.count * NOTES) + row * (metric.count * NOTES) + f * NOTES
     if part.kind == "sphere":
         # a vector without direction: no product with it, and so a right angle
         long = square > 1e-24
@@ -111,43 +113,63 @@ def put_notes(x, out, batch, head, line, first, rows, f: tl.constexpr, metric: t
         small = radius * (1 + small / 6 * (1 + small / 20 * (1 + small / 42)))
         sinh = tl.where(radius < 0.1, small, (up - 1 / up) / 2)
         half, half_rest = split_in_two(radius / 2)
-        tl.store(place + HALF * rows, half, mask=inside)
-        tl.store(place + HALF_REST * rows, half_rest, mask=inside)
-        tl.store(place + SINH * rows, sinh.to(tl.float32), mask=inside)
-        tl.store(place + COTH * rows, (tl.sqrt(1 + sinh * sinh) / sinh).to(tl.float32), mask=inside)
-        tl.store(place + FREE * rows, tl.where(length <= RADIUS, part.scale, 0.0), mask=inside)
+        tl.store(place + HALF, half, mask=inside)
+        tl.store(place + HALF_REST, half_rest, mask=inside)
+        tl.store(place + SINH, sinh.to(tl.float32), mask=inside)
+        tl.store(place + COTH, (tl.sqrt(1 + sinh * sinh) / sinh).to(tl.float32), mask=inside)
+        tl.store(place + FREE, tl.where(length <= RADIUS, part.scale, 0.0), mask=inside)
     else:
         inverse = square * 0 + 1
     inverse, inverse_rest = split_in_two(inverse)
-    tl.store(place + INVERSE * rows, inverse, mask=inside)
-    tl.store(place + INVERSE_REST * rows, inverse_rest, mask=inside)
-    tl.store(place + SQUARE * rows, square.to(tl.float32), mask=inside)
+    tl.store(place + INVERSE, inverse, mask=inside)
+    tl.store(place + INVERSE_REST, inverse_rest, mask=inside)
+    tl.store(place + SQUARE, square.to(tl.float32), mask=inside)
 
 
 @triton.jit
 def notes_kernel(x, out, heads, rows, metric: tl.constexpr, ROWS: tl.constexpr):
-    """out (B, H, parts, NOTES, rows) of points, whose parts are x."""
+    """out (B, H, rows, parts, NOTES) of points x."""
     blocks = tl.cdiv(rows, ROWS)
     line = tl.program_id(0) // blocks
     for f in tl.static_range(tl.constexpr(metric.count)):
         put_notes(x, out, line // heads, line % heads, line, tl.program_id(0) % blocks * ROWS, rows, f, metric, ROWS)
 
 
-# ---- a tile of pairs. Its two sides are blocks of points, a down and b across: (parts x, notes, batch, head, line, first, limit) ----
+# ---- a tile of pairs. Its two sides are blocks of points, a down and b across: (x, notes, batch, head, line, first, limit) ----
+
+
+@triton.jit
+def numbers(x, line, first, limit, place, MANY: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS,) the number at ``place`` of each row of line ``line`` of a contiguous (lines, limit, MANY) array; zeros past its end.
+
+    All that is known of a row lies together: one address serves all of it.
+    """
+    row = tl.arange(0, ROWS)
+    start = x + (tl.cast(line, tl.int64) * limit + first) * MANY
+    return tl.load(start + (row * MANY + place), mask=first + row < limit, other=0.0)
+
+
+@triton.jit
+def weights_of(weights, line, first, limit, metric: tl.constexpr, ROWS: tl.constexpr):
+    """What the distances of a block's queries weigh, and last the dot product."""
+    found = ()
+    for f in tl.static_range(tl.constexpr(metric.weights)):
+        found = found + (numbers(weights, line, first, limit, f, metric.weights, ROWS),)  # noqa: RUF005 (kernels know no starred tuples)
+    return found
 
 
 @triton.jit
 def note(side, which: tl.constexpr, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     """(ROWS,) notes of a block's points in one part; zeros past their end."""
     _, notes, _, _, line, first, limit = side
-    return row_numbers(notes, (line * metric.count + f) * NOTES + which, first, limit, ROWS, 0.0)
+    return numbers(notes, line, first, limit, f * NOTES + which, metric.count * NOTES, ROWS)
 
 
 @triton.jit
 def part_tile(side, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     x, _, batch, head, _, first, limit = side
-    return tile_rows(x[f], batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width)
+    return tile_rows(x, batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width, part.start)
 
 
 @triton.jit
@@ -155,17 +177,17 @@ def part_tiles(side, metric: tl.constexpr, ROWS: tl.constexpr):
     """The points of a block, part by part."""
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
-        found = found + (part_tile(side, f, metric, ROWS),)  # noqa: RUF005 (kernels know no starred tuples)
+        found = found + (part_tile(side, f, metric, ROWS),)  # noqa: RUF005
     return found
 
 
 @triton.jit
-def coordinate(side, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
+def coordinate(side, column, ROWS: tl.constexpr):
     """(ROWS,) one number of each point of a block."""
     x, _, batch, head, _, first, limit = side
     row = tl.arange(0, ROWS)
-    start = x[f].start + tl.cast(batch, tl.int64) * x[f].batch + tl.cast(head, tl.int64) * x[f].head + tl.cast(first, tl.int64) * x[f].row
-    return tl.load(start + row * x[f].row + column * x[f].column, mask=first + row < limit, other=0.0)
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    return tl.load(start + row * x.row + column * x.column, mask=first + row < limit, other=0.0)
 
 
 @triton.jit
@@ -179,7 +201,7 @@ def directed(side, number, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.const
 def apart(a, b, close, column, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """a - b of one number of a tile's points, a + b where they are opposite."""
     part: tl.constexpr = metric.parts[f]
-    u, v = coordinate(a, column, f, metric, ROWS), coordinate(b, column, f, metric, COLUMNS)
+    u, v = coordinate(a, part.start + column, ROWS), coordinate(b, part.start + column, COLUMNS)
     if part.directed:
         u, u_rest = directed(a, u, f, metric, ROWS)
         v, v_rest = directed(b, v, f, metric, COLUMNS)
@@ -279,20 +301,29 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(log K but for waves, of each part (marked gap, whether any pair is close), the dot product): weights, one a part, broadcast over the tile."""
+def broadcast(weight, ACROSS: tl.constexpr):
+    """Weights of queries over a tile that has them down, or ACROSS."""
+    if ACROSS:
+        return weight[None, :]
+    else:
+        return weight[:, None]
+
+
+@triton.jit
+def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
+    """(log K but for waves, of each part (marked gap, whether any pair is close), the dot product). ACROSS: the weights are of b."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = total
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
         product = tl.dot(a_tiles[f], tl.trans(b_tiles[f]), input_precision="ieee")
         gap, close, some = gaps(product, a, b, f, metric, ROWS, COLUMNS)
-        total += weights[f] * distance(gap, a, b, f, metric, ROWS, COLUMNS)[0]
+        total += broadcast(weights[f], ACROSS) * distance(gap, a, b, f, metric, ROWS, COLUMNS)[0]
         if metric.product:
             whole += product
         found = found + ((marked(gap, close), some),)  # noqa: RUF005
     if metric.product:
-        total += weights[metric.count] * whole
+        total += broadcast(weights[metric.count], ACROSS) * whole
     return total, found, whole
 
 
@@ -338,52 +369,44 @@ def waves(x, c, n: tl.constexpr):
 
 
 class Call(NamedTuple):
-    """A call's part that forward and backward share. parts, notes: of queries and keys; weights (B, H, terms, T)."""
+    """A call's part that forward and backward share. Notes are of queries and keys; weights (B, H, T, terms), contiguous."""
 
     tiles: tiles.Call
     metric: Metric
-    queries: tuple[Rows, ...]
-    keys: tuple[Rows, ...]
     query_notes: Tensor
     key_notes: Tensor
     weights: Tensor
 
 
-def part_of(kind: str, size: int, eps: float, scale: float) -> Part:
+def part_of(term: Term) -> Part:
     """A term of a spec."""
-    square = eps * eps / 4 if kind == "hyperbolic" else eps * eps
-    least = 2 * math.atan2(eps, math.sqrt(4 + eps * eps)) if kind == "sphere" else 2 * math.asinh(eps / 2) if kind == "hyperbolic" else eps
-    return Part(kind, size, padded(size), scale, max(square, 1e-30), least)
+    eps = term.eps
+    square = eps * eps / 4 if term.kind == "hyperbolic" else eps * eps
+    least = 2 * math.atan2(eps, math.sqrt(4 + eps * eps)) if term.kind == "sphere" else 2 * math.asinh(eps / 2) if term.kind == "hyperbolic" else eps
+    return Part(term.kind, term.start, term.size, padded(term.size), term.scale, max(square, 1e-30), least)
 
 
 def metric_of(spec: DistanceSpec) -> Metric:
-    """The terms of a spec: distances that share out a point, then the dot product where there is one."""
-    parts = tuple(part_of(term.kind, term.size, term.eps, term.scale) for term in spec.terms if term.kind != "product")
+    """The terms of a spec: distances of parts that share out a point, then the dot product where there is one."""
+    parts = tuple(part_of(term) for term in spec.terms if term.kind != "product")
     return Metric(parts, len(parts) < len(spec.terms), spec.waves)
 
 
-def cut(x: Tensor, metric: Metric) -> tuple[Rows, ...]:
-    """The parts of points (B, H, rows, D)."""
-    return tuple(tiles.rows_of(part) for part in x.split([part.size for part in metric.parts], 3))
-
-
-def noted(x: Tensor, parts: tuple[Rows, ...], metric: Metric) -> Tensor:
-    """(B, H, parts, NOTES, rows) float32 of points."""
+def noted(x: Tensor, metric: Metric) -> Tensor:
+    """(B, H, rows, parts, NOTES) float32 of points (B, H, rows, D)."""
     batch, heads, rows, _ = x.shape
-    out = torch.empty(batch, heads, metric.count, NOTES.value, rows, dtype=torch.float32, device=x.device)
+    out = torch.empty(batch, heads, rows, metric.count, NOTES.value, dtype=torch.float32, device=x.device)
     block = min(64, 2048 // max(part.width for part in metric.parts))
-    tiles.launch(notes_kernel, batch * heads * ceil_div(rows, block), (parts, out, heads, rows), {"metric": metric, "ROWS": block}, tiles.Tiling(block, 0, 4, 1))
+    tiling = tiles.Tiling(block, 0, 4, 1)
+    tiles.launch(notes_kernel, batch * heads * ceil_div(rows, block), (tiles.rows_of(x), out, heads, rows), {"metric": metric, "ROWS": block}, tiling)
     return out
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec) -> Call:
     """Prepare a call's kernels."""
     metric = metric_of(spec)
-    queries, keys = cut(q, metric), cut(k, metric)
-    return Call(
-        tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules), metric, queries, keys, noted(q, queries, metric), noted(k, keys, metric),
-        weights.float().transpose(2, 3).contiguous(),
-    )  # fmt: skip
+    prepared = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules)
+    return Call(prepared, metric, noted(q, metric), noted(k, metric), weights.float().contiguous())
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
@@ -398,4 +421,4 @@ def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-__all__ = ["Call", "Metric", "Part", "call", "choose", "constants", "cut", "metric_of", "noted"]
+__all__ = ["Call", "Metric", "Part", "call", "choose", "constants", "metric_of", "noted"]
