@@ -1,4 +1,4 @@
-"""Gradients of attention by distance by making every tile again: one kernel over blocks of keys (dK, dV), one over blocks of queries.
+"""Gradients of attention by distance by making every tile again: two kernels over blocks of keys (dV, dK), one over blocks of queries.
 
 With dx_ts the gradient of a sum x_ts of weighed distances and G_f = dx w_f d(d_f)/d(gap) that of a gap, points (or directions) u of one side are pulled by
 sum_s G_f (u - v_s). It is made of products, u sum_s G_f - sum_s G_f v_s, but for close pairs, whose differences are summed one number at a time: a slope
@@ -78,7 +78,7 @@ def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: t
     if gaps[f][1]:
         near = slope * close
         place = tl.arange(0, part.width)
-        for column in tl.range(part.size):
+        for column in tl.range(0, part.size, disable_licm=True):
             number = tl.sum(near * apart(a, b, close, column, f, metric, ROWS, COLUMNS), 1)
             grad += tl.where((place == column)[None, :], number[:, None], 0.0)
     if part.kind == "hyperbolic":
@@ -127,31 +127,78 @@ def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def distance_keys_kernel(
-    q, k, v, dy, dk, dv, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
-    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """dK and dV of one block of keys: a sum over the queries of all heads that share it. Tiles lie on their side: (keys, queries)."""
+def block_of_keys(edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """(batch, key head, line, first key, first query that sees some of its keys, blocks of queries that do) of a program."""
     blocks = tl.cdiv(sizes.keys, KEYS)
     line = tl.program_id(0) // blocks
     kv_heads = sizes.heads // sizes.groups
-    batch, kv_head = line // kv_heads, line % kv_heads
     begin = tl.program_id(0) % blocks * KEYS
     last = tl.minimum(begin + KEYS, sizes.keys) - 1
+    start = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
+    steps = tl.maximum(tl.cdiv(first_query_past(last, edges, sizes, traits) - start, QUERIES), 0)
+    return line // kv_heads, line % kv_heads, line, begin, start, steps
+
+
+@triton.jit
+def block_of_queries(index, kv_head, start, steps, sizes, traits: tl.constexpr, QUERIES: tl.constexpr):
+    """(head, first query) of a step. One loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers."""
+    head, block = kv_head, index
+    if traits.grouped:
+        head, block = kv_head * sizes.groups + index // steps, index % steps
+    return head, start + block * QUERIES
+
+
+@triton.jit
+def keys_seen(s, first, edges, sizes, traits: tl.constexpr, QUERIES: tl.constexpr):
+    """Which of the keys s a block of queries sees, (keys, queries)."""
+    lo, hi = visible_keys(tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1), edges, sizes, traits)
+    return between(s[:, None], lo[None, :], hi[None, :], traits)
+
+
+@triton.jit
+def distance_values_kernel(
+    q, k, dy, dv, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
+    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dV of one block of keys: a sum over the queries of all heads that share it. Tiles lie on their side: (keys, queries)."""
+    batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
+    a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
+    k_tiles = part_tiles(a, metric, KEYS)
     s = begin + tl.arange(0, KEYS)
+    total = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    for index in tl.range(0, steps * sizes.groups, disable_licm=True):
+        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, QUERIES)
+        query_line = batch * sizes.heads + head
+        b = (q, query_notes, batch, head, query_line, first, sizes.queries)
+        weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
+        x = tile_of(a, b, k_tiles, part_tiles(b, metric, QUERIES), weighs, metric, KEYS, QUERIES, True)[0]
+        if metric.waves > 0:
+            x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
+        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+        kept = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)[0]
+        visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
+        weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
+        total = weighted(weight, dy_tile, total, traits)
+    if traits.key_mask:
+        # rows of the gradient are apart, so a key nobody sees is struck out here and not in every tile
+        total = tl.where(real_keys(begin, batch, key_mask, sizes, KEYS)[:, None], total, 0.0)
+    put_rows(dv, total, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
+
+
+@triton.jit
+def distance_keys_kernel(
+    q, k, v, dy, dk, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
+    metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dK of one block of keys, likewise. Both sums at once would not stay in registers."""
+    batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
     k_tiles = part_tiles(a, metric, KEYS)
     v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
-    start = first_query_seeing(begin, edges, sizes, traits) // QUERIES * QUERIES
-    steps = tl.maximum(tl.cdiv(first_query_past(last, edges, sizes, traits) - start, QUERIES), 0)
+    s = begin + tl.arange(0, KEYS)
     sums = nothing(metric, KEYS)
-    dv_tile = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    # one loop over the blocks of all heads: loops inside a loop would keep the addresses of each of them in registers
-    for index in tl.range(0, steps * sizes.groups):
-        head, block = kv_head, index
-        if traits.grouped:
-            head, block = kv_head * sizes.groups + index // steps, index % steps
-        first = start + block * QUERIES
+    for index in tl.range(0, steps * sizes.groups, disable_licm=True):
+        head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, QUERIES)
         query_line = batch * sizes.heads + head
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
         q_tiles = part_tiles(b, metric, QUERIES)
@@ -159,13 +206,10 @@ def distance_keys_kernel(
         x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
-        t = tl.minimum(first + tl.arange(0, QUERIES), sizes.queries - 1)
-        lo, hi = visible_keys(t, edges, sizes, traits)
-        visible = between(s[:, None], lo[None, :], hi[None, :], traits)
         dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
         kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
+        visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
-        dv_tile = weighted(weight, dy_tile, dv_tile, traits)
         dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
@@ -173,10 +217,7 @@ def distance_keys_kernel(
         sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES, True)
     keep = s < sizes.keys
     if traits.key_mask:
-        # rows of the gradients are apart, so a key nobody sees is struck out here and not in every tile
         keep = real_keys(begin, batch, key_mask, sizes, KEYS)
-        dv_tile = tl.where(keep[:, None], dv_tile, 0.0)
-    put_rows(dv, dv_tile, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH)
     put_points(dk, sums, a, keep, metric, KEYS)
 
 
@@ -210,7 +251,7 @@ def distance_queries_kernel(
     c = coefficients + head * 3 * metric.waves
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
     sums = nothing(metric, QUERIES)
-    for first in tl.range(start, stop, KEYS):
+    for first in tl.range(start, stop, KEYS, disable_licm=True):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         k_tiles = part_tiles(b, metric, KEYS)
         x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS, False)
@@ -265,12 +306,12 @@ def backward(
         call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
         metric, own = call.metric, call.tiles
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
-        inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy.to(v.dtype)))
+        points, values, slope = (tiles.rows_of(q), tiles.rows_of(k)), tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
         rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, own.key_mask, own.edges, own.sizes
-        tiling = distance_tiles.choose("keys", q, v, metric)
-        programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
-        outputs = tiles.rows_of(dk), tiles.rows_of(dv)
-        tiles.launch(distance_keys_kernel, programs, (*inputs, *outputs, *rest), distance_tiles.constants(call, tiling, v), tiling)
+        for name, kernel, inputs, out in (("values", distance_values_kernel, (slope,), dv), ("keys", distance_keys_kernel, (values, slope), dk)):
+            tiling = distance_tiles.choose(name, q, v, metric)
+            programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
+            tiles.launch(kernel, programs, (*points, *inputs, tiles.rows_of(out), *rest), distance_tiles.constants(call, tiling, v), tiling)
         tiling = distance_tiles.choose("queries", q, v, metric)
         blocks = tiles.ceil_div(queries, tiling.queries)
         dweights = torch.empty(batch, heads, queries, metric.weights, dtype=torch.float32, device=q.device)
@@ -278,8 +319,9 @@ def backward(
         parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device) if learned else None
         outputs = tiles.rows_of(dq), dweights, parts
         tiles.launch(
-            distance_queries_kernel, batch * heads * blocks, (*inputs, *outputs, *rest), {**distance_tiles.constants(call, tiling, v), "LEARNED": learned}, tiling
-        )
+            distance_queries_kernel, batch * heads * blocks, (*points, values, slope, *outputs, *rest),
+            {**distance_tiles.constants(call, tiling, v), "LEARNED": learned}, tiling,
+        )  # fmt: skip
     # float32 inside a block, float64 across blocks: the sums run over all queries and keys
     return dq, dk, dv, dweights, None if parts is None else parts.sum((0, 2), dtype=torch.float64)
 

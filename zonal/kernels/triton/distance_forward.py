@@ -44,7 +44,7 @@ def distance_forward_kernel(
     mass = tl.zeros([QUERIES], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     # one loop over all tiles, whether they need a mask or not: beside the distances it costs little
-    for first in tl.range(start, stop, KEYS):
+    for first in tl.range(start, stop, KEYS, disable_licm=True):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS, False)[0]
         if metric.waves > 0:

@@ -230,7 +230,7 @@ def gaps(product, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
     some = tl.min(tl.min(margin, 1), 0) < 0
     if some:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for column in tl.range(part.size):
+        for column in tl.range(0, part.size, disable_licm=True):
             step = apart(a, b, close, column, f, metric, ROWS, COLUMNS)
             total += step * step
         if part.kind == "sphere":
