@@ -16,6 +16,26 @@ from zonal.kernels.distance_spec import TERMS, WAVES, DistanceSpec
 
 def refusal(call: Call) -> str | None:
     """Why the distance kernel does not run a call, or None."""
+    reason = unfit(call)
+    if reason is not None:
+        return reason
+    if call.device.type == "cuda":
+        return cuda_refusal()
+    if build.compiler() is None and distance_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
+    failure = library.failure(distance_library.CODE, distance_library.source())
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def cuda_refusal() -> str | None:
+    """Why there are no Triton kernels, or None."""
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
+
+
+def unfit(call: Call) -> str | None:
+    """What of a call no kernel for distances takes, or None."""
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
     if call.device.type not in ("cpu", "cuda", "meta"):
@@ -43,14 +63,7 @@ def refusal(call: Call) -> str | None:
         return "log priors (decay, ALiBi, key biases) are not in it"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    if call.device.type == "cuda":
-        return None if native.has_triton() else "triton is not installed (pip install triton)"
-    if build.compiler() is None and distance_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(distance_library.CODE, distance_library.source())
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return None
 
 
 def _waves(link: Link) -> int | None:

@@ -67,7 +67,7 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
         backward(y, q, k, k, y, factor, weights, coefficients, padding, edges, spec, True)
         # packed documents have as many queries as keys: they are never decoded
         forward(meta(batch, heads, 1, dim), k, k, weights[:, :, :1], coefficients, padding, None, spec)
-    return list({title(launch): launch for launch in found}.values())
+    return list({(title(launch), launch.constants.get("FIRST")): launch for launch in found}.values())
 
 
 def title(launch: tiles.Launch) -> str:

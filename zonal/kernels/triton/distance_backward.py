@@ -16,7 +16,7 @@ from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton import backward as tile_backward
 from zonal.kernels.triton.backward import row_terms, slopes
-from zonal.kernels.triton.distance_tiles import FREE, INVERSE, apart, broadcast, distance, note, part_tiles, tile_of, unmarked, waves, weights_of
+from zonal.kernels.triton.distance_tiles import FREE, INVERSE, added, apart, broadcast, distance, multiplied, note, part_tiles, tile_of, unmarked, waves, weights_of
 from zonal.kernels.triton.tiles import (
     LOG2E,
     between,
@@ -28,7 +28,6 @@ from zonal.kernels.triton.tiles import (
     tile_rows_again,
     visible_keys,
     visible_pairs,
-    weighted,
 )
 
 
@@ -36,7 +35,7 @@ from zonal.kernels.triton.tiles import (
 def pulled(slope, rows, total):
     """total + slope rows. A slope has more range than float16, and must have more digits than bfloat16: what it is multiplied by nearly cancels."""
     if rows.dtype == tl.float32:
-        return tl.dot(slope, rows, total, input_precision="ieee")
+        return tl.dot(slope, rows, total, input_precision="tf32x3")
     else:
         return tl.dot(slope, rows.to(tl.float32), total, input_precision="tf32")
 
@@ -50,22 +49,24 @@ def nothing_of(f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def nothing(metric: tl.constexpr, ROWS: tl.constexpr):
-    """What ``pull`` adds up, at zero: of each part (gradient but for ``own`` u, own, gradient of the radius, of the weight, what the dot product adds)."""
+def nothing(metric: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """What ``pull`` adds up, at zero: of parts FIRST to LAST (gradient but for ``own`` u, own, gradient of the radius, of the weight, what the dot product adds)."""
     found = ()
-    for f in tl.static_range(tl.constexpr(metric.count)):
+    for f in tl.static_range(FIRST, LAST):
         found = found + (nothing_of(f, metric, ROWS),)  # noqa: RUF005
     return found
 
 
 @triton.jit
-def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
+def pull_part(sums, dx, weights, found, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
-    grad, own, radius, worth, straight = sums[f]
+    grad, own, radius, worth, straight = sums
+    marks, some = found
     # made again: kept from where x was made of them, slopes of all parts would take too many registers
-    gap, close = unmarked(gaps[f][0])
+    gap, close = unmarked(marks)
     d, along, radial = distance(gap, a, b, f, metric, ROWS, COLUMNS)
-    worth += tl.sum(dx * d, 1)
+    if not ACROSS:  # a has the weights
+        worth += tl.sum(dx * d, 1)
     g = dx * broadcast(weights[f], ACROSS)
     slope = g * along
     if part.directed:
@@ -75,7 +76,7 @@ def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: t
     if part.directed:
         far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
     grad = pulled(-far, b_tiles[f], grad)
-    if gaps[f][1]:
+    if some:
         near = slope * close
         place = tl.arange(0, part.width)
         for column in tl.range(0, part.size, disable_licm=True):
@@ -89,11 +90,14 @@ def pull_part(sums, dx, weights, gaps, a, b, b_tiles, f: tl.constexpr, metric: t
 
 
 @triton.jit
-def pull(sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
-    """Add a tile to the gradients of the points of a and of the weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
+def pull(
+    sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the gradients of parts FIRST to LAST of the points of a, and of their weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
     found = ()
-    for f in tl.static_range(tl.constexpr(metric.count)):
-        found = found + (pull_part(sums, dx, weights, gaps, a, b, b_tiles, f, metric, ROWS, COLUMNS, ACROSS),)  # noqa: RUF005
+    for f in tl.static_range(FIRST, LAST):
+        found = found + (pull_part(sums[f - FIRST], dx, weights, gaps[f - FIRST], a, b, b_tiles, f, metric, ROWS, COLUMNS, ACROSS),)  # noqa: RUF005
     return found
 
 
@@ -101,7 +105,7 @@ def pull(sums, dx, weights, gaps, a, b, b_tiles, metric: tl.constexpr, ROWS: tl.
 def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     x, _, batch, head, _, first, limit = a
-    grad, own, radius, _, straight = sums[f]
+    grad, own, radius, _, straight = sums
     unit = tile_rows_again(x, batch, head, first, limit, part.size, ROWS, part.width, ".cg", part.start)
     if part.directed:
         inverse = note(a, INVERSE, f, metric, ROWS)
@@ -120,10 +124,10 @@ def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr):
+def put_points(out, sums, a, keep, metric: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
     """Write the gradients of the points of a from the sums of ``pull``; zeros where they are not to ``keep``."""
-    for f in tl.static_range(tl.constexpr(metric.count)):
-        put_part(out, sums, a, keep, f, metric, ROWS)
+    for f in tl.static_range(FIRST, LAST):
+        put_part(out, sums[f - FIRST], a, keep, f, metric, ROWS)
 
 
 @triton.jit
@@ -178,7 +182,7 @@ def distance_values_kernel(
         kept = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)[0]
         visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
-        total = weighted(weight, dy_tile, total, traits)
+        total = added(weight, dy_tile, total, traits)
     if traits.key_mask:
         # rows of the gradient are apart, so a key nobody sees is struck out here and not in every tile
         total = tl.where(real_keys(begin, batch, key_mask, sizes, KEYS)[:, None], total, 0.0)
@@ -189,44 +193,47 @@ def distance_values_kernel(
 def distance_keys_kernel(
     q, k, v, dy, dk, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
     metric: tl.constexpr, traits: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """dK of one block of keys, likewise. Both sums at once would not stay in registers."""
+    """dK of one block of keys, likewise: of the numbers of parts FIRST to LAST, for all of them would not stay in registers."""
     batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
     k_tiles = part_tiles(a, metric, KEYS)
     v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
     s = begin + tl.arange(0, KEYS)
-    sums = nothing(metric, KEYS)
+    sums = nothing(metric, KEYS, FIRST, LAST)
     for index in tl.range(0, steps * sizes.groups, disable_licm=True):
         head, first = block_of_queries(index, kv_head, start, steps, sizes, traits, QUERIES)
         query_line = batch * sizes.heads + head
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
         q_tiles = part_tiles(b, metric, QUERIES)
         weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
-        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True)
+        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True, FIRST, LAST)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
         dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
         kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
         visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
-        dp = tl.dot(v_tile, tl.trans(dy_tile), input_precision="ieee")
+        dp = multiplied(v_tile, tl.trans(dy_tile))
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
             dx = dx * turned
-        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES, True)
+        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES, True, FIRST, LAST)
     keep = s < sizes.keys
     if traits.key_mask:
         keep = real_keys(begin, batch, key_mask, sizes, KEYS)
-    put_points(dk, sums, a, keep, metric, KEYS)
+    put_points(dk, sums, a, keep, metric, KEYS, FIRST, LAST)
 
 
 @triton.jit
 def distance_queries_kernel(
     q, k, v, dy, dq, dweights, dcoefficients, factor, delta, query_notes, key_notes, weights, coefficients, key_mask, edges, sizes,
     metric: tl.constexpr, traits: tl.constexpr, LEARNED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries, the gradient of their weights (B, H, T, terms), and where LEARNED its part of dcoefficients (B, H, blocks, 3 waves)."""
+    """dQ of one block of queries, of parts FIRST to LAST, the gradient of their weights (B, H, T, terms), and where LEARNED its part of dcoefficients
+    (B, H, blocks, 3 waves)."""
     blocks = tl.cdiv(sizes.queries, QUERIES)
     line = tl.program_id(0) // blocks
     batch, head = line // sizes.heads, line % sizes.heads
@@ -250,34 +257,34 @@ def distance_queries_kernel(
         of_waves = of_waves + (tl.zeros([QUERIES], tl.float32),)  # noqa: RUF005
     c = coefficients + head * 3 * metric.waves
     kv_line = batch * (sizes.heads // sizes.groups) + kv_head
-    sums = nothing(metric, QUERIES)
+    sums = nothing(metric, QUERIES, FIRST, LAST)
     for first in tl.range(start, stop, KEYS, disable_licm=True):
         b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
         k_tiles = part_tiles(b, metric, KEYS)
-        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS, False)
+        x, gaps, whole = tile_of(a, b, q_tiles, k_tiles, weighs, metric, QUERIES, KEYS, False, FIRST, LAST)
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, c, metric.waves)
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
         v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
         weight = tile_backward.weights(x * LOG2E, kept, visible, c, None, traits, True)
-        dp = tl.dot(dy_tile, tl.trans(v_tile), input_precision="ieee")
+        dp = multiplied(dy_tile, tl.trans(v_tile))
         dx = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)[0]
         if metric.waves > 0:
             if LEARNED:
                 of_waves = add_waves(of_waves, dx, d, evens, odds, c, metric.waves)
             dx = dx * turned
         of_product += tl.sum(dx * whole, 1)
-        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS, False)
+        sums = pull(sums, dx, weighs, gaps, a, b, k_tiles, metric, QUERIES, KEYS, False, FIRST, LAST)
     place = begin + tl.arange(0, QUERIES)
     row = dweights + (tl.cast(line, tl.int64) * sizes.queries + place) * metric.weights
-    for f in tl.static_range(tl.constexpr(metric.count)):
-        tl.store(row + f, sums[f][3], mask=place < sizes.queries)
-    if metric.product:
+    for f in tl.static_range(FIRST, LAST):
+        tl.store(row + f, sums[f - FIRST][3], mask=place < sizes.queries)
+    if metric.product and FIRST == 0:
         tl.store(row + metric.count, of_product, mask=place < sizes.queries)
     part = tl.cast(line, tl.int64) * blocks + block
     for j in tl.static_range(tl.constexpr(3 * metric.waves if LEARNED else 0)):
         tl.store(dcoefficients + part * (3 * metric.waves) + j, tl.sum(of_waves[j], 0))
-    put_points(dq, sums, a, place < sizes.queries, metric, QUERIES)
+    put_points(dq, sums, a, place < sizes.queries, metric, QUERIES, FIRST, LAST)
 
 
 @triton.jit
@@ -301,6 +308,7 @@ def backward(
     dy like y; y and factor as ``forward`` returned them, other arguments as it took them.
     """
     batch, heads, queries, _ = q.shape
+    kv_heads = batch * k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
         call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
@@ -308,20 +316,23 @@ def backward(
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
         points, values, slope = (tiles.rows_of(q), tiles.rows_of(k)), tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
         rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, own.key_mask, own.edges, own.sizes
-        for name, kernel, inputs, out in (("values", distance_values_kernel, (slope,), dv), ("keys", distance_keys_kernel, (values, slope), dk)):
-            tiling = distance_tiles.choose(name, q, v, metric)
-            programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
-            tiles.launch(kernel, programs, (*points, *inputs, tiles.rows_of(out), *rest), distance_tiles.constants(call, tiling, v), tiling)
-        tiling = distance_tiles.choose("queries", q, v, metric)
-        blocks = tiles.ceil_div(queries, tiling.queries)
+        tiling = distance_tiles.choose("values", q, v, metric)
+        common = (*points, slope, tiles.rows_of(dv), *rest)
+        tiles.launch(distance_values_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, distance_tiles.constants(call, tiling, v), tiling)
         dweights = torch.empty(batch, heads, queries, metric.weights, dtype=torch.float32, device=q.device)
-        learned = learned and metric.waves > 0
-        parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device) if learned else None
-        outputs = tiles.rows_of(dq), dweights, parts
-        tiles.launch(
-            distance_queries_kernel, batch * heads * blocks, (*points, values, slope, *outputs, *rest),
-            {**distance_tiles.constants(call, tiling, v), "LEARNED": learned}, tiling,
-        )  # fmt: skip
+        parts = None
+        for first, last in metric.groups:
+            tiling = distance_tiles.choose("keys", q, v, metric)
+            which = {**distance_tiles.constants(call, tiling, v), "FIRST": first, "LAST": last}
+            common = (*points, values, slope, tiles.rows_of(dk), *rest)
+            tiles.launch(distance_keys_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, which, tiling)
+            tiling = distance_tiles.choose("queries", q, v, metric)
+            blocks = tiles.ceil_div(queries, tiling.queries)
+            which = {**distance_tiles.constants(call, tiling, v), "FIRST": first, "LAST": last, "LEARNED": learned and metric.waves > 0 and not first}
+            if which["LEARNED"]:
+                parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device)
+            common = (*points, values, slope, tiles.rows_of(dq), dweights, parts, *rest)
+            tiles.launch(distance_queries_kernel, batch * heads * blocks, common, which, tiling)
     # float32 inside a block, float64 across blocks: the sums run over all queries and keys
     return dq, dk, dv, dweights, None if parts is None else parts.sum((0, 2), dtype=torch.float64)
 

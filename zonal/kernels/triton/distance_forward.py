@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import distance_tiles, tiles
-from zonal.kernels.triton.distance_tiles import part_tiles, tile_of, waves, weights_of
+from zonal.kernels.triton.distance_tiles import added, part_tiles, tile_of, waves, weights_of
 from zonal.kernels.triton.forward import DECODE_QUERIES, combine, exponentials, row_factor, splits_of
-from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys, visible_pairs, weighted
+from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys, visible_pairs
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def distance_forward_kernel(
         x = tl.where(visible, x * LOG2E, float("-inf"))
         v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
         weight, total, mass, top = exponentials(x, total, mass, top, traits)
-        total = weighted(weight, v_tile, total, traits)
+        total = added(weight, v_tile, total, traits)
     place = begin + tl.arange(0, QUERIES)
     inside = place < sizes.queries
     slot = tl.cast(line, tl.int64) * sizes.queries + place

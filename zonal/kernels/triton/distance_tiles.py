@@ -20,7 +20,7 @@ from zonal.formula import Term
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
-from zonal.kernels.triton.tiles import LN2, LOG2E, tile_rows
+from zonal.kernels.triton.tiles import LN2, LOG2E, tile_rows, weighted
 
 # of the sum of two squared lengths: a gap below has lost more than five bits
 NEAR: tl.constexpr = tl.constexpr(1 / 64)
@@ -42,6 +42,10 @@ SINH: tl.constexpr = tl.constexpr(5)
 COTH: tl.constexpr = tl.constexpr(6)
 FREE: tl.constexpr = tl.constexpr(7)
 NOTES: tl.constexpr = tl.constexpr(8)
+
+
+# columns of gradients that a kernel has room for
+_HELD = 64
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,18 @@ class Metric:
     @property
     def weights(self) -> int:
         return len(self.parts) + self.product
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The parts whose gradients one kernel holds at once, from which to which: as many as stay in registers."""
+        found, begin, held = [], 0, 0
+        for f, part in enumerate(self.parts):
+            columns = part.width * (1 + self.product)
+            if f > begin and held + columns > _HELD:
+                found.append((begin, f))
+                begin, held = f, 0
+            held += columns
+        return (*found, (begin, self.count))
 
 
 # ---- points ----
@@ -301,6 +317,21 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
+def multiplied(a, b):
+    """a b with float32 sums. Float32 is multiplied as three products in tf32: to 2^-21, but on matrix units."""
+    return tl.dot(a, b, input_precision="tf32x3" if a.dtype == tl.float32 else "ieee")
+
+
+@triton.jit
+def added(weight, rows, total, traits: tl.constexpr):
+    """total + weight rows, as ``tiles.weighted`` but for the way float32 is multiplied."""
+    if rows.dtype == tl.float32:
+        return tl.dot(weight, rows, total, input_precision="tf32x3")
+    else:
+        return weighted(weight, rows, total, traits)
+
+
+@triton.jit
 def broadcast(weight, ACROSS: tl.constexpr):
     """Weights of queries over a tile that has them down, or ACROSS."""
     if ACROSS:
@@ -310,18 +341,22 @@ def broadcast(weight, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
-    """(log K but for waves, of each part (marked gap, whether any pair is close), the dot product). ACROSS: the weights are of b."""
+def tile_of(
+    a, b, a_tiles, b_tiles, weights, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
+    FIRST: tl.constexpr = 0, LAST: tl.constexpr = 0,
+):  # fmt: skip
+    """(log K but for waves, of parts FIRST to LAST (marked gap, whether any pair is close), the dot product). ACROSS: the weights are of b."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = total
     found = ()
     for f in tl.static_range(tl.constexpr(metric.count)):
-        product = tl.dot(a_tiles[f], tl.trans(b_tiles[f]), input_precision="ieee")
+        product = multiplied(a_tiles[f], tl.trans(b_tiles[f]))
         gap, close, some = gaps(product, a, b, f, metric, ROWS, COLUMNS)
         total += broadcast(weights[f], ACROSS) * distance(gap, a, b, f, metric, ROWS, COLUMNS)[0]
         if metric.product:
             whole += product
-        found = found + ((marked(gap, close), some),)  # noqa: RUF005
+        if f >= FIRST and f < LAST:
+            found = found + ((marked(gap, close), some),)  # noqa: RUF005
     if metric.product:
         total += broadcast(weights[metric.count], ACROSS) * whole
     return total, found, whole
@@ -411,7 +446,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor,
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by what its tiles hold, type and device."""
-    return tiles.Tiling(32, 32, 4, 1)
+    return tiles.Tiling(16, 64, 4, 1, 255) if kernel in ("keys", "values") else tiles.Tiling(64, 16, 4, 1, 255)
 
 
 def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
