@@ -95,7 +95,7 @@ def test_the_planner_counts_a_pair_s_distances() -> None:
 # ---- compiled ahead of time ----
 
 # a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and which kernels of it
-AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward"}, ("rewa_oscillatory", "all", "bfloat16", 16, 80): {"keys"}}
+AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward"}, ("rewa", "causal", "float16", 16, 90): {"keys"}}
 TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", "row_products"}
 
 

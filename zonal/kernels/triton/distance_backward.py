@@ -72,7 +72,8 @@ def pull_part(sums, dx, weights, found, a, b, b_tiles, f: tl.constexpr, metric: 
     if part.directed:
         slope = tl.where(gap == 0, 0.0, slope)  # the same direction, but for rounding
     far = tl.where(close == 0, slope, 0.0)
-    own += tl.sum(far, 1)
+    if part.kind != "sphere":  # whose points do not move along themselves
+        own += tl.sum(far, 1)
     if part.directed:
         far = far * note(b, INVERSE, f, metric, COLUMNS)[None, :]
     grad = pulled(-far, b_tiles[f], grad)

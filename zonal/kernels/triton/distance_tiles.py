@@ -44,8 +44,8 @@ FREE: tl.constexpr = tl.constexpr(7)
 NOTES: tl.constexpr = tl.constexpr(8)
 
 
-# columns of gradients that a kernel has room for
-_HELD = 64
+# columns of gradients that a kernel has room for, and what a thread may take
+_HELD, REGISTERS = 64, 255
 
 
 @dataclass(frozen=True)
@@ -445,8 +445,12 @@ def call(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor,
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
-    """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by what its tiles hold, type and device."""
-    return tiles.Tiling(16, 64, 4, 1, 255) if kernel in ("keys", "values") else tiles.Tiling(64, 16, 4, 1, 255)
+    """Tile sizes of a kernel ("forward", "decode", "values", "keys", "queries"): the rows of one warp group, but for wide points, and as few columns as products
+    take, since every pair has twenty numbers or more at once."""
+    if kernel == "decode":
+        return tiles.Tiling(16, 32, 4, 1, REGISTERS)
+    rows = 64 if max(sum(part.width for part in metric.parts), padded(v.shape[3])) <= 128 else 16
+    return tiles.Tiling(16, rows, 4, 1, REGISTERS) if kernel in ("values", "keys") else tiles.Tiling(rows, 16, 4, 1, REGISTERS)
 
 
 def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
