@@ -14,8 +14,8 @@ from zonal import mechanisms as m
 _PARTS = (metric.Hyperbolic(scale=0.4), metric.Sphere(eps=1e-3), metric.SquaredEuclidean(), metric.Euclidean())
 
 
-def by(kind: metric.Metric, **parts: object) -> Operator:
-    return Operator(score.NegativeDistance(kind), link.Exp(), anchor.Row()).replace(**parts)
+def by(kind: metric.Metric, divided: anchor.Anchor | None = None) -> Operator:
+    return Operator(score.NegativeDistance(kind), link.Exp(), divided or anchor.Row())
 
 
 OPERATORS: dict[str, Callable[[], Operator]] = {
@@ -24,24 +24,24 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "rewa-adaptive": lambda: m.rewa(parts=(1, 0, 3), adaptive=True, temperature=0.3),
     "rewa_oscillatory": lambda: m.rewa_oscillatory((1.0, -0.5), (0.5, 0.2), (3.0, -5.0)),
     "other-order": lambda: by(metric.Product(_PARTS, learn=False, weights=(0.5, 1.0, 2.0, 1.0))),
-    "count": lambda: by(metric.Product(), anchor=anchor.Count()),
-    "raw": lambda: by(metric.Sphere(), anchor=anchor.Raw()),
+    "count": lambda: by(metric.Product(), anchor.Count()),
+    "raw": lambda: by(metric.Sphere(), anchor.Raw()),
     "window": lambda: m.rewa(prior=prior.Window(6)),
     "window-two-sided": lambda: m.rewa(prior=prior.Window(6, 9)),
     "chunk": lambda: m.rewa(prior=prior.ChunkCausal(5)),
     "strict": lambda: m.rewa(prior=prior.Causal(include_self=False)),
 }
 SHAPES: dict[str, Shape] = {
-    "odd": Shape(queries=21, keys=21),
-    "gqa": Shape(heads=4, kv_heads=2, queries=17, keys=17),
+    "odd": Shape(queries=19, keys=19),
+    "gqa": Shape(heads=2, kv_heads=1, queries=17, keys=17, key_dim=3),
     "bidirectional": Shape(causal=False, queries=5, keys=19, strided=True),
-    "padding": Shape(batch=2, padding=True, queries=18, keys=18),
-    "packed": Shape(packed=(0, 1, 7, 20), queries=20, keys=20),
-    "early": Shape(queries=20, keys=9),
+    "padding": Shape(batch=2, padding=True, queries=9, keys=9),
+    "packed": Shape(packed=(0, 1, 7, 17), queries=17, keys=17),
+    "early": Shape(queries=17, keys=9),
     "one": Shape(queries=1, keys=1),
-    "decode": Shape(queries=2, keys=50, heads=2, kv_heads=1),
-    "clustered": Shape(queries=24, keys=24, key_dim=7),
-    "memory": Shape(queries=9, keys=9, cuts=(0, 5, 6, 9)),
+    "decode": Shape(queries=2, keys=40, heads=2, kv_heads=1, key_dim=3),
+    "clustered": Shape(queries=18, keys=18),
+    "memory": Shape(queries=9, keys=9, cuts=(0, 5, 6, 9), key_dim=3),
 }
 # for a device, in the tiles that calls have
 LARGE: dict[str, Shape] = {
@@ -108,7 +108,7 @@ def inputs(case: Case) -> Inputs:
         place = torch.arange(rules.keys)
         k = k[:, :, place % 3] * (1 - 2 * (place % 2))[:, None] + 1e-4 * draw(rules.kv_heads, rules.keys, rules.key_dim)
         k[:, :, 7], k[:, :, 9] = 0, 100 * k[:, :, 9]
-        k[:, :, 12:] = k[:, :, :12]
+        k[:, :, 12:] = k[:, :, :6]
         q = k.clone()
     mask = None
     if rules.padding:
@@ -130,7 +130,8 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
         parts = []
         for start, stop in zip(rules.cuts[:-1], rules.cuts[1:], strict=True):
             part = slice(start, stop)
-            y, memory = zonal.attention(*(x[:, :, part] for x in (data.q, data.k, data.v)), data.operator, memory=memory, return_memory=True, causal=True, path=path)
+            q, k, v = (x[:, :, part] for x in (data.q, data.k, data.v))
+            y, memory = zonal.attention(q, k, v, data.operator, memory=memory, return_memory=True, causal=True, path=path)
             parts.append(y)
         y = torch.cat(parts, 2)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels.distance_calls import CASES, LONG, OPERATORS, SHAPES
-from kernels.processes import ROOT, judged, no_device, python, shared
+from kernels.processes import judged, no_device, python, shared
 
 import zonal
 from zonal import mechanisms as m

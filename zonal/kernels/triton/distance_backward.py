@@ -6,17 +6,31 @@ is large where points are near, and their difference small. Each number is writt
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from zonal.kernels.distance_spec import DistanceSpec
-from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton import backward as tile_backward
+from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton.backward import row_terms, slopes
-from zonal.kernels.triton.distance_tiles import FREE, INVERSE, added, apart, broadcast, distance, multiplied, note, part_tiles, tile_of, unmarked, waves, weights_of
+from zonal.kernels.triton.distance_tiles import (
+    FREE,
+    INVERSE,
+    added,
+    apart,
+    broadcast,
+    distance,
+    multiplied,
+    note,
+    part_tiles,
+    tile_of,
+    unmarked,
+    waves,
+    weights_of,
+)
 from zonal.kernels.triton.tiles import (
     LOG2E,
     between,
@@ -209,9 +223,11 @@ def distance_keys_kernel(
         b = (q, query_notes, batch, head, query_line, first, sizes.queries)
         q_tiles = part_tiles(b, metric, QUERIES)
         weighs = weights_of(weights, query_line, first, sizes.queries, metric, QUERIES)
-        x, gaps, whole = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True, FIRST, LAST)
+        found = tile_of(a, b, k_tiles, q_tiles, weighs, metric, KEYS, QUERIES, True, FIRST, LAST)
+        x = found[0]
         if metric.waves > 0:
-            x, turned, d, evens, odds = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
+            turned = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
+            x = turned[0]
         dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
         kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
         visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
@@ -219,8 +235,8 @@ def distance_keys_kernel(
         dp = multiplied(v_tile, tl.trans(dy_tile))
         dx = slopes(x, weight, dp, kept[None, :], taken[None, :], visible, coefficients, None, traits, True)[0]
         if metric.waves > 0:
-            dx = dx * turned
-        sums = pull(sums, dx, weighs, gaps, a, b, q_tiles, metric, KEYS, QUERIES, True, FIRST, LAST)
+            dx = dx * turned[1]
+        sums = pull(sums, dx, weighs, found[1], a, b, q_tiles, metric, KEYS, QUERIES, True, FIRST, LAST)
     keep = s < sizes.keys
     if traits.key_mask:
         keep = real_keys(begin, batch, key_mask, sizes, KEYS)

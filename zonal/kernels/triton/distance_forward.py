@@ -1,7 +1,7 @@
 """y_t = factor_t sum_s K_ts v_s on tiles, log K a weighed sum of distances, or waves of it; for few queries with the keys split over programs."""
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl

@@ -6,7 +6,7 @@ summed from differences, of directions in float64, and only tiles that hold such
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
