@@ -2,7 +2,7 @@
 
 Products of raw points give squared differences, gap = |a|^2 + |b|^2 - 2 a.b, of points (plane) or of their directions (sphere, hyperbolic space).
 Where points are so near, or directions so nearly opposite, that a product has too few digits left, the pair is ``close``: its gap and its gradient are
-summed from differences, of directions in float64, and only tiles that hold such a pair go through their numbers one by one.
+summed from differences, of directions in two float32 numbers each, and only tiles that hold such a pair go through their numbers one by one.
 """
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
@@ -42,7 +42,6 @@ SINH: tl.constexpr = tl.constexpr(5)
 COTH: tl.constexpr = tl.constexpr(6)
 FREE: tl.constexpr = tl.constexpr(7)
 NOTES: tl.constexpr = tl.constexpr(8)
-
 
 # columns of gradients that a kernel has room for, and what a thread may take
 _HELD, REGISTERS = 64, 255
@@ -287,8 +286,8 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
     elif part.kind == "sphere":
         # a gap below zero is that to the opposite point
         near = tl.where(gap < 0, 4 + gap, gap) + part.square
-        far = tl.maximum(tl.where(gap < 0, -gap, 4 - gap), 0.0) + part.square
-        x = tl.minimum(near, far) / (4 + 2 * part.square)
+        far = tl.where(gap < 0, -gap, tl.where(gap > 4, 0.0, 4 - gap)) + part.square
+        x = tl.where(near > far, far, near) / (4 + 2 * part.square)
         # twice asin of the root
         rest = 1.145460045e-1 + x * (-1.447772836e-1 + x * 1.283731246e-1)
         rest = 4.400412778e-2 + x * (3.650977654e-2 + x * (-1.001800296e-2 + x * rest))
