@@ -26,10 +26,15 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     pairs = heads * float(sum(column * (block.hi - block.lo) for block in blocks))
     each = _EXPONENTIAL if p.tags.log_space else p.operations + 2
     width = p.D
-    if not p.tags.bilinear and p.device.type != "cuda":  # a difference for each product
-        each, width = each + _DISTANCES, 2 * p.D
+    again = 2  # how often backward makes a pair again
+    if not p.tags.bilinear:
+        each += _DISTANCES
+        if p.device.type == "cuda":
+            again = 5
+        else:  # a difference for each product
+            width = 2 * p.D
     forward = pairs * (2 * (width + p.P) + 2 * each)
-    backward = pairs * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (2 * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
+    backward = pairs * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (again * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
     # a task is a head and some queries; backward goes by key heads, split where they are few
     busy = min(constants.threads, max(1, heads * len(blocks) * splits))

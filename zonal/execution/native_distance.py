@@ -1,4 +1,4 @@
-"""The tiled path of distance scores by a compiled kernel, C++ on the CPU: which calls it takes, and how a call becomes one."""
+"""The tiled path of distance scores by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
 
 import os
 
@@ -16,9 +16,29 @@ from zonal.kernels.distance_spec import TERMS, WAVES, DistanceSpec
 
 def refusal(call: Call) -> str | None:
     """Why the distance kernel does not run a call, or None."""
+    reason = unfit(call)
+    if reason is not None:
+        return reason
+    if call.device.type == "cuda":
+        return cuda_refusal()
+    if build.compiler() is None and distance_library.CODE.name not in build.carried():
+        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
+    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
+        return None
+    failure = library.failure(distance_library.CODE, distance_library.source())
+    return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def cuda_refusal() -> str | None:
+    """Why there are no Triton kernels, or None."""
+    return None if native.has_triton() else "triton is not installed (pip install triton)"
+
+
+def unfit(call: Call) -> str | None:
+    """What of a call no kernel for distances takes, or None."""
     if os.environ.get(native.VARIABLE) == "off":
         return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"there is no kernel for distances on device {call.device.type!r}"
     if call.coefficients.dtype == torch.float64:
         return "the kernel is for float32 and shorter, the call is in float64"
@@ -43,12 +63,7 @@ def refusal(call: Call) -> str | None:
         return "log priors (decay, ALiBi, key biases) are not in it"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    if build.compiler() is None and distance_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(distance_library.CODE, distance_library.source())
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return None
 
 
 def _waves(link: Link) -> int | None:
@@ -76,7 +91,7 @@ def tiled(call: Call) -> Tensor:
     weights = weights.expand(*q.shape[:3], -1)
     coefficients = call.coefficients.flatten(1).T.expand(q.shape[1], -1)
     spec = DistanceSpec(native.rules(call, distance_library.CODE), terms, waves)
-    edges = None if seen.edges is None or not seen.packed else seen.edges
+    edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights, coefficients))
     if not recorded and native.plain(q, k, v):
         return distance_library.forward(q, k, v, weights, coefficients, seen.key_mask, edges, spec)[0]

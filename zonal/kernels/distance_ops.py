@@ -35,6 +35,16 @@ def distance(
     return distance_library.forward(q, k, v, weights, coefficients, key_mask, cu_seqlens, decode(spec))
 
 
+@distance.register_kernel("cuda")
+def on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: bool
+) -> tuple[Tensor, Tensor]:
+    """The same by Triton kernels, in the type of keys: queries that came in it are in float32 for the sake of their weights alone."""
+    from zonal.kernels.triton import distance_forward
+
+    return distance_forward.forward(q.to(k.dtype), k, v, weights, coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
+
+
 @distance.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: bool
@@ -48,11 +58,32 @@ def distance_backward(
     cu_seqlens: Tensor | None, spec: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, weights and coefficients; the last empty unless ``learned``."""
-    dq, dk, dv, dweights, dc = distance_library.backward(dy, q, k, v, y, factor, weights, coefficients, key_mask, cu_seqlens, decode(spec), learned)
+    return _typed(distance_library.backward(dy, q, k, v, y, factor, weights, coefficients, key_mask, cu_seqlens, decode(spec), learned), q, k, v, weights, coefficients)
+
+
+def _typed(
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in the types of what they are of; an operator has no None to return."""
+    dq, dk, dv, dweights, dc = found
     return (
         dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dweights.to(weights.dtype),
         coefficients.new_empty(coefficients.shape[0], 0) if dc is None else dc.to(coefficients.dtype),
     )  # fmt: skip
+
+
+@distance_backward.register_kernel("cuda")
+def backward_on_cuda(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, spec: str, learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same by Triton kernels."""
+    from zonal.kernels.triton import distance_backward
+
+    found = distance_backward.backward(
+        dy, q.to(k.dtype), k, v, y, factor, weights, coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec), learned
+    )
+    return _typed(found, q, k, v, weights, coefficients)
 
 
 @distance_backward.register_fake

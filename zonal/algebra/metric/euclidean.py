@@ -49,8 +49,8 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 class Euclidean(Metric):
     """d(a, b) = sqrt(max(|a - b|^2, 0) + eps^2) - eps.
 
-    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernel sums |a - b|^2 from differences,
-    torch's tiles in float64. On CUDA, and under torch.func, it comes from a product in float32: distances below 3e-4 of the points' spread are its
+    The eps keeps the gradient finite and zero at coincident points (a plain root has NaN there). The distance kernels sum |a - b|^2 of near points from
+    differences, torch's tiles in float64. Under torch.func it comes from a product in float32: distances below 3e-4 of the points' spread are its
     rounding there.
     """
 

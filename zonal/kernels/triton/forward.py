@@ -2,6 +2,7 @@
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+import math
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.sizes import power_of_two
+from zonal.kernels.triton.sizes import padded, power_of_two
 from zonal.kernels.triton.tiles import (
     LN2,
     LOG2E,
@@ -30,6 +31,22 @@ from zonal.kernels.triton.tiles import (
 DECODE_QUERIES = 16
 # keys a split has at least, and programs after which more splits do not help
 _SPLIT_KEYS, _PROGRAMS, _MOST_SPLITS = 256, 512, 32
+
+
+@triton.jit
+def exponentials(x, total, mass, top, traits: tl.constexpr):
+    """Weights of a tile of log2 K, and the sums so far; for a row anchor the running maximum is taken out of all of them, and mass has the weights in it."""
+    if traits.online:
+        highest = tl.maximum(top, tl.max(x, 1))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(x - safe[:, None])
+        keep = tl.exp2(top - safe)
+        mass = mass * keep + tl.sum(weight, 1)
+        total = total * keep[:, None]
+        top = highest
+    else:
+        weight = tl.exp2(x)
+    return weight, total, mass, top
 
 
 @triton.jit
@@ -56,16 +73,7 @@ def absorb(
             x = log2_kernel(x, c, value, traits)
             if CUT or traits.key_mask:
                 x = tl.where(visible, x, float("-inf"))
-            if traits.online:
-                highest = tl.maximum(top, tl.max(x, 1))
-                safe = tl.where(highest == float("-inf"), 0.0, highest)
-                weight = tl.exp2(x - safe[:, None])
-                keep = tl.exp2(top - safe)
-                mass = mass * keep + tl.sum(weight, 1)
-                total = total * keep[:, None]
-                top = highest
-            else:
-                weight = tl.exp2(x)
+            weight, total, mass, top = exponentials(x, total, mass, top, traits)
         else:
             weight = value(x, c, traits.n)
             if CUT or traits.key_mask:
@@ -281,9 +289,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
     tiling = tiles.choose("decode", q, v, call.traits)
     tiling = replace(tiling, queries=min(tiling.queries, tiles.padded(call.sizes.groups * queries)))
     programs = batch * k.shape[1] * tiles.ceil_div(call.sizes.groups * queries, tiling.queries)
-    splits = max(1, min(tiles.ceil_div(k.shape[2], _SPLIT_KEYS), tiles.ceil_div(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
-    length = tiles.ceil_div(tiles.ceil_div(k.shape[2], splits), tiling.keys) * tiling.keys
-    splits = tiles.ceil_div(k.shape[2], length)
+    splits, length = splits_of(programs, k.shape[2], tiling.keys)
     totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
     masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
     widths = tiles.widths(tiling, q, v)
@@ -295,13 +301,26 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor,
         {"value": call.functions.value, "traits": call.traits, **widths, "STRIDE": coefficients.shape[1]},
         tiling,
     )  # fmt: skip
+    combine(totals, masses, tops, y, factor, call)
+
+
+def splits_of(programs: int, keys: int, block: int) -> tuple[int, int]:
+    """(splits of the keys, keys of one): so many that ``programs`` times them fill a device, and whole blocks."""
+    splits = max(1, min(tiles.ceil_div(keys, _SPLIT_KEYS), tiles.ceil_div(_PROGRAMS, max(programs, 1)), _MOST_SPLITS))
+    length = tiles.ceil_div(tiles.ceil_div(keys, splits), block) * block
+    return (tiles.ceil_div(keys, length) if length else 1), length
+
+
+def combine(totals: Tensor, masses: Tensor, tops: Tensor, y: Tensor, factor: Tensor, call: tiles.Call) -> None:
+    """Fill y and factor from sums of splits, as ``decode_kernel`` has them."""
+    *rows, splits, value_dim = totals.shape
     tiles.launch(
         combine_kernel,
-        batch * heads * queries,
+        math.prod(rows),
         (totals, masses, tops, tiles.rows_of(y), factor, call.key_counts, call.edges, call.sizes, splits),
-        {"traits": call.traits, "SPLITS": power_of_two(splits), "VALUE_WIDTH": widths["VALUE_WIDTH"]},
+        {"traits": call.traits, "SPLITS": power_of_two(splits), "VALUE_WIDTH": padded(value_dim)},
         Tiling(1, splits, 4, 1),
     )
 
 
-__all__ = ["decode", "forward"]
+__all__ = ["combine", "decode", "exponentials", "forward", "row_factor", "splits_of"]

@@ -112,11 +112,13 @@ class Traits:
 
 
 @triton.jit
-def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr):
-    """(ROWS, WIDTH) from row ``first`` on; zeros from row ``limit`` on (EDGE) and from column ``width`` on (NARROW)."""
+def tile_rows(
+    x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr, SKIP: tl.constexpr = 0
+):
+    """(ROWS, WIDTH) from row ``first`` and column SKIP on; zeros from row ``limit`` on (EDGE) and from the ``width``-th column on (NARROW)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # heads and far rows may lie 2^31 elements apart; inside a tile 32 bits do (see rows_of), and take half the registers
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row + SKIP * x.column
     place = start + (row[:, None] * x.row + column[None, :] * x.column)
     if EDGE and NARROW:
         return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0)
@@ -129,31 +131,31 @@ def tile_rows(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0):
     """(addresses, whether they are inside) of a tile that is read or written when the loops are over.
 
     In 64 bits and counted from ``first``: were they the numbers of ``tile_rows``, the compiler would keep those in registers meanwhile.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row + SKIP * x.column
     place = start + (row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column)
     return place, (row < limit - first)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
-def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr):
+def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr, SKIP: tl.constexpr = 0):
     """The same rows in float32, read once more: keeping them in registers from one use to the next would cost their room.
 
     CACHE: ".cg" or ".ca", where to look for them; each use has another, or the compiler would see that it is the same load.
     """
-    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH)
+    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH, SKIP)
     return tl.load(place, mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
-def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0):
     """Write a tile, cut to ``limit`` rows and ``width`` columns."""
-    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH)
+    place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH, SKIP)
     tl.store(place, tile.to(x.start.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,164 @@
+"""Attention by distance in many shapes, and how near to float64 it must come: points on themselves, opposite, at zero and far out among them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from kernels.sums_calls import DTYPES, Inputs, Shape
+from torch import Tensor
+
+import zonal
+from zonal import Memory, Operator, anchor, link, metric, prior, score
+from zonal import mechanisms as m
+
+_PARTS = (metric.Hyperbolic(scale=0.4), metric.Sphere(eps=1e-3), metric.SquaredEuclidean(), metric.Euclidean())
+
+
+def by(kind: metric.Metric, divided: anchor.Anchor | None = None) -> Operator:
+    return Operator(score.NegativeDistance(kind), link.Exp(), divided or anchor.Row())
+
+
+OPERATORS: dict[str, Callable[[], Operator]] = {
+    "rewa": lambda: m.rewa(temperature=0.4),
+    "rewa-gates-dot": lambda: m.rewa(gates=(0.0, 0.5, 1.0), temperature=0.5, dot=0.4),
+    "rewa-adaptive": lambda: m.rewa(parts=(1, 0, 3), adaptive=True, temperature=0.3),
+    "rewa_oscillatory": lambda: m.rewa_oscillatory((1.0, -0.5), (0.5, 0.2), (3.0, -5.0)),
+    "other-order": lambda: by(metric.Product(_PARTS, learn=False, weights=(0.5, 1.0, 2.0, 1.0))),
+    "count": lambda: by(metric.Product(), anchor.Count()),
+    "raw": lambda: by(metric.Sphere(), anchor.Raw()),
+    "window": lambda: m.rewa(prior=prior.Window(6)),
+    "window-two-sided": lambda: m.rewa(prior=prior.Window(6, 9)),
+    "chunk": lambda: m.rewa(prior=prior.ChunkCausal(5)),
+    "strict": lambda: m.rewa(prior=prior.Causal(include_self=False)),
+}
+SHAPES: dict[str, Shape] = {
+    "odd": Shape(queries=19, keys=19),
+    "gqa": Shape(heads=2, kv_heads=1, queries=17, keys=17, key_dim=3),
+    "bidirectional": Shape(causal=False, queries=5, keys=19, strided=True),
+    "padding": Shape(batch=2, padding=True, queries=9, keys=9),
+    "packed": Shape(packed=(0, 1, 7, 17), queries=17, keys=17),
+    "early": Shape(queries=17, keys=9),
+    "one": Shape(queries=1, keys=1),
+    "decode": Shape(queries=2, keys=40, heads=2, kv_heads=1, key_dim=3),
+    "clustered": Shape(queries=18, keys=18),
+    "memory": Shape(queries=9, keys=9, cuts=(0, 5, 6, 9), key_dim=3),
+}
+# for a device, in the tiles that calls have
+LARGE: dict[str, Shape] = {
+    "long-96": Shape(queries=700, keys=700, key_dim=96, value_dim=96, heads=4, kv_heads=2),
+    "long-48": Shape(queries=515, keys=515, key_dim=48, value_dim=48, batch=2, padding=True),
+    "long-16": Shape(queries=640, keys=640, key_dim=16, value_dim=16, packed=(0, 1, 130, 400, 401, 640)),
+    "long-decode": Shape(queries=1, keys=5000, key_dim=96, value_dim=96, heads=8, kv_heads=2),
+    "long-256": Shape(queries=150, keys=150, key_dim=256, value_dim=256),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    shape: str
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator}/{self.shape}/{self.dtype}"
+
+    @property
+    def rules(self) -> Shape:
+        return (SHAPES | LARGE)[self.shape]
+
+
+_CASES = (
+    Case("rewa-gates-dot", "odd"),
+    Case("rewa_oscillatory", "gqa"),
+    Case("rewa-adaptive", "bidirectional"),
+    Case("rewa", "padding"),
+    Case("other-order", "packed"),
+    Case("count", "padding"),
+    Case("raw", "early"),
+    Case("window", "odd"),
+    Case("window-two-sided", "bidirectional"),
+    Case("chunk", "packed"),
+    Case("strict", "one"),
+    Case("rewa", "decode"),
+    Case("rewa", "clustered"),
+    Case("rewa", "memory"),
+    Case("rewa", "odd", "bfloat16"),
+    Case("rewa-gates-dot", "one", "bfloat16"),
+    Case("count", "one", "float16"),
+    Case("rewa_oscillatory", "one", "float16"),
+)
+CASES = {case.name: case for case in _CASES}
+LONG = {case.name: case for case in (Case(name, shape, dtype) for name in ("rewa", "rewa-gates-dot", "rewa_oscillatory") for shape in LARGE for dtype in DTYPES)}
+
+
+def inputs(case: Case) -> Inputs:
+    """Tensors of a case; what the operator learns is away from where it begins."""
+    generator, rules = torch.Generator().manual_seed(0), case.rules
+
+    def draw(heads: int, tokens: int, dim: int) -> Tensor:
+        if rules.strided:  # every axis has a stride of its own
+            x = torch.randn(rules.batch, tokens, heads, 2 * dim, generator=generator)[..., ::2].transpose(1, 2)
+        else:
+            x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
+        return x.to(DTYPES[case.dtype])
+
+    q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
+    if case.shape == "clustered":  # three places, and opposite to them; near, on themselves, at zero, and so far that a radius is cut
+        place = torch.arange(rules.keys)
+        k = k[:, :, place % 3] * (1 - 2 * (place % 2))[:, None] + 1e-4 * draw(rules.kv_heads, rules.keys, rules.key_dim)
+        k[:, :, 7], k[:, :, 9] = 0, 100 * k[:, :, 9]
+        k[:, :, 12:] = k[:, :, :6]
+        q = k.clone()
+    mask = None
+    if rules.padding:
+        mask = torch.rand(rules.batch, rules.keys, generator=generator) > 0.3
+        mask[0, :4] = False  # the first queries see nothing
+    operator = OPERATORS[case.operator]().for_heads(rules.heads, rules.kv_heads)
+    with torch.no_grad():
+        for parameter in operator.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    v = draw(rules.kv_heads, rules.keys, rules.value_dim)
+    return Inputs(q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator)
+
+
+def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
+    """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
+    rules = case.rules
+    if rules.cuts and path == "tiled":
+        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
+        parts = []
+        for start, stop in zip(rules.cuts[:-1], rules.cuts[1:], strict=True):
+            part = slice(start, stop)
+            q, k, v = (x[:, :, part] for x in (data.q, data.k, data.v))
+            y, memory = zonal.attention(q, k, v, data.operator, memory=memory, return_memory=True, causal=True, path=path)
+            parts.append(y)
+        y = torch.cat(parts, 2)
+    else:
+        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, causal=rules.causal, path=path)
+    assert isinstance(y, Tensor)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
+    leaves = [data.q, data.k, data.v, *data.operator.parameters()]
+    found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
+    return [x.detach().cpu() for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))]
+
+
+def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
+    """Where ``got`` is further from float64 than rounding, of five digits in float32; None if nowhere."""
+    truth = attended(case, data.to(torch.float64, "cpu"), "dense")
+    names = ["y", "dq", "dk", "dv"]
+    for index, (a, t) in enumerate(zip(got, truth, strict=True)):
+        name = names[index] if index < len(names) else f"parameter {index - len(names)}"
+        if a.shape != t.shape or not bool(torch.isfinite(a).all()):
+            return f"{case.name}: {name} is {tuple(a.shape)}, finite: {bool(torch.isfinite(a).all())}"
+        size = max(1.0, t.abs().max().item())
+        # a gradient of a parameter sums over all rows
+        terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
+        allowed = 2e-5 * terms * size
+        if case.dtype != "float32":
+            # weights are rounded for their product with values, and what a row's sum takes out of gradients comes from them
+            allowed += (1 if name == "y" else 4) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
+        error = (a.double() - t).abs().max().item()
+        if error > allowed:
+            return f"{case.name}: {name} is off by {error:.3g}, {allowed:.3g} is allowed, of {size:.3g}"
+    return None

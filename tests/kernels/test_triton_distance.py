@@ -1,0 +1,127 @@
+"""Triton kernels for attention by distance against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.distance_calls import CASES, LONG, OPERATORS, SHAPES
+from kernels.processes import judged, no_device, python, shared
+
+import zonal
+from zonal import mechanisms as m
+from zonal.execution import cost, native, native_distance
+from zonal.execution.call import Call, prepare
+from zonal.execution.constants import DEFAULT_GPU
+from zonal.execution.problem import problem_of
+
+BROKEN = "rewa/clustered/float32/broken"
+
+# the first test waits for all verdicts
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    return judged("distance_interpreted.py", [*CASES, BROKEN], tmp_path_factory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
+    """y and every gradient, of near, opposite and coincident points too; one case runs twice for the same bits."""
+    assert verdicts[name] is None, verdicts[name]
+
+
+@pytest.mark.gpu
+def test_a_broken_kernel_is_seen(verdicts: dict[str, str | None]) -> None:
+    """The comparison can fail: products alone, where points are near."""
+    assert "is off by" in (verdicts[BROKEN] or "")
+
+
+@pytest.mark.gpu
+@no_device
+def test_long_calls_in_their_own_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = judged("distance_interpreted.py", list(LONG), tmp_path_factory, "--own")
+    assert set(found) == set(LONG)
+    assert not [wrong for wrong in found.values() if wrong is not None]
+
+
+def test_every_operator_and_shape_is_there() -> None:
+    assert {case.operator for case in CASES.values()} == set(OPERATORS)
+    assert {case.shape for case in CASES.values()} == set(SHAPES)
+
+
+# ---- which calls come here ----
+
+
+def call_of(operator: zonal.Operator, dim: int = 96, dtype: torch.dtype = torch.bfloat16) -> Call:
+    x = torch.empty(1, 8, 4096, dim, dtype=dtype, device="meta")
+    return prepare(operator, x, x, x, causal=True)
+
+
+def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_distance.cuda_refusal() is None
+    monkeypatch.setattr(native, "has_triton", lambda: False)
+    assert "pip install triton" in str(native_distance.cuda_refusal())
+
+
+def test_what_it_does_not_take_is_said() -> None:
+    assert native_distance.unfit(call_of(m.rewa())) is None
+    assert "dimensions must be 1 to 256" in str(native_distance.unfit(call_of(m.rewa(), 300)))
+    assert "log priors" in str(native_distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
+    assert "float64" in str(native_distance.unfit(call_of(m.rewa(), dtype=torch.float64)))
+
+
+def test_package_imports_without_triton(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['triton'] = None; import zonal, zonal.execution.native_distance, zonal.kernels.distance_ops"
+    done = python("-c", code, interpret=False, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_planner_counts_a_pair_s_distances() -> None:
+    """Beside a dot product of as many numbers; backward makes each five times."""
+    found = {}
+    for name, operator in (("softmax", m.softmax()), ("rewa", m.rewa().requires_grad_(False))):
+        problem = problem_of(call_of(operator, dtype=torch.float32), device=torch.device("cuda"))
+        found[name] = cost.MODELS["tiled"](problem, DEFAULT_GPU)
+    assert 1.2 < found["rewa"].flops / found["softmax"].flops < 2
+
+
+# ---- compiled ahead of time ----
+
+# a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and which kernels of it
+AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward"}, ("rewa", "causal", "float16", 16, 90): {"keys"}}
+TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", "row_products"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return shared("test_triton_distance-ahead", [lambda: compile_sample(tmp_path_factory)], tmp_path_factory)[0]
+
+
+def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ahead")
+    code = (
+        "from pathlib import Path; from zonal.kernels.triton import compile, compile_distance\n"
+        f"rows = [row for each, kernels in {AHEAD}.items() for row in compile_distance.compiled_all(compile.Variant(*each), kernels)]\n"
+        f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+    )
+    done = python("-c", code, interpret=False, cache=folder / "cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
+
+
+@pytest.mark.parametrize("variant", AHEAD)
+def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
+    """Nothing spills, and tiles fit the device's shared memory."""
+    rows = {row["kernel"]: row for row in compiled if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
+    assert set(rows) == AHEAD[variant]
+    for row in rows.values():
+        assert row["spills"] == row["stack"] == 0, row
+        assert 0 < row["registers"] <= 255, row
+        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row

@@ -1,0 +1,115 @@
+"""Compile the kernels for attention by distance for devices that are not here, as ``compile`` does with the tile kernels.
+
+    python -m zonal.kernels.triton.compile_distance --out report.json [--device 90] [--dtype bfloat16] [--dim 96] [--mask packed] [--link rewa-dot]
+
+Without choices in every type and size a causal call of each kind, and in bfloat16 the first kind with every mask, for every device.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from zonal.formula import FORMULAS, Term
+from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.spec import TileSpec
+from zonal.kernels.triton import tiles
+from zonal.kernels.triton.compile import DEVICES, DTYPES, MASKS, Compiled, Variant, compiled, name_of, summary, write
+from zonal.kernels.triton.distance_backward import backward
+from zonal.kernels.triton.distance_forward import forward
+
+# (m, n, p) by the size of a point; the last is cut in tiles of sixteen
+PARTS = {96: (32, 32, 32), 48: (16, 16, 16), 16: (6, 5, 5)}
+# by what a report calls a link: whether there is a dot product, and how many waves
+KINDS = {"rewa": (False, 0), "rewa-dot": (True, 0), "rewa_oscillatory": (False, 2)}
+
+
+def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+    """All combinations of what was chosen; where no mask was, all kinds with the first, and with every mask the first kind in the first type."""
+    chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
+    if masks is not None:
+        kinds = list(itertools.product(chosen, masks, types))
+    else:
+        first = next(iter(MASKS))
+        kinds = [(link, first, dtype) for link in chosen for dtype in types] + [(chosen[0], mask, types[0]) for mask in MASKS if mask != first]
+    return [Variant(*kind, dim, device) for kind in kinds for dim, device in sizes]
+
+
+def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
+    """The kernels of a forward, a backward with all gradients and a decoding step."""
+    mask, dtype, dim = MASKS[variant.mask], getattr(torch, variant.dtype), variant.dim
+    product, waves = KINDS[variant.link]
+    batch, heads = 1 if mask.packed else 2, 8
+    m, n, p = PARTS[dim]
+    terms = (Term("euclidean", 0, m, 1e-4), Term("sphere", m, n, 1e-4), Term("hyperbolic", m + n, p, 1e-4, p**-0.5), *([Term("product", 0, dim)] if product else []))
+    rules = TileSpec(FORMULAS["exp"], "row", causal=mask.causal, left=mask.left, right=mask.right)
+    spec = DistanceSpec(rules, terms, waves)
+
+    def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    q, k = meta(batch, heads, tokens, dim), meta(batch, heads // mask.groups, tokens, dim)
+    weights, coefficients = meta(batch, heads, tokens, len(terms), kind=torch.float32), meta(heads, 3 * waves, kind=torch.float32)
+    padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
+    edges = meta(9, kind=torch.int32) if mask.packed else None
+    with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
+        y, factor = forward(q, k, k, weights, coefficients, padding, edges, spec)
+        backward(y, q, k, k, y, factor, weights, coefficients, padding, edges, spec, True)
+        # packed documents have as many queries as keys: they are never decoded
+        forward(meta(batch, heads, 1, dim), k, k, weights[:, :, :1], coefficients, padding, None, spec)
+    return list({(title(launch), launch.constants.get("FIRST")): launch for launch in found}.values())
+
+
+def title(launch: tiles.Launch) -> str:
+    """The kernel's name; a forward whose keys are split is called so."""
+    name = name_of(launch).removeprefix("distance_")
+    return "decode" if launch.constants.get("SPLIT") and name == "forward" else name
+
+
+def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
+    """Compile a variant's kernels, or those named."""
+    return [
+        replace(compiled(launch, variant), kernel=title(launch)) for launch in launches(variant) if kernels is None or title(launch) in kernels
+    ]  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Compile, print the table, write the report, and return 1 when a kernel spills or is too large for its device."""
+    parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile_distance", description="Compile the kernels for attention by distance ahead of time.")
+    parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
+    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
+    parser.add_argument("--link", choices=list(KINDS), action="append")
+    parser.add_argument("--mask", choices=list(MASKS), action="append")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--dim", type=int, action="append", choices=list(PARTS), help="of a point; the sizes of its parts follow")
+    parser.add_argument("--kernel", action="append", help="notes, forward, decode, keys, queries, combine or row_products")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    # the default of fusing a multiplication and an addition differs between versions
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    wanted = cover(chosen.link or KINDS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or PARTS, chosen.device or DEVICES)
+    with contextlib.ExitStack() as stack:
+        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+    sys.stdout.write(summary(rows) + "\n")
+    misfits = [row for row in rows if not row.fits]
+    for row in misfits:
+        sys.stdout.write(f"does not fit: {row}\n")
+    sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
+    if chosen.out is not None:
+        write(chosen.out, rows)
+    return 1 if misfits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

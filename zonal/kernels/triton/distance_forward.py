@@ -1,0 +1,107 @@
+"""y_t = factor_t sum_s K_ts v_s on tiles, log K a weighed sum of distances, or waves of it; for few queries with the keys split over programs."""
+
+# bodies of jit functions are triton's language, whose declared types change from version to version
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.triton import distance_tiles, tiles
+from zonal.kernels.triton.distance_tiles import added, part_tiles, tile_of, waves, weights_of
+from zonal.kernels.triton.forward import DECODE_QUERIES, combine, exponentials, row_factor, splits_of
+from zonal.kernels.triton.tiles import LOG2E, put_rows, tile_rows, visible_keys, visible_pairs
+
+
+@triton.jit
+def distance_forward_kernel(
+    q, k, v, y, factor, totals, masses, tops, query_notes, key_notes, weights, coefficients, key_mask, key_counts, edges, sizes, splits, length,
+    metric: tl.constexpr, traits: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head. SPLIT: keys [i length, (i + 1) length) alone, whose sums go to totals (B, H, T, splits, P), masses and tops."""
+    blocks = tl.cdiv(sizes.queries, QUERIES)
+    split = tl.program_id(0) % splits
+    index = tl.program_id(0) // splits
+    line = index // blocks
+    batch, head = line // sizes.heads, line % sizes.heads
+    kv_head = head // sizes.groups
+    # causal blocks with many keys first: they end last
+    begin = (blocks - 1 - index % blocks) * QUERIES
+    last = tl.minimum(begin + QUERIES, sizes.queries) - 1
+    t = tl.minimum(begin + tl.arange(0, QUERIES), last)
+    lo, hi = visible_keys(t, edges, sizes, traits)
+    start = visible_keys(begin, edges, sizes, traits)[0] // KEYS * KEYS
+    stop = visible_keys(last, edges, sizes, traits)[1]
+    if SPLIT:
+        start = tl.maximum(start, split * length)
+        stop = tl.minimum(stop, split * length + length)
+    a = (q, query_notes, batch, head, line, begin, sizes.queries)
+    q_tiles = part_tiles(a, metric, QUERIES)
+    weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
+    kv_line = batch * (sizes.heads // sizes.groups) + kv_head
+    total = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    # one loop over all tiles, whether they need a mask or not: beside the distances it costs little
+    for first in tl.range(start, stop, KEYS, disable_licm=True):
+        b = (k, key_notes, batch, kv_head, kv_line, first, sizes.keys)
+        x = tile_of(a, b, q_tiles, part_tiles(b, metric, KEYS), weighs, metric, QUERIES, KEYS, False)[0]
+        if metric.waves > 0:
+            x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
+        visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
+        x = tl.where(visible, x * LOG2E, float("-inf"))
+        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+        weight, total, mass, top = exponentials(x, total, mass, top, traits)
+        total = added(weight, v_tile, total, traits)
+    place = begin + tl.arange(0, QUERIES)
+    inside = place < sizes.queries
+    slot = tl.cast(line, tl.int64) * sizes.queries + place
+    if SPLIT:
+        slot = slot * splits + split
+        tl.store(masses + slot, mass, mask=inside)
+        tl.store(tops + slot, top, mask=inside)
+        column = tl.arange(0, VALUE_WIDTH)
+        tl.store(totals + slot[:, None] * sizes.value_dim + column[None, :], total, mask=inside[:, None] & (column < sizes.value_dim)[None, :])
+    else:
+        row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
+        put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
+        tl.store(factor + slot, kept, mask=inside)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec
+) -> tuple[Tensor, Tensor]:
+    """(y (B, H, T, P), factor (B, H, T)), float32, factor as ``forward.forward`` has it.
+
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P): points and values, one of float32, bfloat16, float16, any strides, D and P up to 256. weights (B, H, T, terms).
+    coefficients (H, 3 waves): float32, contiguous. key_mask: bool (B, S). cu_seqlens: int (N + 1,), with B = 1 and T = S.
+    """
+    batch, heads, queries, _ = q.shape
+    y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
+    factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    with tiles.on(q.device):
+        call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
+        own = call.tiles
+        few = queries <= DECODE_QUERIES
+        tiling = distance_tiles.choose("decode" if few else "forward", q, v, call.metric)
+        programs = batch * heads * tiles.ceil_div(queries, tiling.queries)
+        splits, length = splits_of(programs, k.shape[2], tiling.keys) if few else (1, 0)
+        totals = masses = tops = None
+        if splits > 1:
+            totals = torch.empty(batch, heads, queries, splits, v.shape[3], dtype=torch.float32, device=q.device)
+            masses, tops = torch.empty(2, batch, heads, queries, splits, dtype=torch.float32, device=q.device)
+        tiles.launch(
+            distance_forward_kernel,
+            programs * splits,
+            (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, totals, masses, tops, call.query_notes, call.key_notes, call.weights,
+             coefficients, own.key_mask, own.key_counts, own.edges, own.sizes, splits, length),
+            {**distance_tiles.constants(call, tiling, v), "SPLIT": splits > 1},
+            tiling,
+        )  # fmt: skip
+        if splits > 1:
+            combine(totals, masses, tops, y, factor, own)
+    return y, factor
+
+
+__all__ = ["forward"]
