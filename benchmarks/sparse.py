@@ -27,7 +27,7 @@ from zonal.execution.coverage import measured
 
 TOP, DIM, CENTRES = 256, 64, 128
 # (noise beside centres of 1.2, the search for dot products); None: no centres
-INPUTS = {"clusters, noise 0.3": (0.3, LSH(tables=12, bits=11)), "clusters, noise 0.4": (0.4, LSH(tables=20, bits=11)), "no clusters": (None, LSH(tables=20, bits=11))}
+INPUTS = {"clusters, noise 0.3": (0.3, LSH(tables=14, bits=12, window=16)), "clusters, noise 0.4": (0.4, LSH(tables=24, bits=12, window=16)), "no clusters": (None, LSH(tables=24, bits=12, window=16))}
 REWA_TEMPERATURE = 0.08
 
 

@@ -41,16 +41,16 @@ def spaces(score: Score) -> int:
     return len(metric.factors) if isinstance(metric, Product) else 1
 
 
-def projected(x: Tensor, search: LSH, seed: int) -> Tensor:
-    """(…, tokens, D) -> (…, tokens, tables * bits): what ``signs`` are the signs of."""
+def directions(x: Tensor, search: LSH, seed: int) -> Tensor:
+    """(D, tables * bits) in the type of x (…, tokens, D): codes are the signs of what they make of x."""
     assert search.bits is not None
-    return x @ drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
+    return drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
 
 
 def signs(x: Tensor, search: LSH, seed: int) -> Tensor:
     """SimHash: (…, tokens, D) -> (…, tokens, tables) of ``search.bits`` bits each, int64."""
-    found = projected(x, search, seed)
     assert search.bits is not None
+    found = x @ directions(x, search, seed)
     # packed by a product, in which sums up to 2^16 are exact
     powers = 2.0 ** torch.arange(search.bits, dtype=x.dtype, device=x.device)
     return ((found > 0).to(x.dtype).unflatten(-1, (search.tables, search.bits)) @ powers).long()
@@ -119,7 +119,7 @@ def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False
     point. The first is zero for all: its bucket has every key. native: float32 on the CPU, with the compiled kernel."""
     x = x.detach()[..., x.shape[-1] - width :]
     if native and (score.bilinear or family(score.metric) == "sphere"):  # type: ignore[attr-defined]
-        return sparse_library.signs(projected(x, search, search.seed), search.tables)
+        return sparse_library.signs(x, directions(x, search, search.seed), search.tables)
     parts = [signs(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
     return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
 
@@ -140,4 +140,4 @@ def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Tensor]:
     return [_floor(metric.polar(x)[0] / search.width + offsets), signs(x, search, seed)]
 
 
-__all__ = ["CODES", "cells", "codes", "drawn", "family", "hashing_refusal", "projected", "signs", "spaces"]
+__all__ = ["CODES", "cells", "codes", "directions", "drawn", "family", "hashing_refusal", "signs", "spaces"]

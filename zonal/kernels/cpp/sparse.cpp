@@ -217,13 +217,15 @@ void collect(const Sparse& c, Room& room, int64_t b, int64_t h, int64_t t) {
 // f(i, rows of the candidates i to i + 7), of which the last ones stand in for what is past the end
 template <typename F>
 INLINE void by_eight(const Sparse& c, const Room& room, int64_t b, int64_t g, const F& f) {
-  const int64_t n = room.n, width = c.D + 2 * c.F;
+  const int64_t n = room.n, width = c.D + 2 * c.F, token = c.ks.token;
+  const float* first = key_row(c, b, g, 0);
+  const int32_t* key = room.key.data();
   for (int64_t i = 0; i < n; i += 8) {
     const float* k[8];
-    for (int r = 0; r < 8; ++r) k[r] = key_row(c, b, g, room.key[std::min(i + r, n - 1)]);
+    for (int r = 0; r < 8; ++r) k[r] = first + key[std::min(i + r, n - 1)] * token;
     if (i + 16 <= n)
       for (int r = 8; r < 16; ++r)
-        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(key_row(c, b, g, room.key[i + r]) + d);
+        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(first + key[i + r] * token + d);
     f(i, k);
   }
 }
@@ -236,6 +238,7 @@ void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
       const float* part[8];
       for (int r = 0; r < 8; ++r) {
         part[r] = k[r] + from;
+        if (c.kinds[f] < SPHERE) continue;
         room.radius[f * row + i + r] = k[r][c.D + f];
         room.sinh[f * row + i + r] = k[r][c.D + c.F + f];
       }
@@ -317,25 +320,26 @@ float least_kept(const float* x, int64_t n, int64_t top, float low, float high) 
 // y (P) = sum of weight times value
 void read(const Sparse& c, int64_t b, int64_t g, const int32_t* key, const float* weight, int64_t n, float* y) {
   const float* v = c.v + b * c.vs.batch + g * c.vs.head;
+  const int64_t token = c.vs.token;
   int64_t p = 0;
   for (; p + 8 * L <= c.P; p += 8 * L) {
     V x[8] = {};
     for (int64_t i = 0; i < n; ++i) {
-      const float* row = v + key[i] * c.vs.token + p;
-      if (i + 6 < n)
-        for (int d = 0; d < 8 * L; d += 16) __builtin_prefetch(v + key[i + 6] * c.vs.token + p + d);
+      const float* row = v + key[i] * token + p;
+      if (i + 12 < n)
+        for (int d = 0; d < 8 * L; d += 16) __builtin_prefetch(v + key[i + 12] * token + p + d);
       _Pragma("GCC unroll 8") for (int r = 0; r < 8; ++r) x[r] += weight[i] * load(row + r * L);
     }
     for (int r = 0; r < 8; ++r) store(y + p + r * L, x[r]);
   }
   for (; p + L <= c.P; p += L) {
     V x = {};
-    for (int64_t i = 0; i < n; ++i) x += weight[i] * load(v + key[i] * c.vs.token + p);
+    for (int64_t i = 0; i < n; ++i) x += weight[i] * load(v + key[i] * token + p);
     store(y + p, x);
   }
   for (; p < c.P; ++p) {
     float x = 0;
-    for (int64_t i = 0; i < n; ++i) x += weight[i] * v[key[i] * c.vs.token + p];
+    for (int64_t i = 0; i < n; ++i) x += weight[i] * v[key[i] * token + p];
     y[p] = x;
   }
 }
@@ -550,20 +554,19 @@ extern "C" {
 
 int64_t zonal_version() { return 6; }
 
-// Bits of signs: x (heads, tokens, tables * bits) -> codes (heads, 1 + tables, tokens), of which the first, of no bits, are zero.
-void zonal_sparse_signs(const float* x, int64_t heads, int64_t tokens, int64_t tables, int64_t bits, int32_t* codes) {
-#pragma omp parallel for collapse(2) schedule(static)
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t t = 0; t < tokens; ++t) {
-      const float* row = x + (h * tokens + t) * tables * bits;
-      int32_t* out = codes + h * (1 + tables) * tokens + t;
-      out[0] = 0;
-      for (int64_t l = 0; l < tables; ++l, row += bits) {
-        int32_t code = 0;
-        for (int64_t i = 0; i < bits; ++i) code |= (row[i] > 0) << i;
-        out[(l + 1) * tokens] = code;
-      }
+// Bits of signs: x (count, tables * bits), rows from ``first`` on of heads * tokens -> codes (heads, 1 + tables, tokens), of which the first, of no bits, are zero.
+void zonal_sparse_signs(const float* x, int64_t first, int64_t count, int64_t tokens, int64_t tables, int64_t bits, int32_t* codes) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    const float* row = x + i * tables * bits;
+    int32_t* out = codes + (first + i) / tokens * (1 + tables) * tokens + (first + i) % tokens;
+    out[0] = 0;
+    for (int64_t l = 0; l < tables; ++l, row += bits) {
+      int32_t code = 0;
+      for (int64_t i = 0; i < bits; ++i) code |= (row[i] > 0) << i;
+      out[(l + 1) * tokens] = code;
     }
+  }
 }
 
 int zonal_sparse_places(const Places* call) {

@@ -21,6 +21,8 @@ _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "L", "F", "top")
 _RESULTS = ("y", "least", "whole", "met", "dy", "dq", "dk", "dv")
 _CODES = ("asked", "held", "lo", "hi", "position", "reach", "key_mask")
 _PLACES = ("order", "start", "stop", "walk")
+# tokens that are hashed together: their products stay in a cache
+_ROWS = 2048
 
 
 class _Strides(ctypes.Structure):
@@ -69,12 +71,20 @@ class Factors(NamedTuple):
     eps: tuple[float, ...] = ()
 
 
-def signs(x: Tensor, tables: int) -> Tensor:
-    """Signs of float32 x (B, H, tokens, tables * bits) as codes of ``bits`` bits, (B, H, 1 + tables, tokens) int32; the first table has no bits."""
-    batch, heads, tokens, width = x.shape
-    x, codes = plain(x, torch.float32), torch.empty(batch, heads, 1 + tables, tokens, dtype=torch.int32)
-    sizes = (ctypes.c_int64(n) for n in (batch * heads, tokens, tables, width // tables))
-    library.load(CODE, SOURCE).zonal_sparse_signs(ctypes.c_void_p(x.data_ptr()), *sizes, ctypes.c_void_p(codes.data_ptr()))
+def signs(x: Tensor, directions: Tensor, tables: int) -> Tensor:
+    """Signs of x (B, H, tokens, D) @ directions (D, tables * bits) as codes of ``bits`` bits, (B, H, 1 + tables, tokens) int32; the first table has no bits.
+
+    Products are made for some tokens at a time and never kept: all of them are many times what x is.
+    """
+    batch, heads, tokens, _ = x.shape
+    x, directions, codes = plain(x, torch.float32).flatten(0, 2), plain(directions, torch.float32), torch.empty(batch, heads, 1 + tables, tokens, dtype=torch.int32)
+    width = directions.shape[1]
+    found, run = torch.empty(min(_ROWS, x.shape[0]), width), library.load(CODE, SOURCE).zonal_sparse_signs
+    for first in range(0, x.shape[0], _ROWS):
+        rows = x[first : first + _ROWS]
+        torch.mm(rows, directions, out=found[: rows.shape[0]])
+        sizes = (ctypes.c_int64(n) for n in (first, rows.shape[0], tokens, tables, width // tables))
+        run(ctypes.c_void_p(found.data_ptr()), *sizes, ctypes.c_void_p(codes.data_ptr()))
     return codes
 
 
