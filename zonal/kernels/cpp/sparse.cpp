@@ -52,6 +52,7 @@ namespace {
 enum Kind { EUCLIDEAN = 0, SQUARED = 1, SPHERE = 2, HYPERBOLIC = 3 };
 constexpr int64_t CODES = 1 << 16;
 constexpr int64_t CHUNK = 256;  // queries of a task, forward
+constexpr int64_t BLOCK = 32;   // tokens that are hashed together
 
 inline V choose(I mask, V a, V b) { return reinterpret_cast<V>((mask & reinterpret_cast<I&>(a)) | (~mask & reinterpret_cast<I&>(b))); }
 inline V roots(V x) {
@@ -461,6 +462,30 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
   }
 }
 
+// of cells: odd, so that no digit is lost
+inline uint32_t mixed(uint32_t code) { return code * 0x9E3779B1u; }
+
+// which of at most sixteen numbers are positive, a bit each; reads sixteen
+inline uint32_t signs(const float* x, int64_t n) {
+#ifdef __AVX__
+  const auto eight = [](const float* p) {
+    const I positive = load(p) > 0.f;
+    return static_cast<uint32_t>(__builtin_ia32_movmskps256(reinterpret_cast<const __attribute__((vector_size(32))) float&>(positive)));
+  };
+  return (eight(x) | (n > 8 ? eight(x + 8) << 8 : 0)) & ((1u << n) - 1);
+#else
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < n; ++i) bits |= static_cast<uint32_t>(x[i] > 0) << i;
+  return bits;
+#endif
+}
+
+// the cell of a number; what is not finite lies in that of zero
+inline uint32_t cell(float x) {
+  constexpr float far = 2147483648.f;
+  return std::isfinite(x) ? static_cast<uint32_t>(static_cast<int64_t>(std::floor(std::min(std::max(x, -far), far)))) : 0;
+}
+
 // A bucket's borders by code, and how many of its keys the sweep at hand has passed.
 struct Counts {
   std::vector<int32_t> first, passed;
@@ -554,19 +579,35 @@ extern "C" {
 
 int64_t zonal_version() { return 6; }
 
-// Bits of signs: x (count, tables * bits), rows from ``first`` on of heads * tokens -> codes (heads, 1 + tables, tokens), of which the first, of no bits, are zero.
-void zonal_sparse_signs(const float* x, int64_t first, int64_t count, int64_t tokens, int64_t tables, int64_t bits, int32_t* codes) {
+// One function of the hash tables into codes (heads, 1 + tables, tokens), of which the first table, of one bucket, stays as it is; tokens ``first`` and
+// ``count`` more of heads * tokens. Their numbers for table l begin at x + i * row + l * step, and sixteen are read at a time. Without offsets
+// (tables, numbers): the signs of the numbers, together one cell; with them: as many cells, floor(number / width + offset). Cells are mixed into codes.
+void zonal_sparse_hash(
+    const float* x, int64_t row, int64_t step, int64_t numbers, const float* offsets, float width, int64_t first, int64_t count, int64_t tokens, int64_t tables, uint32_t* codes) {
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < count; ++i) {
-    const float* row = x + i * tables * bits;
-    int32_t* out = codes + (first + i) / tokens * (1 + tables) * tokens + (first + i) % tokens;
-    out[0] = 0;
-    for (int64_t l = 0; l < tables; ++l, row += bits) {
-      int32_t code = 0;
-      for (int64_t i = 0; i < bits; ++i) code |= (row[i] > 0) << i;
-      out[(l + 1) * tokens] = code;
+  for (int64_t from = 0; from < count; from += BLOCK) {
+    const int64_t n = std::min(BLOCK, count - from);
+    uint32_t* place[BLOCK];
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = first + from + i, head = at / tokens;
+      place[i] = codes + (head * (1 + tables) + 1) * tokens + (at - head * tokens);
     }
+    // table by table: places of a token lie a power of two apart, often, and would push one another out of the cache
+    for (int64_t l = 0; l < tables; ++l)
+      for (int64_t i = 0; i < n; ++i) {
+        const float* at = x + (from + i) * row + l * step;
+        uint32_t& code = place[i][l * tokens];
+        if (offsets == nullptr) code = mixed(code) + signs(at, numbers);
+        else
+          for (int64_t j = 0; j < numbers; ++j) code = mixed(code) + cell(at[j] / width + offsets[l * numbers + j]);
+      }
   }
+}
+
+// Codes of ``cells`` cells each, as many as ``count`` tables have tokens, brought below CODES.
+void zonal_sparse_fold(int64_t cells, int64_t count, uint32_t* codes) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count; ++i) codes[i] = cells > 1 ? mixed(codes[i]) >> 16 : codes[i] & (CODES - 1);
 }
 
 int zonal_sparse_places(const Places* call) {
