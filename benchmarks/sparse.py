@@ -31,10 +31,10 @@ TOP, DIM, CENTRES, ROWS = 256, 64, 128, 128
 NOISE = {"clusters, noise 0.3": 0.3, "clusters, noise 0.4": 0.4, "no clusters": None}
 EXACT = {"softmax": m.softmax(), "rewa": m.rewa(temperature=0.08)}
 # dot products are hashed by signs alone; cells of the plane are wide, for their signs are cheaper than more cells
-_SIGNS, _PRODUCT = LSH(bits=12, window=16), LSH(bits=5, width=3.0, window=16)
+_SIGNS, _PRODUCT = LSH(bits=12, window=16), LSH(bits=6, width=3.0, window=16)
 SEARCHES = {
     "softmax": {kind: replace(_SIGNS, tables=tables) for kind, tables in zip(NOISE, (14, 24, 24), strict=True)},
-    "rewa": {kind: replace(_PRODUCT, tables=tables) for kind, tables in zip(NOISE, (12, 18, 18), strict=True)},
+    "rewa": {kind: replace(_PRODUCT, tables=tables) for kind, tables in zip(NOISE, (16, 24, 24), strict=True)},
 }
 VARIED_TABLES, VARIED_TOP = (2, 4, 8, 16, 32), (16, 64, 256)
 

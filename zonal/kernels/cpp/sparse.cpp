@@ -118,7 +118,11 @@ struct Distance {
   V h, slope, delta;
 };
 
-inline Distance distance(int64_t kind, float eps, V gap, float a, float sinh_a, V b, V sinh_b) {
+// the angle or distance that eps alone makes
+inline float by_eps(int64_t kind, float eps) { return kind == SPHERE ? 2.f * std::atan2(eps, std::sqrt(4.f + eps * eps)) : kind == HYPERBOLIC ? 2.f * std::asinh(0.5f * eps) : 0.f; }
+
+// own: ``by_eps``
+inline Distance distance(int64_t kind, float eps, float own, V gap, float a, float sinh_a, V b, V sinh_b) {
   if (kind == SQUARED) return {gap, spread(1.f), gap};
   if (kind == EUCLIDEAN) {
     const V r = roots(gap + eps * eps);
@@ -127,11 +131,26 @@ inline Distance distance(int64_t kind, float eps, V gap, float a, float sinh_a, 
   if (kind == SPHERE) {
     const V g = gap + (a + b);  // a missing direction is at a right angle to all
     const V near = roots(g + eps * eps), far = roots(most(4.f - g, V{}) + eps * eps);
-    return {2.f * angle(near, far) - 2.f * std::atan2(eps, std::sqrt(4.f + eps * eps)), 1.f / (near * far), g};
+    return {2.f * angle(near, far) - own, 1.f / (near * far), g};
   }
   const V half = sinh(0.5f * (a - b)), delta = half * half + sinh_a * sinh_b * gap * 0.25f + 0.25f * eps * eps;
   const V r = roots(delta), one = roots(1.f + delta);
-  return {2.f * ln1p(r + delta / (1.f + one)) - 2.f * std::asinh(0.5f * eps), 1.f / (r * one), delta};
+  return {2.f * ln1p(r + delta / (1.f + one)) - own, 1.f / (r * one), delta};
+}
+
+// the sum of each of eight rows, in less than turning them into columns takes
+INLINE V8 totals(V8 (&x)[8]) {
+#if __has_builtin(__builtin_shufflevector)
+  V8 y[4], z[2];
+  for (int i = 0; i < 4; ++i)
+    y[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(x[2 * i], x[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; ++i)
+    z[i] = __builtin_shufflevector(y[2 * i], y[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(y[2 * i], y[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(z[0], z[1], 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(z[0], z[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  transpose(x);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+#endif
 }
 
 // sums over eight rows at once, of products or of squared differences
@@ -151,8 +170,7 @@ INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* 
       }
     }
   }
-  transpose(x);
-  V total = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  V total = totals(x);
   for (; i < n; ++i) {
     V rest;
     for (int r = 0; r < 8; ++r) rest[r] = GAP ? (q[i] - k[r][i]) * (q[i] - k[r][i]) : q[i] * k[r][i];
@@ -165,12 +183,14 @@ INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* 
 struct Room {
   std::vector<uint8_t> seen;  // in which turn, of 255, a key was last met: small enough for the nearest cache
   std::vector<int32_t> key;
-  std::vector<float> score, gap, radius, sinh;
+  std::vector<float> score, gap, radius, sinh, own;  // own: ``by_eps`` of each factor
   uint8_t turn = 0;
   int64_t n = 0;
 
   Room(const Sparse& c, int64_t most)
-      : seen(c.S, 0), key(most + 16), score(most + 16), gap(c.F ? (most + 16) * c.F : 0), radius(c.F ? (most + 16) * c.F : 0), sinh(c.F ? (most + 16) * c.F : 0) {}
+      : seen(c.S, 0), key(most + 16), score(most + 16), gap(c.F ? (most + 16) * c.F : 0), radius(c.F ? (most + 16) * c.F : 0), sinh(c.F ? (most + 16) * c.F : 0) {
+    for (int64_t f = 0; f < c.F; ++f) own.push_back(by_eps(c.kinds[f], c.eps[f]));
+  }
   int64_t row() const { return static_cast<int64_t>(key.size()); }
 };
 
@@ -250,7 +270,7 @@ void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
 
 Distance factor(const Sparse& c, const Room& room, const float* q, int64_t f, int64_t i) {
   const int64_t at = f * room.row() + i;
-  return distance(c.kinds[f], c.eps[f], load(room.gap.data() + at), q[c.D + c.F + f], q[c.D + 2 * c.F + f], load(room.radius.data() + at), load(room.sinh.data() + at));
+  return distance(c.kinds[f], c.eps[f], room.own[f], load(room.gap.data() + at), q[c.D + c.F + f], q[c.D + 2 * c.F + f], load(room.radius.data() + at), load(room.sinh.data() + at));
 }
 
 // scores of all candidates
