@@ -82,10 +82,10 @@ def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
 
 
 def test_the_planner_grid() -> None:
-    """Sixty different calls: the operators and ranges that the claim is about."""
+    """Seventy-six different calls: the operators and ranges that the claim is about."""
     cases = planner.grid()
-    assert len(cases) == len({str(case) for case in cases}) == 60
-    assert {case.spec for case in cases} == set(planner.SPECS)
+    assert len(cases) == len({str(case) for case in cases}) == 76
+    assert {case.spec for case in cases} == {*planner.SPECS, *planner.SEARCHED}
     assert {case.keys for case in cases} >= {16, 8192}
     assert any(case.queries == 1 and case.keys >= 4096 for case in cases)
     assert {case.gradients for case in cases} == {True, False}

@@ -74,7 +74,10 @@ def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]
     factors = Factors(
         tuple(_KINDS[type(factor)] for factor, _, _ in parts), tuple(p.q[0].shape[-1] for p in made), tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts)
     )
-    return torch.cat([rows[0], weights, *rows[1:3]], -1), torch.cat(rows[3:], -1), factors
+    # keys are fetched from anywhere: a row begins where a line of the cache does
+    width = sum(x.shape[-1] for x in rows[3:])
+    held = torch.cat([*rows[3:], k.new_zeros(*k.shape[:3], -width % 16)], -1)[..., :width]
+    return torch.cat([rows[0], weights, *rows[1:3]], -1), held, factors
 
 
 def _padded(point: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

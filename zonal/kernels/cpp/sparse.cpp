@@ -441,7 +441,7 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
   for (int64_t i = 0; i < kept; ++i) {
     const int64_t s = room.key[i];
     const float* v = c.v + b * c.vs.batch + g * c.vs.head + s * c.vs.token;
-    const float w = std::exp(score[i] - whole);
+    const float w = std::exp(std::min(score[i] - whole, 0.f));  // which no weight exceeds, but for the rounding of large logarithms
     slope[i] = w * (dot(dy, v, c.P) - shared);
     add(c.dv + ((b * c.Hkv + g) * c.S + s) * c.P, dy, w, c.P);
   }
