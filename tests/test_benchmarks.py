@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zonal
-from benchmarks import common, gpu, linear, linear_peers, peers, planner, rewa, sparse, tiled
+from benchmarks import common, gpu, linear, linear_peers, peers, planner, rewa, sparse, sparse_page, tiled
 from zonal.errors import ArgumentError
 
 CPU = torch.device("cpu")
@@ -82,10 +82,10 @@ def test_arguments_that_do_not_fit(arguments: list[str]) -> None:
 
 
 def test_the_planner_grid() -> None:
-    """Sixty different calls: the operators and ranges that the claim is about."""
+    """Seventy-six different calls: the operators and ranges that the claim is about."""
     cases = planner.grid()
-    assert len(cases) == len({str(case) for case in cases}) == 60
-    assert {case.spec for case in cases} == set(planner.SPECS)
+    assert len(cases) == len({str(case) for case in cases}) == 76
+    assert {case.spec for case in cases} == {*planner.SPECS, *planner.SEARCHED}
     assert {case.keys for case in cases} >= {16, 8192}
     assert any(case.queries == 1 and case.keys >= 4096 for case in cases)
     assert {case.gradients for case in cases} == {True, False}
@@ -462,10 +462,27 @@ def test_the_benchmark_of_the_gpu_runs_there() -> None:
 def test_the_sparse_benchmark_measures() -> None:
     """Both operators pass the gate, and a row has the ratios and what was caught."""
     assert sparse.gated(CPU) < 2e-4
-    rows = sparse.measure("rewa", 128, 2, CPU, 1)
-    assert [row["inputs"] for row in rows] == list(sparse.INPUTS)
+    rows = sparse.speed("rewa", 128, 2, CPU, 1)
+    assert [row["inputs"] for row in rows] == list(sparse.NOISE)
     row = rows[0]
     assert set(row["seconds"]) == {"sparse", "tiled", "sdpa"}
-    assert row["sparse_to_tiled"] == pytest.approx(row["seconds"]["sparse"] / row["seconds"]["tiled"])
+    assert row["sparse_to_tiled"] == pytest.approx(row["seconds"]["sparse"]["median"] / row["seconds"]["tiled"]["median"])
     assert 0 < row["recall"] <= 1
     assert 0 < row["mass"] <= row["exact_mass"] + 1e-6
+    made = sparse.summary([{**row, "sparse_to_tiled": 0.1, "mass": 0.96} for row in rows])
+    assert made["held"]
+    assert not sparse.summary([{**row, "sparse_to_tiled": 0.1, "mass": 0.94} for row in rows])["held"]
+
+
+def test_the_sparse_benchmark_draws_what_tables_buy() -> None:
+    """More tables find more; without the kernel torch gathers the same; the page has every number."""
+    rows = sparse.tables("softmax", 256, 1, CPU, 1)
+    assert {(row["search"]["tables"], row["top"]) for row in rows} == set(itertools.product(sparse.VARIED_TABLES, sparse.VARIED_TOP))
+    mass = [row["mass"] for row in rows if row["top"] == 64]
+    assert mass == sorted(mass)
+    alone = sparse.torch_alone(128, CPU)
+    assert set(alone["seconds"]) == {"sparse", "torch"}
+    speed = [{**row, "part": "speed"} for row in rows[:1]]
+    page = sparse_page.html({**common.circumstances(CPU), "rows": [*speed, *rows, alone], "summary": sparse.summary(speed)})
+    assert "softmax: attention mass" in page
+    assert f"{rows[-1]['mass']:.3f}"[:5] in page

@@ -164,7 +164,7 @@ def test_simhash_law() -> None:
     search = LSH(tables=4000, bits=2)
     for angle in (0.2, 1.0, 2.5):
         x = torch.tensor([[1.0, 0.0, 0.0], [torch.cos(torch.tensor(angle)).item(), torch.sin(torch.tensor(angle)).item(), 0.0]])
-        agree = hashing.signs(x, search, 0)
+        (agree,) = hashing.cells(hashing.simhash(x, search, 0), search.tables)
         assert (agree[0] == agree[1]).double().mean().item() == pytest.approx((1 - angle / torch.pi) ** 2, abs=0.03)
 
 
@@ -174,7 +174,7 @@ def test_grid_law() -> None:
     x = torch.zeros(2, 6)
     for apart in (0.3, 1.0, 3.0):
         x[1] = apart * torch.tensor([1.0, -0.5, 0.2, 0.0, 0.7, 0.1])
-        cells = hashing.cells(x, search, 3)
+        cells = torch.stack(hashing.cells(hashing.grid(x, search, 3), search.tables), -1)
         gap = (x[1] @ hashing.drawn(6, 4000, 2, 3).directions / 6**0.5).unflatten(-1, (4000, 2)).abs()
         law = (1 - gap / search.width).clamp_min(0).prod(-1).mean().item()
         assert (cells[0] == cells[1]).all(-1).double().mean().item() == pytest.approx(law, abs=0.03)

@@ -66,4 +66,4 @@ class LSH(Search):
 
 SEARCHES: dict[str, type[Declaration]] = {"LSH": LSH}
 
-__all__ = ["LSH", "SEARCHES", "Search"]
+__all__ = ["LSH", "MOST_BITS", "SEARCHES", "Search"]

@@ -1,7 +1,8 @@
-"""What the compiled tile kernel costs: operations over a measured rate, nothing else."""
+"""What the compiled kernels of tiles and of distances cost: operations over a measured rate, nothing else."""
 
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
+from zonal.kernels.cpp import distance_library
 
 # on the CPU queries go in columns of sixteen, whatever their number; sixteen columns are a task, which reads its keys and values once
 _COLUMN = _TASK = 16
@@ -9,8 +10,9 @@ _COLUMN = _TASK = 16
 _CUDA_COLUMN, _FEW, _SPLIT, _SPLITS = 64, 16, 256, 32
 # an exponential in registers, counted in multiplications
 _EXPONENTIAL = 14.0
-# the roots, logarithms and arcs of a pair's distances, counted likewise
-_DISTANCES = 60.0
+# the roots, logarithms and arcs of a pair's distance of each kind, and its part of a wave, counted likewise: measured, on parts of 5 to 96 numbers
+_DISTANCES = {"euclidean": 6.0, "squared": 2.0, "sphere": 12.0, "hyperbolic": 26.0, "product": 0.0}
+_WAVE = 3.0
 
 
 def kernel(p: Problem, tally: Tally) -> Estimate:
@@ -24,15 +26,14 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
             column, splits = _FEW, min(max(p.S // _SPLIT, 1), _SPLITS)
     blocks = p.span.blocks(p.T, p.S, column)
     pairs = heads * float(sum(column * (block.hi - block.lo) for block in blocks))
-    each = _EXPONENTIAL if p.tags.log_space else p.operations + 2
-    width = p.D
+    each, width = _EXPONENTIAL if p.tags.log_space else p.operations + 2, p.D
     again = 2  # how often backward makes a pair again
-    if not p.tags.bilinear:
-        each += _DISTANCES
+    if p.terms:
+        each += sum(_DISTANCES[term.kind] for term in p.terms) + _WAVE * p.operations * (p.operations > 1)
         if p.device.type == "cuda":
             again = 5
-        else:  # a difference for each product
-            width = 2 * p.D
+        else:  # a difference for each product, which the units for vectors of sixteen have to spare
+            width = sum(term.size for term in p.terms) * (1 if distance_library.source() == "distance_wide" else 2)
     forward = pairs * (2 * (width + p.P) + 2 * each)
     backward = pairs * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (again * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25

@@ -61,7 +61,7 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
         tally.add(2 * call, calls=10)
         tally.add(backward * rate, flops=backward, moved=2 * p.itemsize * numbers)
         longest = max((length for _, length, _ in groups), default=0)
-        peak += p.B * (p.H * p.T * r + kv / p.B * p.S * (r + p.P)) + min(tasks, constants.threads) * 2.0 * (p.shifts + 1) * p.groups * longest * r
+        peak += p.B * p.H * p.T * r + kv * p.S * (r + p.P) + min(tasks, constants.threads) * 2.0 * (p.shifts + 1) * p.groups * longest * r
     return tally.estimate("chunked", peak)
 
 

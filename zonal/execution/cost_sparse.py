@@ -5,6 +5,8 @@ from zonal.execution.tally import Estimate, Tally
 
 # a candidate is fetched from far away: so many times the operations that it takes in a tile, measured at 64 numbers a key
 _FETCH = 7.0
+# the same of a distance of a candidate, whose weights, radii and roots are made for eight candidates at once; in operations
+_DISTANCE = 70.0
 # a sort, or a look-up, of one key or query in one table, in elementwise calls
 _PLACES = 4.0
 
@@ -32,7 +34,7 @@ def candidates(p: Problem, tally: Tally) -> Estimate:
     passes = 1 + 2 * p.gradients
     if p.without_sparse is None:
         pairs = heads * p.T * met(p)
-        flops = pairs * 2 * (p.D + p.P) * passes
+        flops = pairs * 2 * (p.D + p.P + _DISTANCE * len(p.terms)) * passes
         rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
         tally.add(_FETCH * flops * rate, calls=6, flops=flops, moved=pairs * (p.D + p.P) * p.itemsize * passes)
     else:

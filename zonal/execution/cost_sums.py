@@ -76,7 +76,7 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     call = constants.sums_call or 50 * constants.call
     # a task is a key head's document, or a part of its values where there are few
     tasks = p.B * p.Hkv * sum(count for count, _, _ in groups)
-    if tasks < constants.threads:
+    if 0 < tasks < constants.threads:
         tasks *= max(1, min(constants.threads // tasks, p.P // 8))
     # whole rounds of tasks: three heads on two threads take as long as four
     rate *= constants.threads / tasks * math.ceil(tasks / constants.threads) if tasks else 1.0

@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import TopK
@@ -67,13 +68,21 @@ def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]
     assert isinstance(score, NegativeDistance)
     metric = score.metric
     weights, parts = metric.cut(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
-    made = [_Points(_point(factor, a), _point(factor, b)) for factor, a, b in parts]
+    made = [_Points(_padded(_point(factor, a)), _padded(_point(factor, b))) for factor, a, b in parts]
     weights = (weights / score.temperature).expand(*q.shape[:3], len(parts))
     rows = [torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)]
     factors = Factors(
-        tuple(_KINDS[type(factor)] for factor, _, _ in parts), tuple(a.shape[-1] for _, a, _ in parts), tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts)
+        tuple(_KINDS[type(factor)] for factor, _, _ in parts), tuple(p.q[0].shape[-1] for p in made), tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts)
     )
-    return torch.cat([rows[0], weights, *rows[1:3]], -1), torch.cat(rows[3:], -1), factors
+    # keys are fetched from anywhere: a row begins where a line of the cache does
+    width = sum(x.shape[-1] for x in rows[3:])
+    held = torch.cat([*rows[3:], k.new_zeros(*k.shape[:3], -width % 16)], -1)[..., :width]
+    return torch.cat([rows[0], weights, *rows[1:3]], -1), held, factors
+
+
+def _padded(point: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros up to whole vectors of the kernel, which takes what is left over number by number."""
+    return F.pad(point[0], (0, -point[0].shape[-1] % 8)), point[1], point[2]
 
 
 def _point(metric: Metric, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

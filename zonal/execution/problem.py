@@ -1,7 +1,7 @@
 """What a plan is made from: the shapes and structure of a call, without its numbers."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -9,13 +9,14 @@ import torch
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Ridge, TopK
 from zonal.algebra.prior import Window
-from zonal.algebra.search import LSH
+from zonal.algebra.search import LSH, MOST_BITS
 from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.sparse import sparse_refusal
 from zonal.execution.streaming import streaming_refusal
-from zonal.features import SymmetricPowers, feature_map
+from zonal.features import SymmetricPowers, feature_map, hashing
+from zonal.formula import Term
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
 
@@ -97,7 +98,8 @@ class Problem:
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. score_passes: of the score over all pairs. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
-    anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them.
+    anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them, with the bits of all
+    spaces together. terms: the distances of a score that is a sum of such, where a kernel of distances runs.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
     kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
@@ -131,6 +133,7 @@ class Problem:
     by_query: bool = False
     top: int = 0
     search: LSH | None = None
+    terms: tuple[Term, ...] = ()
     gradients: bool = False
     coefficient_gradients: bool = False
     bias_gradients: bool = False
@@ -192,7 +195,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
-        top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call),
+        top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call), terms=_terms(call),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=tiled.without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
@@ -205,7 +208,19 @@ def _search(call: Call) -> LSH | None:
     """The search of an anchor, with the bits of all spaces together."""
     anchor = call.bound.anchor
     search = anchor.search if isinstance(anchor, TopK) else None
-    return search.sized(call.shape[3]) if isinstance(search, LSH) else None
+    if not isinstance(search, LSH):
+        return None
+    spaces = hashing.spaces(call.bound.score)
+    bits = search.sized(call.shape[3], spaces).bits
+    assert bits is not None
+    return replace(search, bits=min(bits * spaces, MOST_BITS))
+
+
+def _terms(call: Call) -> tuple[Term, ...]:
+    """Distances; with log priors they run as functions of a product, in the tile kernel."""
+    if call.bound.score.bilinear or not call.bias.empty:
+        return ()
+    return call.bound.score.terms(call.shape[4] if call.raw is not None else call.k.shape[3]) or ()
 
 
 def refusals(call: Call, held: Held | None) -> tuple[tuple[str, str], ...]:

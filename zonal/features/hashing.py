@@ -15,6 +15,7 @@ from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, 
 from zonal.algebra.score import NegativeDistance, Score
 from zonal.algebra.search import LSH
 from zonal.kernels.cpp import sparse_library
+from zonal.kernels.cpp.sparse_library import Function
 
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
@@ -41,30 +42,30 @@ def spaces(score: Score) -> int:
     return len(metric.factors) if isinstance(metric, Product) else 1
 
 
-def projected(x: Tensor, search: LSH, seed: int) -> Tensor:
-    """(…, tokens, D) -> (…, tokens, tables * bits): what ``signs`` are the signs of."""
+def simhash(x: Tensor, search: LSH, seed: int) -> Function:
+    """Signs of projections of x (…, tokens, D), ``search.bits`` of a table."""
     assert search.bits is not None
-    return x @ drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x)
+    return Function(x, drawn(x.shape[-1], search.tables, search.bits, seed).directions.to(x))
 
 
-def signs(x: Tensor, search: LSH, seed: int) -> Tensor:
-    """SimHash: (…, tokens, D) -> (…, tokens, tables) of ``search.bits`` bits each, int64."""
-    found = projected(x, search, seed)
-    assert search.bits is not None
-    # packed by a product, in which sums up to 2^16 are exact
-    powers = 2.0 ** torch.arange(search.bits, dtype=x.dtype, device=x.device)
-    return ((found > 0).to(x.dtype).unflatten(-1, (search.tables, search.bits)) @ powers).long()
-
-
-def cells(x: Tensor, search: LSH, seed: int) -> Tensor:
-    """Grid: (…, tokens, D) -> (…, tokens, tables, projections), int64."""
+def grid(x: Tensor, search: LSH, seed: int) -> Function:
+    """Cells of projections of x (…, tokens, D), ``search.projections`` of a table."""
     numbers = drawn(x.shape[-1], search.tables, search.projections, seed)
-    return _floor(x @ numbers.directions.to(x) / (x.shape[-1] ** 0.5 * search.width) + numbers.offsets.to(x)).unflatten(-1, (search.tables, search.projections))
+    return Function(x, numbers.directions.to(x), numbers.offsets.to(x), x.shape[-1] ** 0.5 * search.width)
 
 
-def _floor(x: Tensor) -> Tensor:
-    """Whole numbers; what is not finite lies in the cell of zero."""
-    return x.nan_to_num(0.0, 0.0, 0.0).clamp(-(2.0**31), 2.0**31).floor().long()
+def cells(function: Function, tables: int) -> list[Tensor]:
+    """The cells of a function by torch, (…, tokens, tables) int64 each."""
+    x, directions, offsets, width = function
+    found = x if directions is None else x @ directions
+    if offsets is not None:
+        # what is not finite lies in the cell of zero
+        whole = (found / width + offsets).nan_to_num(0.0, 0.0, 0.0).clamp(-(2.0**31), 2.0**31).floor().long()
+        return list(whole.unflatten(-1, (tables, -1)).unbind(-1))
+    found = found.unflatten(-1, (tables, -1))
+    # packed by a product, in which sums up to 2^16 are exact
+    powers = 2.0 ** torch.arange(found.shape[-1], dtype=x.dtype, device=x.device)
+    return [((found > 0).to(x.dtype) @ powers).long()]
 
 
 def _mixed(parts: list[Tensor]) -> Tensor:
@@ -118,26 +119,27 @@ def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False
     """Codes (B, H, 1 + tables, tokens) int32 below ``CODES`` of prepared queries or keys (B, H, tokens, …), ``width`` numbers of which, the last, are the
     point. The first is zero for all: its bucket has every key. native: float32 on the CPU, with the compiled kernel."""
     x = x.detach()[..., x.shape[-1] - width :]
-    if native and (score.bilinear or family(score.metric) == "sphere"):  # type: ignore[attr-defined]
-        return sparse_library.signs(projected(x, search, search.seed), search.tables)
-    parts = [signs(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
+    functions = [simhash(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
+    if native:
+        return sparse_library.codes(functions, search.tables)
+    parts = [cell for function in functions for cell in cells(function, search.tables)]
     return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
 
 
-def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Tensor]:
-    """Cells (…, tokens, tables), one a hash function or one for all signs."""
+def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Function]:
+    """The functions whose cells make a code."""
     kind = family(metric)
     if kind == "product":
         assert isinstance(metric, Product)
         parts = x.split(metric.parts(x.shape[-1]), -1)
-        return [cell for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True)) for cell in _of(factor, search, part, seed + 7919 * (i + 1))]
+        return [function for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True)) for function in _of(factor, search, part, seed + 7919 * (i + 1))]
     if kind == "plane":
-        return list(cells(x, search, seed).unbind(-1))
+        return [grid(x, search, seed)]
     if kind == "sphere":
-        return [signs(x, search, seed)]
+        return [simhash(x, search, seed)]
     assert isinstance(metric, Hyperbolic)
     offsets = drawn(1, search.tables, 1, seed + 1).offsets.to(x)
-    return [_floor(metric.polar(x)[0] / search.width + offsets), signs(x, search, seed)]
+    return [Function(metric.polar(x)[0], None, offsets, search.width), simhash(x, search, seed)]
 
 
-__all__ = ["CODES", "cells", "codes", "drawn", "family", "hashing_refusal", "projected", "signs", "spaces"]
+__all__ = ["CODES", "cells", "codes", "drawn", "family", "grid", "hashing_refusal", "simhash", "spaces"]

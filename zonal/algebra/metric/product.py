@@ -73,15 +73,17 @@ class Product(Metric):
             require(self.sizes.count(None) <= 1, f"Product: one size at most may be None, which is what the others leave, received {self.sizes}.")
 
     def parts(self, dim: int) -> tuple[int, ...]:
-        """The sizes of the parts of a vector of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
+        """The sizes of the parts of a point of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
+        beside = len(self.factors) * self.adaptive
+        what = f" after {beside} that weigh the factors" if beside else ""
         if self.sizes is None:
-            require(dim >= len(self.factors), f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers, received {dim}.")
+            require(dim >= len(self.factors), f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers{what}, received {dim + beside}.")
             share = dim // len(self.factors)
             return (dim - share * (len(self.factors) - 1), *(share for _ in self.factors[1:]))
         given = sum(size or 0 for size in self.sizes)
         fits = dim > given if None in self.sizes else dim == given
         least = "more than " if None in self.sizes else ""
-        require(fits, f"metric.Product: sizes {self.sizes} need vectors of {least}{given} numbers, received {dim}. Choose sizes that sum to it, or None.")
+        require(fits, f"metric.Product: sizes {self.sizes} need vectors of {least}{given} numbers{what}, received {dim + beside}. Choose sizes that sum to it, or None.")
         return tuple(dim - given if size is None else size for size in self.sizes)
 
     def check(self, dim: int) -> None:

@@ -291,6 +291,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float UNIT = ZONAL_LOG && !ZONAL_MAP ? LOG2E : 1.f;  // of scores: in log space to base 2, but where a map takes them first
 
+// A weight that backward makes again from its logarithm, base 2. Of a row that was divided by its sum none exceeds 1, but for the rounding of large logarithms.
+inline V weight_again(const Call& c, V power) { return exp2(c.anchor == ROW ? least(power, V{}) : power); }
+
 // to wake the other threads takes some ten microseconds, longer where the processor is busy
 bool worth_a_team(const Call& c) { return c.B * c.H * up(c.T, C) * c.S * (c.D + c.P) > (1 << 19); }
 

@@ -198,7 +198,7 @@ APART void gradients(
     EACH_ROW {
       V score = x[j][r], slope = V{}, pulls[3 * WAVES];
       if (w.asked.waves > 0) score = waves(at.coefficients, w.asked.waves, score, slope, partial == nullptr ? nullptr : pulls);
-      V weight = exp2(score * LOG2E - load(block.lse + band * C + j * L)), ds = load(changed + r * C + j * L) - load(block.shared + band * C + j * L);
+      V weight = weight_again(c, score * LOG2E - load(block.lse + band * C + j * L)), ds = load(changed + r * C + j * L) - load(block.shared + band * C + j * L);
       ds *= weight;
       if (!whole) {
         weight = seen(sight, j, s + r) ? weight : V{};

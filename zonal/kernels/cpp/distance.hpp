@@ -331,8 +331,9 @@ INLINE V waves(const float* coefficients, int64_t n, V x, V& slope, V* pulls) {
     V even, odd;
     circular(d * std::abs(frequency), even, odd);
     const V fade = d * b < 100.f ? exp2(d * (-b * LOG2E)) : (x == x ? V{} : x);
-    even *= fade;
-    odd *= frequency < 0 ? -fade : fade;
+    // of a distance past all turns cosine and sine are nothing, and so is the wave
+    even = fade > 0.f ? even * fade : fade;
+    odd = fade > 0.f ? odd * (frequency < 0 ? -fade : fade) : fade;
     value += a * even;
     slope += a * (b * even + frequency * odd);
     if (pulls != nullptr) {

@@ -52,6 +52,7 @@ namespace {
 enum Kind { EUCLIDEAN = 0, SQUARED = 1, SPHERE = 2, HYPERBOLIC = 3 };
 constexpr int64_t CODES = 1 << 16;
 constexpr int64_t CHUNK = 256;  // queries of a task, forward
+constexpr int64_t BLOCK = 32;   // tokens that are hashed together
 
 inline V choose(I mask, V a, V b) { return reinterpret_cast<V>((mask & reinterpret_cast<I&>(a)) | (~mask & reinterpret_cast<I&>(b))); }
 inline V roots(V x) {
@@ -117,7 +118,11 @@ struct Distance {
   V h, slope, delta;
 };
 
-inline Distance distance(int64_t kind, float eps, V gap, float a, float sinh_a, V b, V sinh_b) {
+// the angle or distance that eps alone makes
+inline float by_eps(int64_t kind, float eps) { return kind == SPHERE ? 2.f * std::atan2(eps, std::sqrt(4.f + eps * eps)) : kind == HYPERBOLIC ? 2.f * std::asinh(0.5f * eps) : 0.f; }
+
+// own: ``by_eps``
+inline Distance distance(int64_t kind, float eps, float own, V gap, float a, float sinh_a, V b, V sinh_b) {
   if (kind == SQUARED) return {gap, spread(1.f), gap};
   if (kind == EUCLIDEAN) {
     const V r = roots(gap + eps * eps);
@@ -126,11 +131,26 @@ inline Distance distance(int64_t kind, float eps, V gap, float a, float sinh_a, 
   if (kind == SPHERE) {
     const V g = gap + (a + b);  // a missing direction is at a right angle to all
     const V near = roots(g + eps * eps), far = roots(most(4.f - g, V{}) + eps * eps);
-    return {2.f * angle(near, far) - 2.f * std::atan2(eps, std::sqrt(4.f + eps * eps)), 1.f / (near * far), g};
+    return {2.f * angle(near, far) - own, 1.f / (near * far), g};
   }
   const V half = sinh(0.5f * (a - b)), delta = half * half + sinh_a * sinh_b * gap * 0.25f + 0.25f * eps * eps;
   const V r = roots(delta), one = roots(1.f + delta);
-  return {2.f * ln1p(r + delta / (1.f + one)) - 2.f * std::asinh(0.5f * eps), 1.f / (r * one), delta};
+  return {2.f * ln1p(r + delta / (1.f + one)) - own, 1.f / (r * one), delta};
+}
+
+// the sum of each of eight rows, in less than turning them into columns takes
+INLINE V8 totals(V8 (&x)[8]) {
+#if __has_builtin(__builtin_shufflevector)
+  V8 y[4], z[2];
+  for (int i = 0; i < 4; ++i)
+    y[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(x[2 * i], x[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; ++i)
+    z[i] = __builtin_shufflevector(y[2 * i], y[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(y[2 * i], y[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(z[0], z[1], 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(z[0], z[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  transpose(x);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+#endif
 }
 
 // sums over eight rows at once, of products or of squared differences
@@ -150,8 +170,7 @@ INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* 
       }
     }
   }
-  transpose(x);
-  V total = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+  V total = totals(x);
   for (; i < n; ++i) {
     V rest;
     for (int r = 0; r < 8; ++r) rest[r] = GAP ? (q[i] - k[r][i]) * (q[i] - k[r][i]) : q[i] * k[r][i];
@@ -164,12 +183,14 @@ INLINE void eight(const float* q, const float* const (&k)[8], int64_t n, float* 
 struct Room {
   std::vector<uint8_t> seen;  // in which turn, of 255, a key was last met: small enough for the nearest cache
   std::vector<int32_t> key;
-  std::vector<float> score, gap, radius, sinh;
+  std::vector<float> score, gap, radius, sinh, own;  // own: ``by_eps`` of each factor
   uint8_t turn = 0;
   int64_t n = 0;
 
   Room(const Sparse& c, int64_t most)
-      : seen(c.S, 0), key(most + 16), score(most + 16), gap(c.F ? (most + 16) * c.F : 0), radius(c.F ? (most + 16) * c.F : 0), sinh(c.F ? (most + 16) * c.F : 0) {}
+      : seen(c.S, 0), key(most + 16), score(most + 16), gap(c.F ? (most + 16) * c.F : 0), radius(c.F ? (most + 16) * c.F : 0), sinh(c.F ? (most + 16) * c.F : 0) {
+    for (int64_t f = 0; f < c.F; ++f) own.push_back(by_eps(c.kinds[f], c.eps[f]));
+  }
   int64_t row() const { return static_cast<int64_t>(key.size()); }
 };
 
@@ -217,13 +238,15 @@ void collect(const Sparse& c, Room& room, int64_t b, int64_t h, int64_t t) {
 // f(i, rows of the candidates i to i + 7), of which the last ones stand in for what is past the end
 template <typename F>
 INLINE void by_eight(const Sparse& c, const Room& room, int64_t b, int64_t g, const F& f) {
-  const int64_t n = room.n, width = c.D + 2 * c.F;
+  const int64_t n = room.n, width = c.D + 2 * c.F, token = c.ks.token;
+  const float* first = key_row(c, b, g, 0);
+  const int32_t* key = room.key.data();
   for (int64_t i = 0; i < n; i += 8) {
     const float* k[8];
-    for (int r = 0; r < 8; ++r) k[r] = key_row(c, b, g, room.key[std::min(i + r, n - 1)]);
+    for (int r = 0; r < 8; ++r) k[r] = first + key[std::min(i + r, n - 1)] * token;
     if (i + 16 <= n)
       for (int r = 8; r < 16; ++r)
-        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(key_row(c, b, g, room.key[i + r]) + d);
+        for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(first + key[i + r] * token + d);
     f(i, k);
   }
 }
@@ -236,6 +259,7 @@ void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
       const float* part[8];
       for (int r = 0; r < 8; ++r) {
         part[r] = k[r] + from;
+        if (c.kinds[f] < SPHERE) continue;
         room.radius[f * row + i + r] = k[r][c.D + f];
         room.sinh[f * row + i + r] = k[r][c.D + c.F + f];
       }
@@ -246,7 +270,7 @@ void gaps(const Sparse& c, Room& room, int64_t b, int64_t g, const float* q) {
 
 Distance factor(const Sparse& c, const Room& room, const float* q, int64_t f, int64_t i) {
   const int64_t at = f * room.row() + i;
-  return distance(c.kinds[f], c.eps[f], load(room.gap.data() + at), q[c.D + c.F + f], q[c.D + 2 * c.F + f], load(room.radius.data() + at), load(room.sinh.data() + at));
+  return distance(c.kinds[f], c.eps[f], room.own[f], load(room.gap.data() + at), q[c.D + c.F + f], q[c.D + 2 * c.F + f], load(room.radius.data() + at), load(room.sinh.data() + at));
 }
 
 // scores of all candidates
@@ -317,25 +341,26 @@ float least_kept(const float* x, int64_t n, int64_t top, float low, float high) 
 // y (P) = sum of weight times value
 void read(const Sparse& c, int64_t b, int64_t g, const int32_t* key, const float* weight, int64_t n, float* y) {
   const float* v = c.v + b * c.vs.batch + g * c.vs.head;
+  const int64_t token = c.vs.token;
   int64_t p = 0;
   for (; p + 8 * L <= c.P; p += 8 * L) {
     V x[8] = {};
     for (int64_t i = 0; i < n; ++i) {
-      const float* row = v + key[i] * c.vs.token + p;
-      if (i + 6 < n)
-        for (int d = 0; d < 8 * L; d += 16) __builtin_prefetch(v + key[i + 6] * c.vs.token + p + d);
+      const float* row = v + key[i] * token + p;
+      if (i + 12 < n)
+        for (int d = 0; d < 8 * L; d += 16) __builtin_prefetch(v + key[i + 12] * token + p + d);
       _Pragma("GCC unroll 8") for (int r = 0; r < 8; ++r) x[r] += weight[i] * load(row + r * L);
     }
     for (int r = 0; r < 8; ++r) store(y + p + r * L, x[r]);
   }
   for (; p + L <= c.P; p += L) {
     V x = {};
-    for (int64_t i = 0; i < n; ++i) x += weight[i] * load(v + key[i] * c.vs.token + p);
+    for (int64_t i = 0; i < n; ++i) x += weight[i] * load(v + key[i] * token + p);
     store(y + p, x);
   }
   for (; p < c.P; ++p) {
     float x = 0;
-    for (int64_t i = 0; i < n; ++i) x += weight[i] * v[key[i] * c.vs.token + p];
+    for (int64_t i = 0; i < n; ++i) x += weight[i] * v[key[i] * token + p];
     y[p] = x;
   }
 }
@@ -416,7 +441,7 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
   for (int64_t i = 0; i < kept; ++i) {
     const int64_t s = room.key[i];
     const float* v = c.v + b * c.vs.batch + g * c.vs.head + s * c.vs.token;
-    const float w = std::exp(score[i] - whole);
+    const float w = std::exp(std::min(score[i] - whole, 0.f));  // which no weight exceeds, but for the rounding of large logarithms
     slope[i] = w * (dot(dy, v, c.P) - shared);
     add(c.dv + ((b * c.Hkv + g) * c.S + s) * c.P, dy, w, c.P);
   }
@@ -455,6 +480,30 @@ void row_backward(const Sparse& c, Room& room, std::vector<float>& slope, int64_
       }
     }
   }
+}
+
+// of cells: odd, so that no digit is lost
+inline uint32_t mixed(uint32_t code) { return code * 0x9E3779B1u; }
+
+// which of at most sixteen numbers are positive, a bit each; reads sixteen
+inline uint32_t signs(const float* x, int64_t n) {
+#ifdef __AVX__
+  const auto eight = [](const float* p) {
+    const I positive = load(p) > 0.f;
+    return static_cast<uint32_t>(__builtin_ia32_movmskps256(reinterpret_cast<const __attribute__((vector_size(32))) float&>(positive)));
+  };
+  return (eight(x) | (n > 8 ? eight(x + 8) << 8 : 0)) & ((1u << n) - 1);
+#else
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < n; ++i) bits |= static_cast<uint32_t>(x[i] > 0) << i;
+  return bits;
+#endif
+}
+
+// the cell of a number; what is not finite lies in that of zero
+inline uint32_t cell(float x) {
+  constexpr float far = 2147483648.f;
+  return std::isfinite(x) ? static_cast<uint32_t>(static_cast<int64_t>(std::floor(std::min(std::max(x, -far), far)))) : 0;
 }
 
 // A bucket's borders by code, and how many of its keys the sweep at hand has passed.
@@ -550,20 +599,35 @@ extern "C" {
 
 int64_t zonal_version() { return 6; }
 
-// Bits of signs: x (heads, tokens, tables * bits) -> codes (heads, 1 + tables, tokens), of which the first, of no bits, are zero.
-void zonal_sparse_signs(const float* x, int64_t heads, int64_t tokens, int64_t tables, int64_t bits, int32_t* codes) {
-#pragma omp parallel for collapse(2) schedule(static)
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t t = 0; t < tokens; ++t) {
-      const float* row = x + (h * tokens + t) * tables * bits;
-      int32_t* out = codes + h * (1 + tables) * tokens + t;
-      out[0] = 0;
-      for (int64_t l = 0; l < tables; ++l, row += bits) {
-        int32_t code = 0;
-        for (int64_t i = 0; i < bits; ++i) code |= (row[i] > 0) << i;
-        out[(l + 1) * tokens] = code;
-      }
+// One function of the hash tables into codes (heads, 1 + tables, tokens), of which the first table, of one bucket, stays as it is; tokens ``first`` and
+// ``count`` more of heads * tokens. Their numbers for table l begin at x + i * row + l * step, and sixteen are read at a time. Without offsets
+// (tables, numbers): the signs of the numbers, together one cell; with them: as many cells, floor(number / width + offset). Cells are mixed into codes.
+void zonal_sparse_hash(
+    const float* x, int64_t row, int64_t step, int64_t numbers, const float* offsets, float width, int64_t first, int64_t count, int64_t tokens, int64_t tables, uint32_t* codes) {
+#pragma omp parallel for schedule(static)
+  for (int64_t from = 0; from < count; from += BLOCK) {
+    const int64_t n = std::min(BLOCK, count - from);
+    uint32_t* place[BLOCK];
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t at = first + from + i, head = at / tokens;
+      place[i] = codes + (head * (1 + tables) + 1) * tokens + (at - head * tokens);
     }
+    // table by table: places of a token lie a power of two apart, often, and would push one another out of the cache
+    for (int64_t l = 0; l < tables; ++l)
+      for (int64_t i = 0; i < n; ++i) {
+        const float* at = x + (from + i) * row + l * step;
+        uint32_t& code = place[i][l * tokens];
+        if (offsets == nullptr) code = mixed(code) + signs(at, numbers);
+        else
+          for (int64_t j = 0; j < numbers; ++j) code = mixed(code) + cell(at[j] / width + offsets[l * numbers + j]);
+      }
+  }
+}
+
+// Codes of ``cells`` cells each, as many as ``count`` tables have tokens, brought below CODES.
+void zonal_sparse_fold(int64_t cells, int64_t count, uint32_t* codes) {
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < count; ++i) codes[i] = cells > 1 ? mixed(codes[i]) >> 16 : codes[i] & (CODES - 1);
 }
 
 int zonal_sparse_places(const Places* call) {

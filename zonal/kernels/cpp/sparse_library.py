@@ -21,6 +21,8 @@ _SIZES = ("B", "H", "Hkv", "T", "S", "D", "P", "L", "F", "top")
 _RESULTS = ("y", "least", "whole", "met", "dy", "dq", "dk", "dv")
 _CODES = ("asked", "held", "lo", "hi", "position", "reach", "key_mask")
 _PLACES = ("order", "start", "stop", "walk")
+# tokens that are hashed together: their products stay in a cache
+_ROWS = 2048
 
 
 class _Strides(ctypes.Structure):
@@ -69,13 +71,46 @@ class Factors(NamedTuple):
     eps: tuple[float, ...] = ()
 
 
-def signs(x: Tensor, tables: int) -> Tensor:
-    """Signs of float32 x (B, H, tokens, tables * bits) as codes of ``bits`` bits, (B, H, 1 + tables, tokens) int32; the first table has no bits."""
-    batch, heads, tokens, width = x.shape
-    x, codes = plain(x, torch.float32), torch.empty(batch, heads, 1 + tables, tokens, dtype=torch.int32)
-    sizes = (ctypes.c_int64(n) for n in (batch * heads, tokens, tables, width // tables))
-    library.load(CODE, SOURCE).zonal_sparse_signs(ctypes.c_void_p(x.data_ptr()), *sizes, ctypes.c_void_p(codes.data_ptr()))
-    return codes
+class Function(NamedTuple):
+    """What all hash tables do to one part of a point: numbers x @ directions, or x itself, and the cells that they lie in.
+
+    x (B, H, tokens, d). directions (d, tables * n); None: x has one number, the same for all tables. offsets (tables * n,): floor(number / width + offset)
+    are n cells; None: n signs, together one cell.
+    """
+
+    x: Tensor
+    directions: Tensor | None
+    offsets: Tensor | None = None
+    width: float = 1.0
+
+
+def codes(functions: list[Function], tables: int) -> Tensor:
+    """The cells of float32 points put together, (B, H, 1 + tables, tokens) int32 below 2^16; the first table has one bucket.
+
+    Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
+    """
+    batch, heads, tokens, _ = functions[0].x.shape
+    found, kernel = torch.zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), library.load(CODE, SOURCE)
+    at, count, cells = ctypes.c_void_p(found.data_ptr()), batch * heads * tokens, 0
+    for function in functions:
+        x = plain(function.x, torch.float32).flatten(0, 2)
+        directions, offsets = (None if t is None else plain(t, torch.float32) for t in function[1:3])
+        wide, step = (1, 0) if directions is None else (directions.shape[1], directions.shape[1] // tables)
+        made = torch.empty(min(_ROWS, count) + 16, wide)  # the kernel looks sixteen numbers past the end
+        for first in range(0, count, _ROWS):
+            rows = x[first : first + _ROWS]
+            if directions is None:
+                made[: rows.shape[0]] = rows
+            else:
+                torch.mm(rows, directions, out=made[: rows.shape[0]])
+            sizes = (ctypes.c_int64(n) for n in (first, rows.shape[0], tokens, tables))
+            kernel.zonal_sparse_hash(
+                ctypes.c_void_p(made.data_ptr()), *(ctypes.c_int64(n) for n in (wide, step, max(step, 1))),
+                None if offsets is None else ctypes.c_void_p(offsets.data_ptr()), ctypes.c_float(function.width), *sizes, at,
+            )  # fmt: skip
+        cells += 1 if offsets is None else max(step, 1)
+    kernel.zonal_sparse_fold(ctypes.c_int64(cells), ctypes.c_int64(found.numel()), at)
+    return found
 
 
 def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:
@@ -150,4 +185,4 @@ def _run(function: Callable[..., int], call: ctypes.Structure) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["CODE", "KINDS", "SOURCE", "Candidates", "Factors", "backward", "forward", "places", "signs"]
+__all__ = ["CODE", "KINDS", "SOURCE", "Candidates", "Factors", "Function", "backward", "codes", "forward", "places"]

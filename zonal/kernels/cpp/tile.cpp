@@ -167,7 +167,7 @@ inline void gradients(const Call& c, const Head<float>& at, const Sight& sight, 
       const V score = load(scored + r * C + j * L);
       V ds = load(changed + r * C + j * L) - load(block.shared + column * C + j * L);
 #if ZONAL_LOG
-      V w = exp2(value(score, at.coefficients, n) * LOG2E - load(block.lse + column * C + j * L));
+      V w = weight_again(c, value(score, at.coefficients, n) * LOG2E - load(block.lse + column * C + j * L));
       if (!whole) w = seen(sight, j, s + r) ? w : V{};
       ds *= w;
 #else

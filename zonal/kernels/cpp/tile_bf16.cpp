@@ -276,7 +276,7 @@ inline void gradients(const Call& c, const Head<B>& at, const Sight& sight, cons
       const V score = load(scored + r * C + j * L);
       V ds = load(changed + r * C + j * L) * factor - shared;
 #if ZONAL_LOG
-      V w = exp2(value(score, at.coefficients, n) * LOG2E - load(block.lse + at_lane));
+      V w = weight_again(c, value(score, at.coefficients, n) * LOG2E - load(block.lse + at_lane));
       if (!whole) w = seen(sight, j, s + r) ? w : V{};
       ds *= w;
 #else
