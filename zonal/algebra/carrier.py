@@ -87,9 +87,9 @@ class Factor:
 
     def merged(self, values: Tensor, mass: Tensor) -> Tensor:
         """The mean of values (..., n, P) by mass (..., n): (..., size, P). Where all of a bucket's mass is 0 its members count alike."""
-        mass = mass[..., None].to(values.dtype)
+        mass = mass[..., None]
         mass = torch.where(self.pulled(self.total(mass)) > 0, mass, 1)
-        return self.total(values * mass) / self.total(mass)
+        return (self.total(values * mass) / self.total(mass)).to(values.dtype)
 
     def pulled(self, values: Tensor) -> Tensor:
         """Values (..., size, P) of coarse buckets at each of their fine ones, (..., n, P): un-merged."""
