@@ -110,7 +110,7 @@ class VisionConfig:
         dim, heads, qk_norm, layers: as in ``Encoder``, ``layers`` by specs.
         hidden: as in ``Encoder``.
         merge: rates of a ``MergeSchedule``, one a layer; () = none.
-        init_std: of initial weights; projections into the residual stream have init_std / √(2 · layers).
+        init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 · layers).
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -125,13 +125,13 @@ class VisionConfig:
     qk_norm: bool = False
     hidden: int | None = None
     merge: tuple[float, ...] = ()
-    init_std: float = 0.02
+    init_std: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("image", "patch", "channels", "classes", "dim", "heads"):
             require_whole(f"VisionConfig: {field}", getattr(self, field))
         require(self.image % self.patch == 0, f"VisionConfig: patch must divide image={self.image}, received {self.patch}.")
-        require(self.init_std > 0, f"VisionConfig: init_std must be > 0, received {self.init_std}.")
+        require(self.init_std is None or self.init_std > 0, f"VisionConfig: init_std must be > 0 or None, received {self.init_std}.")
         object.__setattr__(self, "layers", layer_list(self.layers, "VisionConfig") if isinstance(self.layers, str) else tuple(self.layers))
         object.__setattr__(self, "merge", tuple(self.merge))
 
@@ -166,7 +166,8 @@ class VisionEncoder(nn.Module):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
-        draws = Draws(self.config.init_std, self.config.init_std * (2 * len(self.config.layers)) ** -0.5, seed)
+        std = self.config.dim**-0.5 if self.config.init_std is None else self.config.init_std
+        draws = Draws(std, std * (2 * len(self.config.layers)) ** -0.5, seed)
         # a patch's numbers are of order 1: so are tokens then
         draws.normal_(self.patches.weight, "patches.weight", std=self.patches.in_features**-0.5)
         draws.normal_(self.positions, "positions", std=0.1)
