@@ -255,7 +255,3 @@ def test_what_mean_values_leave_out():
     equal = g.pulled(kernel(7, 4, forbidden=0.0)[0, 0].mT).mT
     same(pushforward(equal, one, g).softmax(-1) @ g.merged(values, mass), equal.softmax(-1) @ values)
 
-
-def test_moves_say_what_is_assumed():
-    assert all(by.moves()[0].slot == "carrier" for by in AGGREGATIONS)
-    assert LogSumExp(0.5).moves()[0].text == "evidence of a bucket is the 2-norm of its members'"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import Anchor, Blocks, SumAnchor, TopK
-from zonal.algebra.declaration import Declaration, Move, require, require_whole
+from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 
@@ -165,10 +165,8 @@ class Tokens(Buckets):
         super().__init__(torch.arange(count))
 
 
-class Aggregation(Declaration):
+class Aggregation:
     """How the evidence of all fine pairs becomes that of a coarse one."""
-
-    slot = "carrier"
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         """log K (..., T, S) with its columns gathered: (..., T, size)."""
@@ -193,9 +191,6 @@ class LogSumExp(Aggregation):
         empty = total == 0
         return torch.where(empty, float("-inf"), top + self.temperature * torch.where(empty, 1, total).log())
 
-    def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "carrier", f"evidence of a bucket is the {1 / self.temperature:g}-norm of its members'"),)
-
 
 @dataclass(frozen=True)
 class Sum(Aggregation):
@@ -204,9 +199,6 @@ class Sum(Aggregation):
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         return LogSumExp().along(log_kernel, factor)
 
-    def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "carrier", "evidence of a bucket is the sum of its members'"),)
-
 
 @dataclass(frozen=True)
 class Max(Aggregation):
@@ -214,9 +206,6 @@ class Max(Aggregation):
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         return factor.largest(log_kernel.mT).mT
-
-    def moves(self) -> tuple[Move, ...]:
-        return (Move("assumed", "carrier", "evidence of a bucket is the largest of its members'"),)
 
 
 def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregation = Sum()) -> Tensor:

@@ -57,7 +57,7 @@ class MergeSchedule:
         """How many tokens each layer sees, of so many."""
         found = []
         for rate in self.rates:
-            tokens -= math.floor(rate * tokens + 1e-9)
+            tokens -= min(math.floor(rate * tokens + 1e-9), tokens - 1)
             found.append(tokens)
         return tuple(found)
 
