@@ -43,7 +43,7 @@ class Sizes:
     dim: int = 64
     layers: int = 4
     heads: int = 4
-    steps: int = 1500
+    steps: int = 937
     batch: int = 64
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
