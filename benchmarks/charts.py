@@ -1,11 +1,13 @@
-"""What the pages of benchmarks share: charts by plotly, which the one HTML file carries, and every number in a table."""
+"""The page of a benchmark: curves and bars with every number in a table beside them, one HTML file with plotly inside."""
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from zonal import store
 from zonal.evaluation import spread
 from zonal.report import formats, style
 from zonal.report.page import asset, script_json
@@ -67,12 +69,12 @@ _TEMPLATE = """<!doctype html>
       const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
       const ticks = [...new Set(chart.series.flatMap((series) => series.x))];
       const logarithmic = { type: "log", tickvals: ticks, ticktext: ticks.map(String) };
-      const category = { type: "category" };
+      const kinds = { category: { type: "category" }, linear: { type: "linear" }, log: logarithmic };
       Plotly.react(holder, traces, {
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: css("--sans"), size: 12, color: css("--soft") },
         margin: { l: 56, r: 12, t: 12, b: 46 }, hovermode: "closest", barmode: "group", showlegend: true,
-        xaxis: { ...axis, ...(chart.kind === "bar" || ticks.includes(0) ? category : logarithmic), title: { text: chart.x } },
-        yaxis: { ...axis, title: { text: chart.y }, ...(chart.share ? { range: [0, 1.04], tickformat: ".1~f" } : { type: "log" }) },
+        xaxis: { ...axis, ...kinds[chart.axis], title: { text: chart.x } },
+        yaxis: { ...axis, title: { text: chart.y }, ...(chart.range ? { range: chart.range } : chart.share ? { range: [0, 1.04], tickformat: ".1~f" } : { type: "log" }) },
       }, { responsive: true, displaylogo: false, displayModeBar: false });
     });
   }
@@ -89,7 +91,7 @@ Row = Mapping[str, Any]
 
 
 def series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str], looks: Mapping[str, style.Look]) -> list[dict[str, Any]]:
-    """One curve a name, a point a value of ``x``: the mean over rows that share both, with their spread. looks: of names; others take those that are left."""
+    """One curve a name, a point a value of ``x``: the mean over rows that share both, with their spread. looks: of names that have one; others get those that are left."""
     found: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
         found.setdefault(name(row), {}).setdefault(row[x], []).append(y(row))
@@ -107,21 +109,34 @@ def series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[
     return made
 
 
-def chart(title: str, about: str, x: str, y: str, drawn: list[dict[str, Any]], *, kind: str = "line", share: bool = True, shown: bool = False) -> dict[str, Any]:
-    """A chart of ``series``: what the page draws, and its table."""
-    ticks = list(dict.fromkeys(value for one in drawn for value in one["x"]))
-    rows = [(one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks]) for one in drawn]
-    return {"title": title, "about": about, "x": x, "y": y, "series": drawn, "kind": kind, "share": share, "open": shown, "ticks": ticks, "rows": rows}
+def chart(
+    title: str, about: str, x: str, y: str, series: list[dict[str, Any]], *, kind: str = "line", share: bool = True, shown: bool = False,
+    axis: str | None = None, span: tuple[float, float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A chart and its table. share: y runs from 0 to 1, else it is drawn logarithmically, unless ``span`` says from where to where. axis: of x, ``category``,
+    ``linear`` or ``log``; None chooses. shown: the table stands open."""
+    ticks = list(dict.fromkeys(value for one in series for value in one["x"]))
+    rows = [(one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks]) for one in series]
+    axis = axis or ("category" if kind == "bar" or 0 in ticks else "log")
+    return {
+        "title": title, "about": about, "x": x, "y": y, "series": series, "kind": kind, "share": share, "open": shown, "ticks": ticks, "rows": rows,
+        "axis": axis, "range": span,
+    }  # fmt: skip
 
 
-def html(title: str, heading: str, about: str, findings: Sequence[str], charts: Sequence[Mapping[str, Any]], start: Mapping[str, Any]) -> str:
-    """The page as one string. findings: its headline; start: ``common.circumstances``."""
-    kept = [{name: drawn[name] for name in ("x", "y", "kind", "share", "series")} for drawn in charts]
-    circumstances = f"{device(start['device'])}; {start['date']}; 1-minute load per core {start['load_per_core']}."
+def html(title: str, heading: str, about: str, findings: Sequence[str], charts: Sequence[dict[str, Any]], value: Mapping[str, Any]) -> str:
+    """The page as one string. findings: its headline, line by line. value: what the benchmark wrote, for its circumstances."""
+    kept = [{name: chart[name] for name in ("x", "y", "kind", "share", "series", "axis", "range")} for chart in charts]
+    circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE).render(
-        title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings, circumstances=circumstances, payload=script_json(kept),
-        plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
+        title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings, circumstances=circumstances,
+        payload=script_json(kept), plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
     )  # fmt: skip
 
 
-__all__ = ["Row", "chart", "html", "series"]
+def write(path: Path, page: str) -> None:
+    """Write a page, whole or not at all."""
+    store.write_bytes(path, page.encode())
+
+
+__all__ = ["Row", "chart", "html", "series", "write"]

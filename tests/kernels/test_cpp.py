@@ -40,6 +40,8 @@ LARGE = {
     "decode": Case(heads=8, kv_heads=2, queries=1, keys=333, key_dim=16, value_dim=16),
     "left padding": Case(padding="left", queries=150, keys=150, key_dim=9, value_dim=11),
     "random padding": Case(padding="random", queries=150, keys=150, key_dim=9, value_dim=11, kv_heads=1),
+    "key bias": Case(key_bias=True, padding="random", queries=131, keys=131, key_dim=16, value_dim=12, kv_heads=1),
+    "key bias, bidirectional": Case(key_bias=True, queries=40, keys=61, key_dim=7, value_dim=5, causal=False),
     "documents": Case(batch=1, packed=(0, 1, 40, 107, 250), queries=250, keys=250, key_dim=8, value_dim=8),
     "strided": Case(strided=True, queries=120, keys=120, key_dim=16, value_dim=12),
 }
@@ -68,7 +70,7 @@ def taken(operator: Operator, case: Case) -> bool:
 
 
 def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
-    leaves = [data.q, data.k, data.v, *operator.parameters()]
+    leaves = [data.q, data.k, data.v, *operator.parameters(), *([] if data.key_bias is None else [data.key_bias])]
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y.dtype)
     found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
@@ -122,7 +124,8 @@ def test_bfloat16_without_gradients(name: str, case_name: str) -> None:
         got = data.run(operator, "tiled")
         truth = exact.run(double, "dense")
         # what rounding every weight may change, eps sum_s |W_ts| |v_s|, and the result's own rounding
-        call = prepare(double, exact.q, exact.k, exact.v, causal=exact.causal, key_padding_mask=exact.key_padding_mask, cu_seqlens=exact.cu_seqlens)
+        masks = {"key_padding_mask": exact.key_padding_mask, "cu_seqlens": exact.cu_seqlens, "key_bias": exact.key_bias}
+        call = prepare(double, exact.q, exact.k, exact.v, causal=exact.causal, **masks)
         size = weights(call).abs() @ call.expand(call.v).abs()
     assert got.dtype == torch.bfloat16
     assert torch.isfinite(got).all()
@@ -435,6 +438,8 @@ class Angle(metric.Metric):
     [
         (lambda: prepare(m.sko(degrees=(16.0,), manifold_dim=1), *sample(9), causal=True), "no formula"),
         (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
+        (lambda: prepare(m.softmax(), *sample(9), causal=True, key_bias=torch.full((2, 4, 9), float("-inf"))), "log priors"),
+        (lambda: prepare(m.yat(), *sample(9), causal=True, key_bias=torch.zeros(2, 4, 9)), "log priors"),
         (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
         (lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True), "1 to 256, this call has 300 and 300"),
         (lambda: prepare(Operator(score.NegativeDistance(Angle()), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),

@@ -38,9 +38,9 @@ def refusal(call: Call) -> str | None:
         return f"link {type(link).__name__} has no formula for it" + ("" if score.bilinear else f" with score {type(score).__name__} (link Exp has)")
     if type(call.bound.anchor) not in (Row, Count, Raw):
         return f"anchor {type(call.bound.anchor).__name__} is not in it"
-    if not call.bias.empty:
-        return "log priors (decay, ALiBi, key biases) are not in it"
-    extra = 0 if score.lift is None else score.lift.extra
+    if not call.bias.empty and not _carried(call, code):
+        return "log priors (decay, ALiBi, key biases but for finite ones of an exponential of a dot product on the CPU) are not in it"
+    extra = (0 if score.lift is None else score.lift.extra) + (not call.bias.empty)
     if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
         limits = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
         return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
@@ -54,6 +54,16 @@ def refusal(call: Call) -> str | None:
         return None
     failure = library.failure(code)
     return None if failure is None else f"the kernel could not be had ({failure})"
+
+
+def _carried(call: Call, code: Formula) -> bool:
+    """Whether all log priors are key biases that can be one number more of each key: log K = q . k + bias = (q, 1) . (k, bias)."""
+    bias = call.key_bias
+    if bias is None or call.bias.row is not None or call.bias.slope is not None or not (code.log and not code.cpp_value and call.bound.score.bilinear):
+        return False
+    if call.device.type != "cpu" or torch.compiler.is_compiling() or transforms.active():
+        return False  # where looking for infinite ones would wait, or cannot be done
+    return bool(bias.isfinite().all())
 
 
 def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
@@ -102,6 +112,10 @@ def tiled(call: Call) -> Tensor:
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
     if lift is not None:
         fused, (q, k), v = Fused(False, 0.0, lift.scale), bound.score.lifted(call.q, call.k), call.v
+    elif not call.bias.empty:
+        assert call.key_bias is not None
+        fused, v = Fused(False, 0.0, 1.0), call.v
+        q, k = torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1), torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1)
     elif fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
@@ -112,7 +126,7 @@ def tiled(call: Call) -> Tensor:
     if code.constants:
         coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
     func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
-    inference = not func and not (torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad))
+    inference = not func and not (torch.is_grad_enabled() and (call.requires_grad or k.requires_grad or call.coefficients.requires_grad))
     spec = rules(call, code, fused, inference)
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
     if spec.inference and plain(q, k, v):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zonal import store
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError
+from zonal.models import files
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
@@ -382,7 +382,7 @@ class CausalLM(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights and config to one safetensors file, whole or not at all."""
-        store.save_tensors(path, self.state_dict(), {"kind": "model", "config": self.config.to_dict()})
+        files.save(path, "model", self, self.config.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "CausalLM":
@@ -390,24 +390,7 @@ class CausalLM(nn.Module):
 
         Raises: FileFormatError when the file is missing, damaged, or not a model.
         """
-        tensors, header = store.load_tensors(path, "model")
-        try:
-            model = cls(ModelConfig.from_dict(header["config"]))
-        except (KeyError, TypeError, ArgumentError) as error:
-            raise FileFormatError(f"load model: the config in {path} is not one of this version ({error}).") from error
-        expected = model.state_dict()
-        wrong = [f"{name} is missing" for name in expected if name not in tensors]
-        wrong += [f"{name} is unknown" for name in tensors if name not in expected]
-        wrong += [
-            f"{name} is {tuple(tensors[name].shape)} and should be {tuple(value.shape)}"
-            for name, value in expected.items()
-            if name in tensors and tensors[name].shape != value.shape
-        ]
-        if wrong:
-            raise FileFormatError(f"load model: the weights in {path} do not fit its config: {'; '.join(wrong[:3])}.")
-        # assign keeps the dtype of the file
-        model.load_state_dict(tensors, assign=True)
-        return model
+        return files.load(path, "model", lambda config: cls(ModelConfig.from_dict(config)))
 
     # --- inside --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
@@ -123,13 +123,21 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """The config of ``to_dict``. Unknown and missing fields are refused by name."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(fields) - set(known))
-        missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields)
-        if unknown or missing:
-            parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
-            raise ArgumentError(f"ModelConfig.from_dict: {'; '.join(parts)}. Known fields: {', '.join(known)}.")
-        return cls(**fields)
+        return from_fields(cls, fields)
+
+
+Config = TypeVar("Config")
+
+
+def from_fields(cls: type[Config], fields: Mapping[str, Any]) -> Config:
+    """The value of a dataclass whose fields are given by name. Raises: ArgumentError for unknown and missing ones."""
+    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(fields) - set(known))
+    missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields)
+    if unknown or missing:
+        parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise ArgumentError(f"{cls.__name__}.from_dict: {'; '.join(parts)}. Known fields: {', '.join(known)}.")
+    return cls(**fields)
 
 
 def _is_int(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers and the block."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers, the block, and the merging of tokens."""
 
 from zonal.nn import rewa
 from zonal.nn.attention import Attention
@@ -11,6 +11,7 @@ from zonal.nn.koopman import CGLift, KoopmanMLP
 from zonal.nn.mamba2 import Mamba2
 from zonal.nn.mamba3 import Mamba3
 from zonal.nn.memory import LayerMemory
+from zonal.nn.merging import Merged, MergeSchedule
 from zonal.nn.mesanet import MesaNet
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mixture import Mixture
@@ -20,6 +21,6 @@ from zonal.nn.rotary import Rotary
 from zonal.nn.topology import deaths
 
 __all__ = [
-    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MesaNet", "Mixture",
-    "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MergeSchedule", "Merged", "MesaNet",
+    "Mixture", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

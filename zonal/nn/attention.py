@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra import definition
+from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.operator import LayerInit, Operator
-from zonal.algebra.prior import Decay, Window
+from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution.call import prepare
@@ -204,12 +205,19 @@ class Attention(TokenMixer):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
         action_mask: Tensor | None = None,
+        mass: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
         """Attend. Arguments, result and errors are those of ``TokenMixer.forward``.
 
         action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
+        mass: (B, T) >= 0, how many equal tokens each stands for (``zonal.nn.Merged``), 0 = padding; bidirectional layers without positions of their own.
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        key_bias = None
+        if mass is not None:
+            self._check_mass(x, mass, memory, key_padding_mask, cu_seqlens)
+            key_padding_mask = mass > 0
+            key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
         score = self.operator.score
         if score.transports:
@@ -217,15 +225,42 @@ class Attention(TokenMixer):
         result = attention(
             q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
-            key_gate=None if self.key_gate is None else self.key_gate(inner),
+            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias,
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
+            if mass is not None and isinstance(self.operator.anchor, Count):  # which has divided by the number of buckets
+                result = result * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(result)[:, None, None, None]
             return self._read_out(score.carried(result, q, back=True) if score.transports else result)
         assert isinstance(result, tuple)  # a pair, since a memory was given
         y, absorbed = result
         y = score.carried(y, q, back=True) if score.transports else y
         return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
+
+    def _check_mass(self, x: Tensor, mass: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        """Refuse masses where a token cannot stand for several."""
+
+        def refuse(reason: str) -> ArgumentError:
+            return ArgumentError(f"nn.Attention: {reason}")
+
+        if self.causal or memory is not None or any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior):
+            raise refuse(
+                "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier ones would read through it, and which tokens "
+                "are alike is known only when all are there. Use causal=False, or no merging."
+            )
+        if not isinstance(self.operator.anchor, Row | Count | Raw):
+            raise refuse(
+                f"mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as often as it has tokens; operator {self.operator.name!r} has "
+                f"{type(self.operator.anchor).__name__}. Use one of those, or no merging."
+            )
+        if self.operator.prior or self.rotary is not None or self.convolution is not None or self.neighbours or cu_seqlens is not None:
+            raise refuse(
+                "a bucket of tokens (mass) has no one place, which rotary positions, a short convolution, neighbourhoods, packed documents and position priors ask for. "
+                "Add positions to the input of the first layer instead, or use no merging."
+            )
+        if mass.shape != x.shape[:2] or not mass.is_floating_point() or key_padding_mask is not None:
+            given = "beside a key_padding_mask" if key_padding_mask is not None else f"{mass.dtype} of shape {tuple(mass.shape)}"
+            raise refuse(f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a key_padding_mask, received {given}.")
 
     def _projected(
         self, x: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None

@@ -1,8 +1,12 @@
 """The pre-norm residual block."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
+from zonal.errors import ArgumentError
+from zonal.nn.attention import Attention
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
 from zonal.nn.memory import LayerMemory
@@ -48,9 +52,15 @@ class Block(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        mass: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """x (B, T, dim) -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``."""
-        result = self.attention(
+        """x (B, T, dim) -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``."""
+        mixer = self.attention
+        if mass is not None:
+            if not isinstance(mixer, Attention):
+                raise ArgumentError(f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it.")
+            mixer = functools.partial(mixer, mass=mass)
+        result = mixer(
             self.attention_norm(x),
             memory,
             return_memory=return_memory,

@@ -1,0 +1,73 @@
+"""Pictures with labels, read from files in the IDX format: Fashion-MNIST, and anything laid out as it is."""
+
+import gzip
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zonal.errors import FileFormatError
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where the Debian package dataset-fashion-mnist puts it."""
+FASHION_CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """pixels (N, H, W) uint8, labels (N,) int64."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def scaled(self, rows: Tensor | slice) -> Tensor:
+        """(n, 1, H, W) in float32 from -1 to 1, as a model takes them."""
+        return self.pixels[rows, None].float() / 127.5 - 1
+
+
+def fashion_mnist(folder: str | os.PathLike[str] = FASHION_MNIST) -> tuple[Images, Images]:
+    """60,000 pictures to learn from and 10,000 to test, 28 x 28, of ten kinds of clothing (Xiao, Rasul, Vollgraf 2017, MIT licence).
+
+    folder: with the four files of the data set, or of another one laid out as MNIST: ``train-images-idx3-ubyte.gz``, ``t10k-labels-idx1-ubyte.gz`` …
+
+    Raises: FileFormatError for files that are not there or damaged, and parts that do not fit together.
+    """
+    return _part(Path(folder), "train"), _part(Path(folder), "t10k")
+
+
+def _part(folder: Path, name: str) -> Images:
+    pixels, labels = read_idx(folder / f"{name}-images-idx3-ubyte.gz"), read_idx(folder / f"{name}-labels-idx1-ubyte.gz")
+    if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(labels):
+        raise FileFormatError(f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, received {tuple(pixels.shape)} and {tuple(labels.shape)}.")
+    return Images(pixels, labels.long())
+
+
+def read_idx(path: Path) -> Tensor:
+    """The bytes of a compressed IDX file as uint8, in the shape that it states.
+
+    Raises: FileFormatError when it is not there, damaged, or of another format.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes())
+    except FileNotFoundError as error:
+        raise FileFormatError(
+            f"images: {path} does not exist. Fashion-MNIST comes with the Debian package dataset-fashion-mnist: `apt-get install dataset-fashion-mnist`, or without "
+            "rights `apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb .` and the folder usr/share/datasets/fashion-mnist."
+        ) from error
+    except (OSError, EOFError) as error:
+        raise FileFormatError(f"images: {path} cannot be read ({error}). It may be truncated; get it again.") from error
+    axes = data[3] if len(data) > 3 else 0
+    shape = [int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(axes)]
+    start = 4 + 4 * axes
+    if data[:3] != b"\x00\x00\x08" or not axes or len(data) != start + math.prod(shape):
+        raise FileFormatError(f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape {tuple(shape)}. Get it again.")
+    return torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(shape) if math.prod(shape) else torch.zeros(shape, dtype=torch.uint8)
+
+
+__all__ = ["FASHION_CLASSES", "FASHION_MNIST", "Images", "fashion_mnist", "read_idx"]

@@ -1,0 +1,211 @@
+"""Bidirectional models: a stack of blocks in which every token sees all, tokens that merge between layers, and a classifier of images."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.algebra import Operator
+from zonal.algebra.declaration import require, require_whole
+from zonal.errors import ArgumentError
+from zonal.models import files
+from zonal.models.config import from_fields
+from zonal.models.layers import layer_list
+from zonal.nn import Attention, Block, Draws, Merged, MergeSchedule, RMSNorm, SwiGLU
+
+
+class Encoder(nn.Module):
+    """Pre-norm blocks of bidirectional attention and a norm. No positions: they belong to the input.
+
+    Args:
+        dim: size of a token.
+        operator: one operator a layer, each an ``Operator`` or a spec; one line such as "softmax*3, sinkhorn" is read as the list it stands for.
+        heads, kv_heads, head_dim, qk_dim, qk_norm: as in ``nn.Attention``, of every layer.
+        hidden: size of the SwiGLU of each block; None = 8/3 dim, rounded up to a multiple of 8.
+        merge: which tokens become one before each layer, unless a call says otherwise; None = none.
+        eps: ε of the norms.
+
+    Raises: ArgumentError for sizes that do not fit and unknown operators, and a schedule of another number of layers.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        operator: str | Sequence[Operator | str],
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_dim: int | None = None,
+        qk_norm: bool = False,
+        hidden: int | None = None,
+        merge: MergeSchedule | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        operators = layer_list(operator, "Encoder") if isinstance(operator, str) else tuple(operator)
+        require(len(operators) > 0, "Encoder: at least one operator is required, one a layer, received none.")
+        hidden = 8 * math.ceil(dim / 3) if hidden is None else hidden
+        self.dim, self.merge = dim, merge
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(dim, heads, one, kv_heads=kv_heads, head_dim=head_dim, qk_dim=qk_dim, qk_norm=qk_norm, causal=False), SwiGLU(dim, hidden), eps
+            )
+            for one in operators
+        )  # fmt: skip
+        self.norm = RMSNorm(dim, eps)
+        self._check_schedule(merge)
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """Draw all weights but the operators' own."""
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            block.reset_parameters(draws.child(f"blocks.{index}"))
+        self.norm.reset_parameters()
+
+    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, merge: MergeSchedule | None = None, path: str = "auto") -> Tensor:
+        """x (B, T, dim) -> (B, T, dim): every token as its bucket, after the last layer.
+
+        Args:
+            key_padding_mask: (B, T), True = real token.
+            merge: in place of the encoder's own; ``MergeSchedule((0.0,) * layers)`` merges nothing.
+            path: the execution path of ``zonal.attention``.
+
+        Raises: ArgumentError where a schedule is given and an operator cannot read merged tokens (``nn.Attention``).
+        """
+        return self.merged(x, key_padding_mask=key_padding_mask, merge=merge, path=path).unmerged()
+
+    def merged(self, x: Tensor, *, key_padding_mask: Tensor | None = None, merge: MergeSchedule | None = None, path: str = "auto") -> Merged:
+        """What ``forward`` gives each token, by bucket. Arguments as there."""
+        schedule = self.merge if merge is None else merge
+        self._check_schedule(schedule)
+        counts = (x.shape[1],) * len(self.blocks) if schedule is None else schedule.counts(x.shape[1])
+        state = Merged.of(x, key_padding_mask)
+        for block, count in zip(self.blocks, counts, strict=True):
+            state = state.without(state.x.shape[1] - count)
+            if state.x.shape[1] == x.shape[1]:
+                state = state.holding(block(state.x, key_padding_mask=key_padding_mask, path=path))
+            else:
+                state = state.holding(block(state.x, mass=state.mass, path=path))
+        return state.holding(self.norm(state.x))
+
+    def _check_schedule(self, schedule: MergeSchedule | None) -> None:
+        if schedule is not None and len(schedule.rates) != len(self.blocks):
+            raise ArgumentError(f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received {len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one.")
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """A vision transformer that names what an image shows.
+
+    Args:
+        image: height and width of an image, a multiple of ``patch``. patch: height and width of what becomes a token.
+        channels, classes: of images; to choose among.
+        dim, heads, qk_norm, layers: as in ``Encoder``, ``layers`` by specs.
+        hidden: as in ``Encoder``.
+        merge: rates of a ``MergeSchedule``, one a layer; () = none.
+        init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 · layers).
+
+    Raises: ArgumentError naming the field, what was required and what came.
+    """
+
+    image: int = 28
+    patch: int = 4
+    channels: int = 1
+    classes: int = 10
+    dim: int = 64
+    layers: tuple[str, ...] = ("softmax",) * 4
+    heads: int = 4
+    qk_norm: bool = False
+    hidden: int | None = None
+    merge: tuple[float, ...] = ()
+    init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("image", "patch", "channels", "classes", "dim", "heads"):
+            require_whole(f"VisionConfig: {field}", getattr(self, field))
+        require(self.image % self.patch == 0, f"VisionConfig: patch must divide image={self.image}, received {self.patch}.")
+        require(self.init_std is None or self.init_std > 0, f"VisionConfig: init_std must be > 0 or None, received {self.init_std}.")
+        object.__setattr__(self, "layers", layer_list(self.layers, "VisionConfig") if isinstance(self.layers, str) else tuple(self.layers))
+        object.__setattr__(self, "merge", tuple(self.merge))
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return (self.image // self.patch) ** 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {**dataclasses.asdict(self), "layers": list(self.layers), "merge": list(self.merge)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "VisionConfig":
+        """The config of ``to_dict``. Unknown and missing fields are refused by name."""
+        return from_fields(cls, fields)
+
+
+class VisionEncoder(nn.Module):
+    """Patches, learned positions, an ``Encoder``, the mean over patches, a linear head. Dosovitskiy et al. 2021, without a class token."""
+
+    def __init__(self, config: VisionConfig, seed: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.patches = nn.Linear(config.channels * config.patch**2, config.dim)
+        self.positions = nn.Parameter(torch.empty(config.tokens, config.dim))
+        self.encoder = Encoder(
+            config.dim, config.layers, config.heads, qk_norm=config.qk_norm, hidden=config.hidden, merge=MergeSchedule(config.merge) if config.merge else None
+        )
+        self.head = nn.Linear(config.dim, config.classes)
+        self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
+        std = self.config.dim**-0.5 if self.config.init_std is None else self.config.init_std
+        draws = Draws(std, std * (2 * len(self.config.layers)) ** -0.5, seed)
+        # a patch's numbers are of order 1: so are tokens then
+        draws.normal_(self.patches.weight, "patches.weight", std=self.patches.in_features**-0.5)
+        draws.normal_(self.positions, "positions", std=0.1)
+        draws.normal_(self.head.weight, "head.weight")
+        for linear in (self.patches, self.head):
+            nn.init.zeros_(linear.bias)
+        self.encoder.reset_parameters(draws.child("encoder"))
+
+    def forward(self, images: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> Tensor:
+        """images (B, channels, image, image) -> logits (B, classes). merge and path as in ``Encoder.forward``."""
+        return self.head(self.encoder.merged(self._tokens(images), merge=merge, path=path).pooled())
+
+    def loss(self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> tuple[Tensor, int]:
+        """Cross-entropy in nats, summed over images, and how many they are. labels: (B,) int64."""
+        if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
+            raise ArgumentError(f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received {labels.dtype} of shape {tuple(labels.shape)}.")
+        return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
+
+    def _tokens(self, images: Tensor) -> Tensor:
+        size, patch = self.config.image, self.config.patch
+        if images.ndim != 4 or images.shape[1:] != (self.config.channels, size, size) or not images.is_floating_point():
+            raise ArgumentError(
+                f"VisionEncoder: images must be floating numbers (batch, {self.config.channels}, {size}, {size}), received {images.dtype} of shape {tuple(images.shape)}."
+            )
+        return self.patches(F.unfold(images, patch, stride=patch).mT) + self.positions
+
+    def num_parameters(self) -> int:
+        """Trainable numbers."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights and config to one safetensors file, whole or not at all."""
+        files.save(path, "vision model", self, self.config.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "VisionEncoder":
+        """The model of ``save``, on the CPU. Raises: FileFormatError when the file is missing, damaged, or not such a model."""
+        return files.load(path, "vision model", lambda config: cls(VisionConfig.from_dict(config)))
+
+
+__all__ = ["Encoder", "VisionConfig", "VisionEncoder"]
