@@ -34,6 +34,13 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score if bound.link.log_space else bound.link.value(score, coefficients)
 
 
+def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """``kernel`` of each query with the key in its own place only: q, k (B, H, T, D) -> (B, H, T)."""
+    batch, heads, count, _ = q.shape
+    alone = (x.transpose(1, 2).reshape(batch * count, heads, 1, x.shape[-1]) for x in (q, k))
+    return kernel(bound, coefficients, *alone).view(batch, count, heads).transpose(1, 2)
+
+
 def weights(
     bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None
 ) -> Tensor:
@@ -65,4 +72,4 @@ def weights(
     return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay))
 
 
-__all__ = ["kernel", "weights"]
+__all__ = ["kernel", "paired", "weights"]
