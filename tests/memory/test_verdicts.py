@@ -53,17 +53,17 @@ def test_the_leverage_of_sums_is_that_of_the_keys(name, padded):
     op, tokens = operator(name).requires_grad_(False), span(padded, tokens=8 if padded else 4)
     found = [tokens.into(empty(op, kind)).support(queries()) for kind in (None, "keys")]
     assert found[0].shape == (BATCH, KV * GROUPS, 3)
-    assert 0.01 < float(found[0].min()) < float(found[0].max()) < 1
+    assert 0.001 < float(found[0].min()) < float(found[0].max()) < 1
     close(*found)
 
 
 def test_one_key_by_hand():
     rho = 0.1
-    memory = blank(m.ridge(eps=rho, key_limit=None).requires_grad_(False)).absorb(2 * torch.eye(R, dtype=torch.float64)[:1].view(1, 1, 1, R), torch.ones(1, 1, 1, P, dtype=torch.float64))
+    memory = blank(m.ridge(eps=rho, learn_ridge=False, key_limit=None)).absorb(2 * torch.eye(R, dtype=torch.float64)[:1].view(1, 1, 1, R), torch.ones(1, 1, 1, P, dtype=torch.float64))
     q = torch.zeros(1, 1, 4, R, dtype=torch.float64)
     q[0, 0, 0, 0], q[0, 0, 1, 1], q[0, 0, 2, :2] = 3, 1, 1
     close(memory.support(q)[0, 0], torch.tensor([4 / (4 + rho), 0, 2 / (4 + rho), 0], dtype=torch.float64))
-    assert float(blank().support(q).abs().max()) == 0
+    assert bool((blank().support(q) < 1e-12).all())
 
 
 def test_a_kept_key_is_supported_by_its_likeness():
@@ -177,7 +177,8 @@ def test_a_label_changes_only_when_evidence_about_its_key_does_and_never_to_unde
 
 def test_one_token_moves_an_answer_by_no_more_than_what_is_open():
     """|dy| <= |v - W z| sqrt(q^T P q) / 2, and q^T P q = (1 - support) |q|^2 / rho: reached where z is the query and as large as the ridge."""
-    rho, memory = 0.1, filled(m.ridge(eps=0.1, key_limit=None).requires_grad_(False), 10)
+    rho = 0.1
+    memory = filled(m.ridge(eps=rho, learn_ridge=False, key_limit=None), 10)
     q, v = draw(1, 1, 30, R, seed=20), draw(1, 1, 1, P, seed=40)
     for z in (0.5 * draw(1, 1, 1, R, seed=30), unit(1, 1, 1, R, seed=31), rho**0.5 * q[:, :, :1] / q[0, 0, 0].norm() / (1 - memory.support(q[:, :, :1])).sqrt()):
         moved = (memory.absorb(z, v).read(q) - memory.read(q)).norm(dim=-1)

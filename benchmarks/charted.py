@@ -1,0 +1,132 @@
+"""Pages of charts: one HTML file with plotly inside, every number in a table beside its curve."""
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from zonal.evaluation import spread
+from zonal.report import formats, style
+from zonal.report.page import asset, script_json
+from zonal.report.table import device
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<title>{{ title }} · Zonal</title><link rel="icon" href="data:,">
+<style>{{ css | safe }} .chart { height: 20rem; }</style>
+</head>
+<body>
+<header class="page"><p class="kicker">Zonal benchmark</p><h1>{{ heading }}</h1>
+{% for line in findings %}<p class="headline">{{ line }}</p>
+{% endfor %}<p class="facts">{{ about }} {{ circumstances }}</p></header>
+<p id="problem" class="notice" hidden></p>
+<main>
+{% for chart in charts %}
+<section><h2>{{ chart.title }}</h2><p>{{ chart.about }}</p>
+<div class="chart" data-chart="{{ loop.index0 }}" role="img" aria-label="{{ chart.title }}; the table holds the numbers"></div>
+<details{% if chart.open %} open{% endif %}><summary>As a table</summary><div class="scroll"><table class="plain">
+<thead><tr><th scope="col">{{ chart.x }}</th>{% for value in chart.ticks %}<th scope="col">{{ value }}</th>{% endfor %}</tr></thead>
+<tbody>{% for name, cells in chart.rows %}<tr><th scope="row">{{ name }}</th>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div></details></section>
+{% endfor %}
+</main>
+<footer class="page"><p>Charts are drawn with plotly.js (MIT licence), which this file carries.</p></footer>
+<script type="application/json" id="data">{{ payload | safe }}</script>
+<script type="text/plain" id="plotly">{{ plotly }}</script>
+<script>
+"use strict";
+(async function () {
+  const charts = JSON.parse(document.getElementById("data").textContent);
+  if (typeof DecompressionStream === "undefined") {
+    const box = document.getElementById("problem");
+    box.textContent = "This browser is too old to unpack the charts. All numbers are in the tables.";
+    box.hidden = false;
+    return;
+  }
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const element = document.createElement("script");
+  element.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  document.head.append(element);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  function draw() {
+    document.querySelectorAll(".chart").forEach((holder) => {
+      const chart = charts[Number(holder.dataset.chart)];
+      const traces = chart.series.map((series) => {
+        const colour = dark.matches ? series.dark : series.light;
+        const text = series.y.map((y, i) => `<b>${series.name}</b><br>${chart.x}: ${series.x[i]}<br>${series.text[i]}`);
+        const shared = { name: series.name, x: series.x, y: series.y, hoverinfo: "text", hovertext: text };
+        const spread = { error_y: { type: "data", array: series.sd, visible: series.sd.some((v) => v), color: colour, thickness: 1.2, width: 3 } };
+        return chart.kind === "bar"
+          ? { ...shared, ...spread, type: "bar", marker: { color: colour } }
+          : { ...shared, ...spread, mode: "lines+markers", line: { color: colour, width: 2, dash: series.dash }, marker: { symbol: series.symbol, size: 8, color: colour } };
+      });
+      const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
+      const ticks = [...new Set(chart.series.flatMap((series) => series.x))];
+      const across = chart.scale === "log" ? { type: "log", tickvals: ticks, ticktext: ticks.map(String) } : { type: chart.scale };
+      Plotly.react(holder, traces, {
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: css("--sans"), size: 12, color: css("--soft") },
+        margin: { l: 56, r: 12, t: 12, b: 46 }, hovermode: "closest", barmode: "group", showlegend: true,
+        xaxis: { ...axis, ...across, title: { text: chart.x } },
+        yaxis: { ...axis, title: { text: chart.y }, ...(chart.share ? { range: [0, 1.04], tickformat: ".1~f" } : { type: "log" }) },
+      }, { responsive: true, displaylogo: false, displayModeBar: false });
+    });
+  }
+  dark.addEventListener("change", draw);
+  draw();
+  document.documentElement.dataset.drawn = "true";
+})();
+</script>
+</body>
+</html>
+"""
+
+Row = Mapping[str, Any]
+
+
+def series(
+    rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str], known: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """One curve a name (what is known, or begins so, in a colour of its own), a point a value of ``x``: the mean over rows that share both, with their spread."""
+    found: dict[str, dict[Any, list[float]]] = {}
+    for row in rows:
+        found.setdefault(name(row), {}).setdefault(row[x], []).append(y(row))
+    drawn = []
+    for index, (label, points) in enumerate(found.items()):
+        place = next((place for place, one in enumerate(known) if one.startswith(label)), len(known) + index)
+        look = style.LOOKS[place % len(style.LOOKS)]
+        totals = [spread(values) for values in points.values()]
+        texts = [text(total.mean) + (f" ± {text(total.deviation)}" if total.deviation is not None else "") for total in totals]
+        drawn.append(
+            {
+                "name": label, "x": list(points), "y": [total.mean for total in totals], "sd": [total.deviation or 0 for total in totals], "text": texts,
+                "light": look.light, "dark": look.dark, "symbol": look.symbol, "dash": look.dash,
+            }
+        )  # fmt: skip
+    return drawn
+
+
+def chart(
+    title: str, about: str, x: str, y: str, curves: list[dict[str, Any]], *, kind: str = "line", scale: str = "log", share: bool = True, shown: bool = False
+) -> dict[str, Any]:
+    """A chart with its table. scale: of x, "log" or "linear"; bars, and a logarithm that would have to show 0, stand at even distances. share: y in [0, 1]."""
+    ticks = list(dict.fromkeys(value for one in curves for value in one["x"]))
+    rows = [(one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks]) for one in curves]
+    across = "category" if kind == "bar" or (scale == "log" and 0 in ticks) else scale
+    return {"title": title, "about": about, "x": x, "y": y, "series": curves, "kind": kind, "scale": across, "share": share, "open": shown, "ticks": ticks, "rows": rows}
+
+
+def html(value: Mapping[str, Any], title: str, heading: str, about: str, findings: Sequence[str], drawn: Sequence[Mapping[str, Any]]) -> str:
+    """The page as one string. value: what the benchmark writes; drawn: charts."""
+    kept = [{name: one[name] for name in ("x", "y", "kind", "scale", "share", "series")} for one in drawn]
+    circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE).render(
+        css=asset("page.css").decode(), title=title, heading=heading, about=about, charts=drawn, findings=findings, circumstances=circumstances,
+        payload=script_json(kept), plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
+    )  # fmt: skip
+
+
+__all__ = ["chart", "html", "series"]
