@@ -187,6 +187,22 @@ def test_one_token_moves_an_answer_by_no_more_than_what_is_open():
     close(moved[..., 0], limit[..., 0])
 
 
+def test_a_decoder_s_steps_leave_the_same_evidence():
+    op, q = m.ska(power=1), unit(1, 1, 9, R, seed=3)
+    k, v = unit(1, 1, 12, R, seed=4), draw(1, 1, 12, P, seed=5)
+    whole, memory = blank(op).absorb(k, v), blank(op)
+    with torch.no_grad():
+        for t in range(12):
+            _, memory = zonal.attention(k[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], op, causal=True, memory=memory)
+            assert float((memory.support(k[:, :, : t + 1])).min()) > 0.8
+        close(memory.support(q), whole.support(q), 1e-8)
+
+
+def test_a_query_of_nothing_is_undecided():
+    q = torch.full((1, 1, 1, R), float("nan"), dtype=torch.float64)
+    assert filled().read(q, report=True).verdict.tolist() == [[[Verdict.UNDECIDED]]]
+
+
 # --- rates -----------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +317,8 @@ def test_a_criterion_is_saved_whole(tmp_path):
         pytest.param(lambda a, q: a.read(q, report=Criterion(support=(0.5, 0.5))), "a support for 2 heads and the queries have 1", id="heads"),
         pytest.param(lambda a, q: a.read(q, claim=q), r"Ask for the verdict: read\(q, report=True", id="claim unasked"),
         pytest.param(lambda a, q: a.read(q, report=True, claim=q), r"claim must have the shape of what is read, \(1, 1, 50, 8\)", id="claim shape"),
+        pytest.param(lambda a, q: a.read(q, report=True, claim=torch.full((1, 1, 50, P), float("nan")).double()), "claim must be finite", id="claim of nothing"),
+        pytest.param(lambda a, q: a.calibrate(q * float("nan"), 0.1), "finite queries", id="strangers of nothing"),
         pytest.param(lambda a, q: a.support(q[..., 1:]), r"Memory.support: q must be .*received \(1, 1, 50, 15\)", id="query"),
         pytest.param(lambda a, q: filled(m.retention()).read(q, report=True), "'decayed' of operator 'retention' has no evidence.*use an operator that solves", id="decayed"),
         pytest.param(lambda a, q: filled(m.sko(), kind="keys").support(q), "K may be negative.*positive kernel", id="signed"),

@@ -92,6 +92,8 @@ class Readable(Batched):
         """
         if not isinstance(least, int | float) or isinstance(least, bool) or not 0 <= least <= 1:
             raise ArgumentError(f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which nothing is accepted.")
+        if not all(bool(torch.isfinite(x).all()) for x in (strangers, *(stored or ()))):
+            raise ArgumentError("Memory.calibrate: finite queries and values are required, received NaN or infinity. Leave them out.")
         with torch.no_grad():
             support = bound_of("rate", self.support(strangers), rate, least)
             if stored is None:
@@ -131,10 +133,12 @@ class Readable(Batched):
         reporter = criterion.reporter(bound.heads, y)
         if claim is None:
             residual = self.differing(q, home, bound, y, criterion.columns(bound.heads, y)[0])
-        elif claim.shape == y.shape:
-            residual = gap(claim.to(y), y)
         else:
-            raise ArgumentError(f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received {tuple(claim.shape)}.")
+            if claim.shape != y.shape:
+                raise ArgumentError(f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received {tuple(claim.shape)}.")
+            if not bool(torch.isfinite(claim).all()):
+                raise ArgumentError("Memory.read: claim must be finite, received NaN or infinity. Mend it, or read without it.")
+            residual = gap(claim.to(y), y)
         evidence = Evidence(self.spanned(home, bound), residual)
         return reporter.report(evidence), evidence
 
