@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-gpu results clean install
+.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-gpu results clean install
 
 install: $(STAMP)
 
@@ -58,6 +58,9 @@ bench-fidelity: $(STAMP)  ## how near feature maps come to their kernel, and the
 
 bench-recall: $(STAMP)  ## what SKA remembers by K and r, for how long and at what cost (about 8 minutes)
 	@$(BIN)/python -m benchmarks.recall --threads 1 --out results/benchmarks/recall.json
+
+bench-verdicts: $(STAMP)  ## what memories know of what they do not know (about 2 minutes)
+	@$(BIN)/python -m benchmarks.verdicts --threads 1 --out results/benchmarks/verdicts.json
 
 bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
 	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json

@@ -34,6 +34,13 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score if bound.link.log_space else bound.link.value(score, coefficients)
 
 
+def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """``kernel`` of each query with the key in its own place only: q, k (B, H, T, D) -> (B, H, T)."""
+    batch, heads, count, _ = q.shape
+    alone = (x.transpose(1, 2).reshape(batch * count, heads, 1, x.shape[-1]) for x in (q, k))
+    return kernel(bound, coefficients, *alone).view(batch, count, heads).transpose(1, 2)
+
+
 def evidence(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias) -> tuple[Tensor, Tensor]:
     """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is allowed, broadcastable to it."""
     log = bound.link.log_space
@@ -71,4 +78,4 @@ def weights(
     return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay))
 
 
-__all__ = ["evidence", "kernel", "weights"]
+__all__ = ["evidence", "kernel", "paired", "weights"]

@@ -6,6 +6,7 @@ from zonal.evaluation.metrics import Accumulator, Cells, evaluate, evaluate_tran
 from zonal.evaluation.recall import Coverage, coverage
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread, student_t_quantile
+from zonal.evaluation.verdicts import auroc, risk_curve
 
 __all__ = [
     "Accumulator",
@@ -14,6 +15,7 @@ __all__ = [
     "Difference",
     "Marks",
     "Spread",
+    "auroc",
     "best_learning_rate",
     "common_target",
     "coverage",
@@ -21,6 +23,7 @@ __all__ = [
     "evaluate",
     "evaluate_transfer",
     "examine",
+    "risk_curve",
     "spread",
     "student_t_quantile",
     "tokens_to",

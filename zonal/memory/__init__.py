@@ -1,12 +1,14 @@
 """Memories: what operators keep of the past, as values that can be absorbed into, read, merged, subtracted, forked and saved."""
 
 from zonal.memory.base import Memory
+from zonal.memory.criterion import Criterion
 from zonal.memory.fading import FadingStatistics
 from zonal.memory.form import Form
 from zonal.memory.keys import KeyValues
+from zonal.memory.reading import Reading
 from zonal.memory.ridge import RidgeStatistics
 from zonal.memory.spans import Span
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
 
-__all__ = ["DecayedSums", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory", "RidgeStatistics", "Span", "Tokens"]
+__all__ = ["Criterion", "DecayedSums", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory", "Reading", "RidgeStatistics", "Span", "Tokens"]

@@ -18,7 +18,7 @@ from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
 from zonal.memory.form import FLOATS, Form
-from zonal.memory.rows import Batched
+from zonal.memory.reading import Readable
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
@@ -67,13 +67,13 @@ def _priors(parts: Operator | Bound) -> tuple[Prior, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Memory(Batched):
+class Memory(Readable):
     """What ``operator`` keeps of ``count`` tokens (padding included).
 
     A value: ``absorb``, ``merge`` and ``subtract`` return the result and leave this memory as it was; the names that end with
     an underscore make this object the result. A failed call changes nothing. Learned values of the operator are looked up when
     they are needed, so a memory follows its operator through training. Gradients flow through absorb and read. What it does
-    with named spans is in ``spans``, what with the sequences of its batch in ``rows``.
+    with queries is in ``reading``, with named spans in ``spans``, with the sequences of its batch in ``rows``.
     """
 
     roundings: ClassVar[int]
@@ -184,22 +184,6 @@ class Memory(Batched):
     ) -> Self:
         """``absorb`` in place."""
         return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, action_mask, key_gate, span=span))
-
-    def read(self, q: Tensor) -> Tensor:
-        """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position."""
-        form = self.form
-        if q.ndim != 4 or q.shape[0] != form.batch or q.shape[1] % form.heads or q.shape[1] == 0 or q.shape[3] != form.key_dim:
-            raise ArgumentError(
-                f"Memory.read: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, any, {form.key_dim}), received {tuple(q.shape)}."
-            )
-        if q.dtype not in FLOATS or q.device != form.device:
-            raise ArgumentError(f"Memory.read: q must be of a float type on {form.device}, received {q.dtype} on {q.device}.")
-        bound = self.operator.bind(q.shape[1], form.heads)
-        compute = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
-            y = self.lookup(bound.score.prepare_query(q.to(compute), bound.score_params, None), bound)
-            factor = bound.anchor.output_scale(bound.anchor_params, bound.heads)
-            return (y if factor is None else y * factor.to(y).view(1, -1, 1, 1)).to(q.dtype)
 
     def merge(self, other: "Memory", *, span: str | None = None) -> "Memory":
         """The memory of this one's tokens and then the other's, with the spans of both. Associative; commutative only where order means nothing.
@@ -343,10 +327,6 @@ class Memory(Batched):
     @abc.abstractmethod
     def extended(self, tokens: Tokens) -> "Memory":
         """``absorb`` of prepared, checked tokens, by a memory without parts."""
-
-    @abc.abstractmethod
-    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
-        """``read`` of prepared queries (B, H, T, D), before the anchor's factor a head."""
 
     @abc.abstractmethod
     def copied(self) -> Self:

@@ -27,6 +27,7 @@ from zonal.memory.ridge import (
     previous_keys,
     read_out,
     ridge_version,
+    spanned,
 )
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
@@ -135,21 +136,30 @@ class FadingStatistics(Memory):
         block = spread @ rows.mT + torch.eye(2, dtype=z.dtype, device=z.device)
         return Inverse(matrix - spread.mT @ torch.linalg.solve(block, spread), inverse.age + 1, inverse.version)
 
+    def levels(self, bound: Bound) -> Tensor:
+        """rho D, the diagonal of the ridge as it stands, (B, Hkv, r)."""
+        return anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1) * self.level
+
     def regularised(self, bound: Bound) -> Tensor:
         """G + rho diag(D)."""
-        rho = anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1)
-        return self.gram + torch.diag_embed(rho * self.level)
+        return self.gram + torch.diag_embed(self.levels(bound))
 
-    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+    def solved(self, bound: Bound) -> Tensor:
+        """P = (G + rho diag(D))^-1, kept for the next read unless gradients flow through it."""
         version = ridge_version(self.operator)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (self.gram, self.level, *self.operator.learned_parts.values()))
         if not recorded and self.inverse is not None and self.inverse.version == version:
-            matrix = self.inverse.matrix
-        else:
-            matrix = positive_inverse(self.regularised(bound), "Memory.read")
-            if not recorded:  # a derived value: what this memory is does not change
-                object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
-        return read_out(q, bound, matrix, self.shift, self.cross)
+            return self.inverse.matrix
+        matrix = positive_inverse(self.regularised(bound), "Memory.read")
+        if not recorded:  # a derived value: what this memory is does not change
+            object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
+        return matrix
+
+    def lookup(self, q: Tensor, bound: Bound) -> Tensor:
+        return read_out(q, bound, self.solved(bound), self.shift, self.cross)
+
+    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
+        return spanned(home, bound, self.solved(bound), self.levels(bound))
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, FadingStatistics)

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
+from zonal.algebra.primal import factorised
 from zonal.algebra.prior import Bias, Causal, ChunkCausal, Intervals, Visibility, Window, visibility
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
+from zonal.memory.criterion import ratio
+from zonal.memory.inverse import with_ridge
+from zonal.memory.reading import no_evidence
+from zonal.memory.ridge import anchor_of
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
@@ -99,13 +104,72 @@ class KeyValues(Memory):
             decay = held.log_decay.new_zeros(shape)
         return tokens._replace(mask=mask, key_bias=bias, log_decay=decay)
 
+    @property
+    def hidden(self) -> int:
+        """How many of the held tokens a read does not see any more."""
+        return 0 if self.reach is None else max(0, self.end - self.begin - self.reach)
+
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         n, queries = self.end - self.begin, q.shape[2]
         if n == 0:
             return q.new_zeros(*q.shape[:3], self.form.value_dim)
         whole = torch.zeros(queries, dtype=torch.int64)
-        first = 0 if self.reach is None else max(0, n - self.reach)
-        return self.weighed(q, bound, Visibility(Intervals(whole + first, whole + n, whole, whole + n - 1), n))
+        return self.weighed(q, bound, Visibility(Intervals(whole + self.hidden, whole + n, whole, whole + n - 1), n))
+
+    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
+        """In the features of the kernel, K(a, b) = <f(a), f(b)>, which must not be negative unless the anchor solves: 1 - what is left of f(q) when the
+        keys' have been taken out, k_q^T (K + rho I)^-1 k_q / K(q, q), for anchors that solve; for others the largest share that lies along one key."""
+        block, own, k = self._block(home, bound)
+        if not bound.anchor.solves or not k.shape[2]:
+            return self._shares(block, own, k, bound).amax(-1) if k.shape[2] else own.new_zeros(own.shape)
+        anchor = anchor_of(self.operator)
+        block, own = (x.exp() if bound.link.log_space else x for x in (block, own))
+        among = definition.kernel(bound, bound.coefficients.to(k), bound.score.as_query(k, bound.score_params), k)
+        among = (among.exp() if bound.link.log_space else among) * self._real(k)[..., None] * self._real(k)[..., None, :]
+        rho = anchor.ridge(bound.anchor_params, self.form.heads).to(k).repeat_interleave(bound.groups).view(1, -1, 1, 1)
+        if anchor.moving:
+            diagonal = among.diagonal(dim1=-2, dim2=-1)
+            rho = anchor.moved(rho, diagonal.amax(-1)[..., None, None], diagonal.sum(-1)[..., None, None], self.form.key_dim)
+        lower = factorised(with_ridge(among, rho), "Memory.read")
+        solved = torch.linalg.solve_triangular(lower, (block * self._real(k)[:, :, None]).mT, upper=False)
+        return ratio(solved.square().sum(-2), own)
+
+    def differing(self, q: Tensor, home: Tensor, bound: Bound, y: Tensor, support: Tensor) -> Tensor | None:
+        """As for spans, with each held token as one."""
+        block, own, k = self._block(home, bound)
+        if not k.shape[2]:
+            return own.new_zeros(own.shape)
+        v = self.tokens.silent().v[:, :, self.hidden :].to(y).repeat_interleave(bound.groups, 1)
+        alike = self._shares(block, own, k, bound) > support[..., None]
+        # no product of matrices: values that are equal shall differ by nothing
+        distance = torch.cdist(y, v, compute_mode="donot_use_mm_for_euclid_dist")
+        return torch.where(alike, ratio(distance, y.norm(dim=-1).unsqueeze(-1) + v.norm(dim=-1).unsqueeze(2)), 0).amax(-1)
+
+    def _block(self, home: Tensor, bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
+        """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in log space, and those keys (B, H, S, D)."""
+        if bound.anchor.solves and self.operator.tags.decays:
+            raise no_evidence(self.kind, self.operator.name, "its past fades, which only sums (kind='fading') keep account of")
+        if not bound.anchor.solves and not self.operator.tags.positive:
+            raise no_evidence(self.kind, self.operator.name, "K may be negative, so that it is no measure of likeness")
+        compute = torch.promote_types(home.dtype, self.tokens.k.dtype)
+        k = self.tokens.silent().k[:, :, self.hidden :].to(compute).repeat_interleave(bound.groups, 1)
+        home, coefficients = home.to(compute), bound.coefficients.to(compute)
+        q = bound.score.as_query(home, bound.score_params)
+        return definition.kernel(bound, coefficients, q, k), definition.paired(bound, coefficients, q, home), k
+
+    def _shares(self, block: Tensor, own: Tensor, k: Tensor, bound: Bound) -> Tensor:
+        """K(q, k)^2 / K(q, q) K(k, k) (B, H, T, S): what each key spans of a query by itself."""
+        theirs = definition.paired(bound, bound.coefficients.to(k), bound.score.as_query(k, bound.score_params), k)
+        if bound.link.log_space:
+            share = (2 * block - own.unsqueeze(-1) - theirs.unsqueeze(2)).exp().clamp_max(1)
+        else:
+            share = ratio(block.square(), own.unsqueeze(-1) * theirs.unsqueeze(2))
+        return share * self._real(k).unsqueeze(2)
+
+    def _real(self, k: Tensor) -> Tensor:
+        """1 for tokens that a read sees, 0 for padding: (B or 1, 1, S) in the type of k."""
+        mask = self.tokens.mask
+        return k.new_ones(1, 1, k.shape[2]) if mask is None else mask[:, None, self.hidden :].to(k)
 
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""

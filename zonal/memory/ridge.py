@@ -18,6 +18,7 @@ from zonal.algebra.operator import Bound
 from zonal.algebra.primal import contraction, on_heads
 from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
+from zonal.memory.criterion import ratio
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
@@ -105,6 +106,17 @@ def read_out(q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cro
         which = on_heads(anchor.powers(heads), step, q.device)
         x = further if which is None else torch.where(rows_of(which, bound.groups, queries), further, x)
     return (x @ cross.mT).view(batch, heads, queries, cross.shape[-2]).to(q.dtype)
+
+
+def spanned(q: Tensor, bound: Bound, inverse: Tensor, level: Tensor) -> Tensor:
+    """1 - q^T P q / q^T diag(level)^-1 q, (B, H, T) in [0, 1]: prepared q (B, H, T, r), P (B, Hkv, r, r), level (B or 1, Hkv, r or 1). 0 for q = 0.
+
+    P only shrinks (in the order of definite matrices) as keys come, so that this only grows while the ridge stays.
+    """
+    batch, heads, queries, dim = q.shape
+    rows = q.to(inverse).reshape(batch, bound.kv_heads, bound.groups * queries, dim)
+    left, whole = ((rows @ inverse) * rows).sum(-1), (rows.square() / level.unsqueeze(2)).sum(-1)
+    return ratio(whole - left, whole).view(batch, heads, queries)
 
 
 def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
@@ -284,6 +296,10 @@ class RidgeStatistics(Memory):
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         return self.settled()._looked_up(q, bound)
 
+    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
+        whole = self.settled()
+        return spanned(home, bound, whole.solved(bound), whole.ridge(bound)[..., 0])
+
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
         contracted = None
         if self.shift is not None and anchor_of(self.operator).spectral:
@@ -402,4 +418,4 @@ def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of"]
+__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of", "spanned"]

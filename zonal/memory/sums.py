@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal import room
-from zonal.algebra import Operator
+from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory.base import Form, Memory, served_by
+from zonal.memory.criterion import ratio
+from zonal.memory.reading import no_evidence
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
@@ -172,6 +174,16 @@ class FeatureSums(Memory):
         dtype = self.form.statistics
         total = total_of(q.to(torch.promote_types(q.dtype, dtype)), self.settled(), features_of(self.operator, self.form.key_dim), bound)
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
+
+    def spanned(self, home: Tensor, bound: Bound) -> Tensor:
+        tags = self.operator.tags
+        if not (tags.normalises and tags.positive):
+            why = "it keeps no sum of K over keys" if tags.positive else "K may be negative, and its sum over keys cancel"
+            raise no_evidence(self.kind, self.operator.name, why)
+        home = home.to(torch.promote_types(home.dtype, self.form.statistics))
+        q = bound.score.as_query(home, bound.score_params)
+        mass = total_of(q, self.settled(), features_of(self.operator, self.form.key_dim), bound)[..., -1]
+        return ratio(mass, definition.paired(bound, bound.coefficients.to(q), q, home))
 
     def followed_by(self, other: Memory) -> Memory:
         if isinstance(other, DecayedSums):

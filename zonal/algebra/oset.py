@@ -1,0 +1,176 @@
+"""O-sets: membership that is witnessed or not yet, and reports of three values made of two of them.
+
+A stage is what is known at some time, of whatever type; a later stage continues an earlier one when it knows all that and perhaps more. At
+a stage t an o-set X says of each of finitely many records w whether its acceptance is witnessed: a bool tensor over the records, whose
+False is "not yet" and never "no". Acceptance is stable when no continuation takes it back (``withdrawn`` finds where one does).
+
+    join     w in_t X | Y      iff  w in_t X or w in_t Y              least upper bound of the preorder ``refines``
+    meet     w in_t X & Y      iff  w in_t X and w in_t Y             greatest lower bound
+    product  (w, u) in_t X * Y iff  w in_t X and u in_t Y
+    report   ACCEPTED where only ``yes`` accepts, CONTRADICTED where only ``no``, its rival, does, UNDECIDED elsewhere
+
+All three keep stability. A complement does not: what is not accepted yet may be later, so that "not X" would be taken back. Only where X
+is decided once and for all does one exist (the source says that none ever does, and overlooks those). A report keeps what it said along
+continuations when its two o-sets are stable and never accept one record both; where they come to do so it falls back to UNDECIDED.
+Source: Geometric Attention, appendix A.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+
+Stage = TypeVar("Stage")
+
+
+class Verdict(IntEnum):
+    """What is reported of a record."""
+
+    CONTRADICTED = -1
+    UNDECIDED = 0
+    ACCEPTED = 1
+
+
+@dataclass(frozen=True)
+class OSet(Generic[Stage]):
+    """accepts: from a stage to a bool tensor over the records, True where acceptance is witnessed."""
+
+    accepts: Callable[[Stage], Tensor]
+
+    @classmethod
+    def generated(cls, generators: Sequence[Callable[[Stage], Tensor]], protocol: Callable[[Stage], Tensor]) -> Self:
+        """The o-set of a generator family and an answer protocol: accepted are records that some generator has logged and the protocol accepts.
+
+        Raises: ArgumentError without a generator, since nothing would ever be logged.
+        """
+        require(len(generators) > 0, "OSet.generated: at least one generator is required, received none. Pass procedures that log records, stage -> bool tensor.")
+
+        def accepts(stage: Stage) -> Tensor:
+            return torch.stack([_flags("OSet.generated: a generator", log(stage)) for log in generators]).any(0) & protocol(stage)
+
+        return cls(accepts)
+
+    def at(self, stage: Stage) -> Tensor:
+        """The records accepted at a stage. Raises: ArgumentError when that is no bool tensor."""
+        return _flags("OSet: accepts", self.accepts(stage))
+
+    def join(self, other: "OSet[Stage]") -> "OSet[Stage]":
+        """Accepted by either."""
+        return OSet(lambda stage: torch.logical_or(*_alike("join", self.at(stage), other.at(stage))))
+
+    def meet(self, other: "OSet[Stage]") -> "OSet[Stage]":
+        """Accepted by both."""
+        return OSet(lambda stage: torch.logical_and(*_alike("meet", self.at(stage), other.at(stage))))
+
+    def product(self, other: "OSet[Stage]") -> "OSet[Stage]":
+        """On pairs of records, the first ones' axes before the second ones': both are accepted."""
+
+        def accepts(stage: Stage) -> Tensor:
+            mine, theirs = self.at(stage), other.at(stage)
+            return mine.reshape(*mine.shape, *(1,) * theirs.ndim) & theirs
+
+        return OSet(accepts)
+
+    def refines(self, other: "OSet[Stage]", stages: Iterable[Stage]) -> bool:
+        """Whether at each of these stages all that this one accepts is accepted by the other, too: the preorder of o-sets."""
+        return all(bool(torch.le(*_alike("refines", self.at(stage), other.at(stage))).all()) for stage in stages)
+
+    def withdrawn(self, history: Iterable[Stage]) -> "Withdrawal | None":
+        """The first acceptance that is taken back along stages that continue one another, or None when acceptance is stable there."""
+        before: Tensor | None = None
+        for place, stage in enumerate(history):
+            now = self.at(stage)
+            if before is not None and bool((lost := torch.gt(*_alike("withdrawn", before, now))).any()):
+                return Withdrawal(place, lost)
+            before = now
+        return None
+
+
+class Withdrawal(NamedTuple):
+    """place: of the stage that takes acceptance back, counted from 0. records: bool, those that it takes it back from."""
+
+    place: int
+    records: Tensor
+
+
+class Partition(NamedTuple):
+    """Two-valued membership of decoded elements: bool (elements,) each, one the complement of the other."""
+
+    members: Tensor
+    others: Tensor
+
+
+@dataclass(frozen=True)
+class Reporter(Generic[Stage]):
+    """Two o-sets on the same records: ``yes`` accepts for the label, ``no`` for its rival."""
+
+    yes: OSet[Stage]
+    no: OSet[Stage]
+
+    @property
+    def decided(self) -> OSet[Stage]:
+        """What either accepts."""
+        return self.yes.join(self.no)
+
+    def report(self, stage: Stage) -> Tensor:
+        """The ``Verdict`` of each record, int8. A record that both accept is undecided."""
+        yes, no = _alike("report", self.yes.at(stage), self.no.at(stage))
+        return yes.to(torch.int8) - no.to(torch.int8)
+
+    def exclusive(self, stages: Iterable[Stage]) -> bool:
+        """Whether no record is accepted by both at any of these stages."""
+        return not any(bool(self.yes.meet(self.no).at(stage).any()) for stage in stages)
+
+    def consistent(self, subject: OSet[Stage], stages: Iterable[Stage]) -> bool:
+        """Whether, at these stages, ``yes`` accepts only what the o-set reported on does, and ``no`` nothing of it."""
+        return self.yes.refines(subject, stages := tuple(stages)) and not any(bool(self.no.meet(subject).at(stage).any()) for stage in stages)
+
+    def decoded(self, stage: Stage, decode: Tensor) -> tuple[Tensor, Tensor]:
+        """(yes, no), bool (elements,): elements of which some record is accepted. decode (records,): the element, from 0, that each record stands for.
+
+        Raises: ArgumentError unless decode names one element a record and every element from 0 to its largest.
+        """
+        yes, no = _alike("decoded", self.yes.at(stage).flatten(), self.no.at(stage).flatten())
+        fits = decode.dtype == torch.int64 and decode.shape == yes.shape and decode.numel() > 0
+        require(fits, f"Reporter: decode must be int64 with one element for each of {tuple(yes.shape)} records, received {decode.dtype} of {tuple(decode.shape)}.")
+        count = int(decode.max()) + 1
+        found = decode.unique()
+        require(
+            int(decode.min()) >= 0 and found.numel() == count,
+            f"Reporter: decode must reach every element from 0 to {count - 1}, received only {found.tolist()}. Number the elements that have records.",
+        )
+        empty = torch.zeros(count, dtype=torch.bool, device=decode.device)
+        return empty.index_put((decode[yes],), empty.new_ones(())), empty.index_put((decode[no],), empty.new_ones(()))
+
+    def certified(self, stage: Stage, decode: Tensor) -> bool:
+        """Whether a stage is certified two-valued: each element has a decided record, and none has records of both labels."""
+        yes, no = self.decoded(stage, decode)
+        return bool((yes ^ no).all())
+
+    def partition(self, stage: Stage, decode: Tensor) -> Partition:
+        """Classical membership of the elements at a certified stage.
+
+        Raises: ArgumentError at any other stage, naming an element that is undecided or has both labels.
+        """
+        yes, no = self.decoded(stage, decode)
+        for flags, what, remedy in ((~(yes | no), "is undecided", "Wait for a later stage, or report it as Verdict.UNDECIDED."), (yes & no, "has records of both labels", "Decode them to different elements.")):
+            require(not bool(flags.any()), f"Reporter.partition: the stage is not two-valued: element {int(flags.to(torch.int8).argmax())} {what}. {remedy}")
+        return Partition(yes, no)
+
+
+def _flags(what: str, value: Tensor) -> Tensor:
+    require(isinstance(value, Tensor) and value.dtype == torch.bool, f"{what} must give a bool tensor over the records, received {value!r}. Compare evidence with a threshold.")
+    return value
+
+
+def _alike(verb: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    require(a.shape == b.shape, f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. For pairs of unlike records use product.")
+    return a, b
+
+
+__all__ = ["OSet", "Partition", "Reporter", "Verdict", "Withdrawal"]

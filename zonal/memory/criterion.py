@@ -1,0 +1,122 @@
+"""Criterion: what a memory asks of the evidence for a query before it accepts its own answer, and the file it is kept in."""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.oset import OSet, Reporter
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.store import read_json, write_json
+
+KIND = "criterion"
+Thresholds = float | tuple[float, ...]
+
+
+class Evidence(NamedTuple):
+    """What a memory knows of queries, (B, H, T) each, in [0, 1]. support: how much of a query the stored keys span. residual: how far the answer is
+    from what it is held against, ``gap``; None where there is nothing to hold it against."""
+
+    support: Tensor
+    residual: Tensor | None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A query is decided when its support is more than ``support``: accepted when its residual is at most ``residual`` then, or not known, contradicted
+    when it is more. Everything else is undecided.
+
+    support, residual: in [0, 1], one number or one a query head. rate: at most this part of queries that were never stored is decided, in a memory of
+    at most ``tokens`` tokens; None where nothing is stated, as by default. miss: at most this part of right claims is contradicted. ``Memory.calibrate``
+    finds all of them.
+
+    Raises: ArgumentError for numbers outside [0, 1].
+    """
+
+    support: Thresholds = 0.8
+    residual: Thresholds = 0.25
+    rate: float | None = None
+    miss: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("support", "residual", "rate", "miss"):
+            given = getattr(self, name)
+            values = given if isinstance(given, tuple) else (given,)
+            fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in values if x is not None or name in ("support", "residual"))
+            if not fits or not values:
+                raise ArgumentError(f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or leave it out.")
+        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 0):
+            raise ArgumentError(f"Criterion: tokens must be a whole number >= 0, received {self.tokens!r}.")
+
+    def columns(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both thresholds as (1, H or 1, 1). Raises: ArgumentError for another number of heads than there are."""
+
+        def column(name: str, value: Thresholds) -> Tensor:
+            values = value if isinstance(value, tuple) else (value,)
+            if len(values) not in (1, heads):
+                raise ArgumentError(f"Memory.read: the criterion has a {name} for {len(values)} heads and the queries have {heads}. Calibrate with queries of as many heads, or give one number.")
+            return torch.tensor(values, dtype=torch.float64, device=like.device).view(1, -1, 1)
+
+        return column("support", self.support), column("residual", self.residual)
+
+    def reporter(self, heads: int, like: Tensor) -> Reporter[Evidence]:
+        """The two o-sets of queries. They exclude each other, and what they decide is what has support: stable while support only grows."""
+        support, residual = self.columns(heads, like)
+        spanned = OSet[Evidence](lambda evidence: evidence.support > support)
+        agrees = OSet[Evidence](lambda evidence: torch.ones_like(evidence.support, dtype=torch.bool) if evidence.residual is None else evidence.residual <= residual)
+        differs = OSet[Evidence](lambda evidence: ~agrees.at(evidence))
+        return Reporter(spanned.meet(agrees), spanned.meet(differs))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a JSON file, atomically."""
+        write_json(path, {"kind": KIND, **asdict(self)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Criterion":
+        """Read a file of ``save``. Raises: FileFormatError for missing, damaged and foreign files."""
+        found: Any = read_json(path)
+        if not isinstance(found, dict) or found.pop("kind", None) != KIND:
+            raise FileFormatError(f"load {KIND}: {path} holds something else. Required: a file of Criterion.save.")
+        try:
+            values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            return Criterion(**values)
+        except (TypeError, ArgumentError) as error:
+            raise FileFormatError(f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate anew.") from error
+
+
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole in [0, 1], 0 where the whole is not above 0."""
+    some = whole > 0
+    return torch.where(some, (part / torch.where(some, whole, 1)).clamp(0, 1), 0)
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| / (|a| + |b|) over the last axis, in [0, 1]: 0 for equal vectors, 1 for opposite ones and where only one is zero."""
+    return ratio((a - b).norm(dim=-1), a.norm(dim=-1) + b.norm(dim=-1))
+
+
+def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple[float, ...]:
+    """For each head the number that a further value of the same kind exceeds with a probability of at most ``rate``: found (B, H, n) in [0, 1].
+
+    Of n values that could come in any order, the next one exceeds the k-th smallest with a probability of at most 1 - k / (n + 1).
+
+    Raises: ArgumentError for a rate outside [0, 1], and for fewer values than it takes.
+    """
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
+        raise ArgumentError(f"Memory.calibrate: {name} must lie in [0, 1], received {rate!r}. 0.01 is one in a hundred.")
+    values = found.detach().double().transpose(0, 1).flatten(1).sort(-1).values
+    n = values.shape[-1]
+    place = math.ceil((n + 1) * (1 - rate) * (1 - 1e-12))
+    if place > n:
+        need = f"at least {math.ceil(1 / rate) - 1} of each head" if rate > 0 else "no number of them will do, only a rate above 0"
+        raise ArgumentError(f"Memory.calibrate: {n} queries cannot show {name} {rate:g}: {need}. Give more of them, or a larger {name}.")
+    if place <= 0:
+        return (least,) * values.shape[0]
+    return tuple(values[:, place - 1].clamp_min(least).tolist())
+
+
+__all__ = ["KIND", "Criterion", "Evidence", "bound_of", "gap", "ratio"]
