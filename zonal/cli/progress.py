@@ -294,7 +294,8 @@ class PlainDisplay:
         return f"{self.board.runs[run].label}, seed {self.board.runs[run].seed}"
 
     def _left(self) -> str:
-        left = self.board.seconds_left()
+        # how many runs a search will make is not known
+        left = self.board.seconds_left() if self.board.rung is None else None
         return "" if left is None else f"; {100 * self.board.fraction():.0f} % of all, about {formats.seconds(float(round(left)))} left"
 
 
