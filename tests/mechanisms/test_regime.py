@@ -61,5 +61,5 @@ def test_parts_of_a_users_own_have_no_name():
     class Mine(zonal.link.Exp):
         pass
 
-    with pytest.raises(ArgumentError, match="unknown operator|no spec can name"):
+    with pytest.raises(ArgumentError, match=r"unknown operator|no spec can name"):
         m.regime_spec(m.softmax().replace(link=Mine()))

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -104,7 +105,7 @@ def test_sizes_that_do_not_fit_are_skipped_with_the_models_words():
 
 
 def test_a_search_ends_with_a_winner_and_all_that_led_to_it(whole):
-    folder, result, seen = whole
+    _, result, seen = whole
     assert (result.status, len(result.rounds)) == ("done", 2)
     last = a_search().training.steps
     finals = {regime: found[last] for regime, found in result.costs.items() if last in found}
@@ -123,7 +124,7 @@ def test_a_search_ends_with_a_winner_and_all_that_led_to_it(whole):
     assert [(event.regime, event.accepted) for event in judged] == [(each.chosen.label, each.accepted) for each in result.rounds if each.chosen]
     rungs = [event for event in seen if isinstance(event, kinds.RungStarted)]
     assert [event.round for event in rungs] == [0, 0, 1, 1, 2, 2]
-    assert all(a.share < b.share for a, b in zip(rungs, rungs[1:], strict=False))
+    assert all(a.share < b.share for a, b in itertools.pairwise(rungs))
 
 
 def test_all_regimes_see_the_same_data_and_the_cost_is_that_of_their_runs(whole):

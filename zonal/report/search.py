@@ -177,7 +177,7 @@ def _potential(found: Mapping[str, Any]) -> list[str]:
 
 def _cycles(found: Mapping[str, Any]) -> Grid:
     turning, regimes = found["graph"]["circulation"], found["regimes"]
-    sums = sorted(turning["cycles"] if turning else (), key=lambda cycle: -abs(cycle["sum"]["mean"]))
+    sums = sorted(turning["cycles"] if turning else [], key=lambda cycle: -abs(cycle["sum"]["mean"]))
     rows = [
         (" → ".join(regimes[node]["label"] for node in (*cycle["nodes"], cycle["nodes"][0])), _interval(cycle["sum"]), formats.number(cycle["length"]))
         for cycle in sums[:_SHOWN_CYCLES]

@@ -177,14 +177,10 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
         found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
         raise FileFormatError(f"search: {path} has schema {found!r}, this version reads {SCHEMA}. Choose another folder.")
     try:
-        plain = {name.name for name in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
-        spec = SearchSpec(
-            task=tasks.from_config(stored["task"]),
-            model=ModelConfig.from_dict(stored["model"]),
-            training=TrainConfig.from_dict(stored["training"]),
-            device=stored["run_on"],
-            **{name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in plain},
-        )
+        names = {field.name for field in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
+        plain: dict[str, Any] = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
+        task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
+        spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
     except KeyError as error:
         raise FileFormatError(f"search: {path} lacks the key {error}. It was edited or written by another version; choose another folder.") from error
     return spec, stored
