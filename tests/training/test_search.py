@@ -99,6 +99,9 @@ def test_sizes_that_do_not_fit_are_skipped_with_the_models_words():
     odd = moves(Regime(("softmax",), 4e-3, head_dim=2), ModelConfig(64, dim=32, layers=("softmax",), heads=2, rotary=True), kinds=("head_dim",))
     assert any("rotary needs an even head size" in skipped.reason for skipped in odd.skipped)
     assert {move.target.head_dim for move in odd.legal} == {4}
+    ranks = moves(START, replace(MODEL, qk_dim=8), kinds=("rank",))
+    assert not ranks.legal
+    assert all("the model gives queries and keys of all layers 8 numbers" in skipped.reason for skipped in ranks.skipped)
 
 
 # --- the walk ---------------------------------------------------------------------------------------------------------

@@ -182,10 +182,16 @@ def _powers(operator: Operator, model: ModelConfig) -> Proposed:
 
 
 def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
-    rank = operator.qk_dim or model.qk_dim or model.size_of_head
+    rank = operator.qk_dim or model.size_of_head
+
+    def sized(size: int) -> Operator:
+        if model.qk_dim is not None:
+            raise ArgumentError(f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks for; leave its qk_dim out")
+        return _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
+
     # the size of values is what a layer gives by itself: one name for one operator
     for size in (rank // _FACTOR, rank * _FACTOR):
-        yield f"{rank} → {size}", lambda size=size: _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
+        yield f"{rank} → {size}", lambda size=size: sized(size)
 
 
 def _unranked(operator: Operator) -> Operator:

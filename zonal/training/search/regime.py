@@ -30,7 +30,7 @@ class Regime:
 
     @property
     def label(self) -> str:
-        """For people: the operator, then what of the parameters differs from the start is left to the reader's eye."""
+        """For people: the operator, or those of the layers in order, and the parameters."""
         short = [style.label(spec) for spec in dict.fromkeys(self.layers)]
         name = short[0] if len(short) == 1 else " → ".join(style.label(spec) for spec in self.layers)
         return f"{name}, lr {formats.rate(self.learning_rate)}" + ("" if self.head_dim is None else f", heads of {self.head_dim}")

@@ -22,6 +22,7 @@ def required(workers: int) -> None:
 def session(workers: int, threads: int) -> Iterator[None]:
     """Ray, for as long as the body runs: the caller's where there is one, else one of this machine with ``workers`` times ``threads`` cores."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # which is silent where verbose=0 asks for it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without a share of a GPU still sees what this process sees
     import ray  # pyright: ignore[reportMissingImports]
 
@@ -47,8 +48,17 @@ def each(
     from ray import tune  # pyright: ignore[reportMissingImports]
 
     class Ended(tune.Callback):
+        tell: Callable[[str], None] | None = None
+
         def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any) -> None:
-            finished(trial.config["item"])
+            if self.tell is not None:
+                self.tell(trial.config["item"])
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {}  # Tune writes its callbacks down; who listens stays in this process
+
+    ended = Ended()
+    ended.tell = finished
 
     def trial(config: dict[str, Any]) -> dict[str, Any]:
         return function(config["item"])
@@ -57,7 +67,7 @@ def each(
         tune.with_resources(trial, {"cpu": threads}),
         param_space={"item": tune.grid_search(list(items))},
         tune_config=tune.TuneConfig(max_concurrent_trials=workers),
-        run_config=tune.RunConfig(storage_path=str(folder.resolve()), verbose=0, callbacks=[Ended()]),
+        run_config=tune.RunConfig(storage_path=str(folder.resolve()), verbose=0, callbacks=[ended]),
     )
     found: dict[str, dict[str, Any]] = {}
     for result in tuner.fit():
