@@ -110,6 +110,10 @@ def _interval(effort: Mapping[str, Any]) -> str:
     return sign + (formats.number(abs(mean)) if low is None else formats.margin(mean, (high - low) / 2))
 
 
+def _signed(value: float) -> str:
+    return f"{value:+.4f}" if abs(value) >= 5e-5 else "0"
+
+
 def headline(found: Mapping[str, Any]) -> list[str]:
     """What came of it, in a sentence or two."""
     regimes, rounds = found["regimes"], found["rounds"]
@@ -119,7 +123,13 @@ def headline(found: Mapping[str, Any]) -> list[str]:
         return ["No regime has been trained to the last rung yet.", walk]
     start, winner = regimes[0], regimes[found["winner"]]
     if found["winner"] == 0:
-        return [f"Nothing that was tried is better than the start, {start['label']}: {found['measured']} {_cost(_last(start))}.", walk]
+        most = max(rung["steps"] for rung in start["rungs"])
+        others = sum(any(rung["steps"] == most and rung["cost"] for rung in regime["rungs"]) for regime in regimes) - 1
+        has = f"{start['label']}: {found['measured']} {_cost(_last(start))}"
+        if not others:
+            return [f"No other regime came to the last rung than the start, {has}.", walk]
+        who = "The one other that came to the last rung is no better" if others == 1 else f"None of the {others} others that came to the last rung is better"
+        return [f"{who} than the start, {has}.", walk]
     return [f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against {_cost(_last(start))} for the start, {start['label']}.", walk]
 
 
@@ -188,7 +198,7 @@ def _cycles(found: Mapping[str, Any]) -> Grid:
 def _edges(found: Mapping[str, Any]) -> Grid:
     regimes = found["regimes"]
     rows = [
-        (regimes[edge["from"]]["label"], regimes[edge["to"]]["label"], edge["text"], formats.count(edge["steps"]), _interval(edge["effort"]), f"{edge['circulation']:+.4f}")
+        (regimes[edge["from"]]["label"], regimes[edge["to"]]["label"], edge["text"], formats.count(edge["steps"]), _interval(edge["effort"]), _signed(edge["circulation"]))
         for edge in found["graph"]["edges"]
     ]
     return Grid(("From", "To", "Move", "Steps", "Effort", "Circulating part"), tuple(rows))
@@ -230,7 +240,7 @@ def picture(found: Mapping[str, Any]) -> dict[str, Any]:
     lines = [
         {
             "from": place[edge["from"]], "to": place[edge["to"]], "walked": frozenset((edge["from"], edge["to"])) in walked,
-            "text": f"{_escaped(edge['text'])}<br>effort {_interval(edge['effort'])} after {formats.count(edge['steps'])} steps<br>circulating {edge['circulation']:+.4f}",
+            "text": f"{_escaped(edge['text'])}<br>effort {_interval(edge['effort'])} after {formats.count(edge['steps'])} steps<br>circulating {_signed(edge['circulation'])}",
         }
         for edge in edges
     ]  # fmt: skip
