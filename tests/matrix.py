@@ -66,6 +66,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "distance-fidelity": lambda: Operator(score.NegativeDistance(metric.Fidelity(), temperature=2.0), link.Exp(), anchor.Row()),
     "ridge-yat": lambda: m.yat(eps=0.1).replace(anchor=anchor.Ridge(eps=0.5)),
     "koopman-exp": lambda: m.cosine(temperature=1.0).replace(anchor=anchor.Koopman(power=1, eps=0.5)),
+    "regime-ridge": lambda: m.regime(score="dot(scale=0.7)", link="squared_affine(bias=0.3)", anchor="ridge(eps=0.5)"),
     "ridge-chunk": lambda: m.ridge(chunk=4),
     "ridge-window": lambda: m.ridge().replace(prior=prior.Window(6)),
     "sko-chunk": lambda: m.sko(degrees=(2.0,), manifold_dim=4).replace(prior=prior.ChunkCausal(4)),

@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": Command("compare", "Compare", "compare operators on one task and write a report"),
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
+    "search": Command("search", "SearchOptions", "search over operators and parameters"),
     "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
     "build": Command("build", "Build", "compile the CPU kernels ahead of their first use"),
     "bench": Command("bench", "Bench", "run a benchmark"),

@@ -41,7 +41,7 @@ class Compare:
     """Compare attention operators on one task."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them. It fills in what is not given here, the task among it."""
+    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them; or a recipe.json that zonal search wrote. It fills in what is not given here, the task among it."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
     """Operators separated by commas; each a name, or name(argument=value, ...), for all layers, or [a list of layers] such as [mamba2*3, ska]."""
     seeds: str = "1"
@@ -74,7 +74,7 @@ def defaults(words: Sequence[str]) -> Compare | None:
     name = presets.named(words, "compare")
     if name is None:
         return None
-    preset = presets.PRESETS[name]
+    preset = presets.find(name, "compare")
     return Compare(
         preset=name, operators=preset.operators, seeds=preset.seeds, learning_rates=preset.learning_rates, task=preset.task, model=preset.model, training=preset.training
     )

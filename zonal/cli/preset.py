@@ -1,4 +1,4 @@
-"""What an experiment of a paper is to the commands."""
+"""What an experiment of a paper, or a recipe from a file, is to the commands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Preset:
     task: TaskOptions
     model: ModelOptions
     training: TrainingOptions
-    published: Published
+    published: Published | None = None
 
     @property
     def operators(self) -> str:

@@ -1,11 +1,12 @@
 """Experiments of papers as settings of ``zonal compare`` and ``zonal train``, scaled to a small machine where that is said, and what the papers print.
 
-A preset fills in options that the command line leaves out. Each lists how its recipe differs from the paper's.
+A preset fills in options that the command line leaves out. Each lists how its recipe differs from the paper's. What `zonal search` found is one, too: a file.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from zonal.cli import presets_echo, presets_rewa
+from zonal.cli import presets_echo, presets_rewa, recipe
 from zonal.cli.preset import Preset
 from zonal.errors import ArgumentError, unknown_name
 
@@ -27,7 +28,9 @@ def named(words: Sequence[str], command: str) -> str | None:
 
 
 def find(name: str, command: str) -> Preset:
-    """The preset of that name. Raises: ArgumentError when there is none."""
+    """The preset of that name, or the recipe in the file of that name (.json). Raises: ArgumentError or FileFormatError when there is none."""
+    if name.endswith(recipe.SUFFIX):
+        return recipe.read(Path(name), command)
     if name not in PRESETS:
         raise unknown_name(command, "preset", name, PRESETS)
     return PRESETS[name]

@@ -48,6 +48,7 @@ class Board:
         self.metric, self.labels, self.clock = metric, labels, clock
         self.runs: dict[str, RunBoard] = {}
         self.planned: events.Planned | None = None
+        self.rung: events.RungStarted | None = None
         self.phase = "Preparing"
         self._began = clock()
         self._at_start = 0.0
@@ -59,6 +60,10 @@ class Board:
                 self.phase = f"Measuring the speed of {self._label(event.operator)} ({event.index + 1} of {event.total})"
             case events.Planned():
                 self.planned, self.phase, self._began = event, "Training", self.clock()
+            case events.RungStarted():
+                self.rung, self.phase = event, rung_words(event)
+                # runs of earlier rungs are behind; what the bars show is this one
+                self.runs = {}
             case events.RunStarted():
                 run = RunBoard(event.operator, event.label, event.seed, event.learning_rate, event.step, event.steps)
                 self.runs[event.run] = run
@@ -131,6 +136,19 @@ def _numbers(metrics: dict[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
+def rung_words(event: events.RungStarted) -> str:
+    """A rung of a search in words."""
+    if not event.round:
+        return f"The start, {event.current}: {event.steps:,} steps"
+    return f"Round {event.round} of at most {event.rounds}, from {event.current}: {len(event.regimes)} regime{'s' if len(event.regimes) != 1 else ''}, {event.steps:,} steps each"
+
+
+def judged_words(event: events.Judged) -> str:
+    """The end of a round in words."""
+    verdict = "the search goes there" if event.accepted else "the search stays"
+    return f"Round {event.round}: {event.regime}, effort {event.effort:+.4f}; {verdict}."
+
+
 def held_out(numbers: dict[str, float], metric: str) -> str:
     """The held-out numbers in words, the headline first."""
     names = [metric, *(name for name in ("accuracy", "loss") if name != metric)]
@@ -159,6 +177,8 @@ class LiveDisplay:
         elif isinstance(event, events.RunStarted):
             for note in event.notes:
                 self._live.console.print(f"{event.label}, seed {event.seed}: {note}")
+        elif isinstance(event, events.Judged):
+            self._live.console.print(Text(judged_words(event)))
 
     def render(self) -> RenderableType:
         """The whole display as it stands."""
@@ -167,21 +187,30 @@ class LiveDisplay:
         bars = Table.grid(padding=(0, 1))
         if board.planned is None and not board.runs:
             parts.append(Text(f"{board.phase} …"))
+        elif board.rung is not None:
+            parts.append(Text(board.phase))
+            bars.add_row("search", ProgressBar(total=1.0, completed=board.rung.share, width=32), f"{100 * board.rung.share:.0f} % of the most there may be")
+            self._runs(bars)
+            parts.append(bars)
         else:
             left = board.seconds_left()
             estimate = f", about {formats.seconds(float(round(left)))} left" if left is not None else ""
             count = f"{board.ended()} of {board.planned.runs} runs done" if board.planned else f"{100 * board.fraction():.0f} %"
             bars.add_row("all runs" if board.planned else "", ProgressBar(total=1.0, completed=board.fraction(), width=32), f"{count}{estimate}")
-            for run in board.current:
-                facts = [f"step {run.step:,} of {run.steps:,}"]
-                facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
-                facts += [f"held out: {held_out(run.held_out, board.metric)}"] if run.held_out else []
-                bars.add_row(f"{run.label}, seed {run.seed}", ProgressBar(total=max(1, run.steps), completed=run.step, width=32), " · ".join(facts))
+            self._runs(bars)
             parts.append(bars)
         if len(board.labels) > 1 and board.planned:
             parts += [Text(), self._table()]
         parts.append(Text("Ctrl-C stops with a checkpoint; the same command goes on.", style="dim"))
         return Group(*parts)
+
+    def _runs(self, bars: Table) -> None:
+        """A bar for each run that is being trained."""
+        for run in self.board.current:
+            facts = [f"step {run.step:,} of {run.steps:,}"]
+            facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
+            facts += [f"held out: {held_out(run.held_out, self.board.metric)}"] if run.held_out else []
+            bars.add_row(f"{run.label}, seed {run.seed}", ProgressBar(total=max(1, run.steps), completed=run.step, width=32), " · ".join(facts))
 
     def _table(self) -> Table:
         board = self.board
@@ -241,6 +270,10 @@ class PlainDisplay:
             case events.Planned():
                 time_needed = f", about {formats.seconds(float(round(event.estimated_seconds)))}" if event.estimated_seconds is not None else ""
                 self._say(f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each{time_needed}.")
+            case events.RungStarted():
+                self._say(f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}." if event.round else f"{board.phase}.")
+            case events.Judged():
+                self._say(judged_words(event))
             case events.RunStarted():
                 start = f" goes on at step {event.step:,}" if event.step else " begins"
                 self._say(f"{event.label}, seed {event.seed}, learning rate {formats.rate(event.learning_rate)}:{start} ({', '.join(event.notes)})".removesuffix(" ()") + ".")
@@ -261,7 +294,8 @@ class PlainDisplay:
         return f"{self.board.runs[run].label}, seed {self.board.runs[run].seed}"
 
     def _left(self) -> str:
-        left = self.board.seconds_left()
+        # how many runs a search will make is not known
+        left = self.board.seconds_left() if self.board.rung is None else None
         return "" if left is None else f"; {100 * self.board.fraction():.0f} % of all, about {formats.seconds(float(round(left)))} left"
 
 

@@ -40,7 +40,7 @@ class Train:
     """Train one model."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them. It fills in what is not given here, the task among it."""
+    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them; or a recipe.json that zonal search wrote. It fills in what is not given here, the task among it."""
     operator: str = "softmax"
     """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
@@ -65,7 +65,7 @@ def defaults(words: Sequence[str]) -> Train | None:
     name = presets.named(words, "train")
     if name is None:
         return None
-    preset = presets.PRESETS[name]
+    preset = presets.find(name, "train")
     first = next(iter(preset.models.values()))
     return Train(
         preset=name, operator=first, learning_rate=parse.learning_rates(preset.learning_rates)[0], task=preset.task, model=preset.model, training=preset.training

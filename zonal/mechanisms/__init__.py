@@ -6,6 +6,7 @@ from zonal.algebra import Operator
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.echo import ridge, ska
 from zonal.mechanisms.linear import linear, retention
+from zonal.mechanisms.regime import declaration, regime, regime_spec
 from zonal.mechanisms.rewa import (
     rewa,
     rewa_categorical,
@@ -22,7 +23,7 @@ from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 _MECHANISMS: dict[str, Callable[..., Operator]] = {
     f.__name__: f
-    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological)
+    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological, regime)
 }
 SHORT = {"sq": "squared_affine"}
 
@@ -44,4 +45,4 @@ def resolve(spec: str) -> Operator:
     return operator
 
 
-__all__ = ["SHORT", "cosine", "hedgehog", "linear", "names", "of_features", "performer", "polynomial_square", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]
+__all__ = ["SHORT", "cosine", "declaration", "hedgehog", "linear", "names", "of_features", "performer", "polynomial_square", "regime", "regime_spec", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]

@@ -15,11 +15,18 @@ def name_of(spec: str) -> str:
     return _read(spec)[0]
 
 
-def made(spec: str, makers: Mapping[str, Callable[..., T]], given: Mapping[str, Any] | None = None, hidden: Collection[str] = ()) -> T:
+def made(
+    spec: str,
+    makers: Mapping[str, Callable[..., T]],
+    given: Mapping[str, Any] | None = None,
+    hidden: Collection[str] = (),
+    read: Callable[[Any], Any] | None = None,
+) -> T:
     """What the maker of that name returns for the arguments of a spec.
 
     Args:
         given: parameters that the caller has chosen. hidden: those that a spec may not name either.
+        read: what a literal stands for, where it is not itself.
 
     Raises: ArgumentError naming the valid names or arguments, and the nearest.
     """
@@ -33,9 +40,10 @@ def made(spec: str, makers: Mapping[str, Callable[..., T]], given: Mapping[str, 
         if keyword.arg not in known:
             raise unknown_name(f"operator spec {spec!r}", "argument", str(keyword.arg), known)
         try:
-            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+            value = ast.literal_eval(keyword.value)
         except ValueError as error:
             raise ArgumentError(f"operator spec {spec!r}: the value of {keyword.arg} must be a literal (number, text, tuple, True, False, None).") from error
+        arguments[keyword.arg] = value if read is None else read(value)
     try:
         return makers[name](**given, **arguments)
     except ZonalError:

@@ -19,11 +19,23 @@ def asset(name: str) -> bytes:
     return importlib.resources.files("zonal.report").joinpath("assets", name).read_bytes()
 
 
-def _environment(autoescape: bool) -> jinja2.Environment:
-    environment = jinja2.Environment(
+def plotly() -> str:
+    """The compressed plotly as text, for the element that ``unpack.js`` reads."""
+    return base64.b64encode(asset(_PLOTLY)).decode()
+
+
+def script(name: str) -> str:
+    """A page's script behind what all of them begin with."""
+    return asset("unpack.js").decode() + asset(name).decode()
+
+
+def environment(autoescape: bool) -> jinja2.Environment:
+    """The templates beside this module; without autoescape, for Markdown, with the filter ``cell``."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("zonal.report", "templates"), autoescape=autoescape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment
+    made.filters["cell"] = _markdown_cell
+    return made
 
 
 def script_json(value: Any) -> str:
@@ -149,23 +161,22 @@ def html(summaries: Sequence[Summary]) -> str:
     values = context(summaries)
     values["payload"] = script_json(values["payload"])
     return (
-        _environment(autoescape=True)
+        environment(autoescape=True)
         .get_template("page.html.j2")
         .render(
             **values,
             css=asset("page.css").decode(),
-            script=asset("page.js").decode(),
-            plotly=base64.b64encode(asset(_PLOTLY)).decode(),
+            script=script("page.js"),
+            plotly=plotly(),
         )
     )
 
 
 def markdown(summaries: Sequence[Summary]) -> str:
     """The same contents as Markdown: tables and one-line curves."""
-    environment = _environment(autoescape=False)
-    environment.filters["cell"] = _markdown_cell
-    environment.filters["spark"] = _spark
-    return environment.get_template("page.md.j2").render(**context(summaries)).strip() + "\n"
+    made = environment(autoescape=False)
+    made.filters["spark"] = _spark
+    return made.get_template("page.md.j2").render(**context(summaries)).strip() + "\n"
 
 
 def _markdown_cell(text: str) -> str:

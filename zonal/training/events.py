@@ -108,6 +108,29 @@ class RunFinished:
 
 
 @dataclass(frozen=True)
+class RungStarted:
+    """``regimes`` of a search begin to be trained for ``steps`` updates each, in ``round`` (0: the start) of at most ``rounds``; the search stands at
+    ``current``. ``share``: the part of the most work that there may be which lies behind."""
+
+    round: int
+    rounds: int
+    current: str
+    regimes: tuple[str, ...]
+    steps: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A round of a search is over: whether it goes to ``regime``, whose measure differs by ``effort`` (less is better) from where it stands."""
+
+    round: int
+    regime: str
+    effort: float
+    accepted: bool
+
+
+@dataclass(frozen=True)
 class ComparisonFinished:
     """Nothing more will happen: how many runs stand in which state, and the chosen learning rate of each operator."""
 
@@ -127,6 +150,8 @@ Event = (
     | Evaluated
     | Checkpointed
     | RunFinished
+    | RungStarted
+    | Judged
     | ComparisonFinished
 )
 Listener = Callable[[Event], None]

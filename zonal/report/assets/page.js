@@ -22,15 +22,10 @@
   }
 
   // ---- plotly, from the compressed copy in this file -------------------------------------------------------------
-  if (typeof DecompressionStream === "undefined") {
+  if (!(await unpackPlotly())) {
     problem("This browser is too old to unpack the charts (it lacks DecompressionStream). All numbers are in the tables.");
     return;
   }
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-  const code = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  const element = document.createElement("script");
-  element.textContent = code;
-  document.head.append(element);
 
   // ---- theme ------------------------------------------------------------------------------------------------------
   function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }

@@ -1,0 +1,111 @@
+"""`zonal search`: its page, its recipe, which `zonal compare` and `zonal train` take, and its errors."""
+
+import json
+import shlex
+
+import pytest
+
+from zonal.cli import presets, recipe
+from zonal.cli.app import main, parse_options
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
+from zonal.cli.preset import Preset
+from zonal.cli.search import DESCRIPTION, SearchOptions
+from zonal.errors import FileFormatError
+from zonal.report import search as report
+from zonal.training.search import KINDS
+
+SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --eval-every 2 --threads 1"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words, capsys):
+    code = main(shlex.split(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
+    words = f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --seeds 1 --moves score,learning_rate --measure loss --threshold 1"
+    code, out, err = run(words, capsys)
+    assert (code, err) == (0, "")
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("search-mqar-demo-")
+    assert "Round 1 of at most 1, from Softmax, lr 0.003: 2 regimes, 2 steps each" in out
+    assert "the search goes there" in out
+    assert f"zonal compare --preset {folder.relative_to(here)}/recipe.json" in out
+    page, found = (folder / "report.html").read_text(), json.loads((folder / "findings.json").read_text())
+    assert len(found["regimes"]) == 3
+    for regime in found["regimes"]:
+        assert regime["label"].replace("'", "&#39;") in page
+    assert "Nothing can be said: no two ways lead" in page or "Do the efforts come from a potential" in page
+    assert "1 round, 1 accepted; 3 regimes were trained" in (folder / "report.md").read_text()
+    drawn = report.picture(found)
+    assert len(drawn["nodes"]) == 3
+    assert [node["winner"] for node in drawn["nodes"]].count(True) == 1
+    assert sum(edge["walked"] for edge in drawn["edges"]) == 1
+    # the same command, and --resume, find everything done
+    before = (folder / "findings.json").read_text()
+    for again in (words, f"search --resume {folder.relative_to(here)}"):
+        code, out, _ = run(again, capsys)
+        assert code == 0
+        assert "begins" not in out
+    assert json.loads(before)["winner"] == json.loads((folder / "findings.json").read_text())["winner"]
+    # the winner in one line, with the numbers that the search found
+    winner = found["regimes"][found["winner"]]
+    code, _, _ = run(f"compare --preset {folder.relative_to(here)}/recipe.json --threads 1 --out again", capsys)
+    assert code == 0
+    (record,) = (json.loads(path.read_text()) for path in here.glob("again/runs/*/*/run.json"))
+    assert record["operator"] == winner["operator"]
+    assert {str(record["seed"]): record["final"]["loss"]} == winner["rungs"][-1]["by_seed"]
+
+
+def test_recipes_are_presets(here):
+    settings = Preset("about", {"Label": "[sko, softmax]"}, "3,4", "0.01", TaskOptions(task="mqar-demo", length=64), ModelOptions(dim=32), TrainingOptions(steps=7))
+    recipe.write(here / "recipe.json", settings)
+    assert presets.find("recipe.json", "compare") == settings
+    assert presets.named(["--preset", "recipe.json"], "train") == "recipe.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist"),
+        ("{}", "is not a recipe of this version"),
+        ('{"schema": 1, "models": {}}', "lacks the key"),
+        ('{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}', "options that this version does not know"),
+    ],
+)
+def test_files_that_are_no_recipe(here, text, message):
+    if text is not None:
+        (here / "recipe.json").write_text(text)
+    with pytest.raises(FileFormatError, match=message):
+        presets.find("recipe.json", "compare")
+
+
+def test_every_kind_of_move_is_on_by_default():
+    options = parse_options(SearchOptions, "zonal search", DESCRIPTION, [])
+    assert tuple(options.moves.split(",")) == KINDS
+    assert not options.training.tensorboard
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("search", "--task is required"),
+        (f"search {SMALL} --moves links", "unknown kind of move 'links'. Did you mean 'link'"),
+        (f"search {SMALL} --steps 2 --rungs 3", "few enough that the first has a step"),
+        (f"search {SMALL} --operator 'rewa(parts=(3,3,3))' --qk-dim 8", "the start is no model"),
+        ("search --resume nowhere", "holds no search"),
+        (f"search {SMALL} --rule always", "invalid choice"),
+    ],
+)
+def test_mistakes_are_one_line(here, capsys, words, message):
+    code, _, err = run(words, capsys)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert message in err

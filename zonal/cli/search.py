@@ -1,0 +1,174 @@
+"""``zonal search``: a walk among operators and parameters on one task, shown while it runs, ended by a page and a recipe."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from zonal.cli import parse, recipe
+from zonal.cli.app import parse_options
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
+from zonal.cli.preset import Preset
+from zonal.cli.progress import watching
+from zonal.cli.train import layers_of
+from zonal.errors import ArgumentError
+from zonal.report import formats
+from zonal.report import search as report
+from zonal.store import read_json
+from zonal.training.search import KINDS, PALETTE, Regime, Search, SearchResult, SearchSpec
+
+STOPPED = 130
+_STEPS = 300
+
+DESCRIPTION = """\
+Search over regimes: propose moves (another score, link, anchor, power, rank, feature map, layer placement, learning rate, head size), train what
+they lead to, go on from there or not. Only what the declaration calls an operator is trained. Writes report.html with the move graph, its Markdown
+twin, findings.json, and the winner as recipe.json. Ctrl-C stops with a checkpoint; the same command goes on.
+
+Examples:
+  zonal search --task mqar-demo --operator softmax --steps 200 --seeds 2 --rounds 6 --budget 30m
+  zonal search --task text --operator 'ska(power=1)' --moves anchor,link,power --rule metropolis --temperature 0.02 --measure loss
+  zonal search --task mqar-demo --measure steps --target 0.9 --workers 4 --threads 1
+  zonal search --resume runs/search-mqar-demo-1a2b3c4d"""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Search over operators and parameters on one task."""
+
+    operator: str = "softmax"
+    """Where the search begins: one operator for all layers, or a list with one a layer."""
+    learning_rate: float = 3e-3
+    """Learning rate at the start."""
+    seeds: str = "2"
+    """How many seeds every regime is trained with, or a list such as 0,1,2."""
+    rounds: int = 8
+    """The most rounds: each judges the best of some moves."""
+    width: int = 4
+    """Moves drawn in a round."""
+    rungs: int = 2
+    """Rungs of successive halving; the last has all steps."""
+    eta: int = 2
+    """How many times as long a rung trains as the one before, and the part of the regimes that goes on."""
+    measure: Literal["metric", "loss", "steps"] = "metric"
+    """What a regime is judged by: the task's own number, the held-out loss, or the steps to --target."""
+    target: float = 0.9
+    """With --measure steps: the accuracy."""
+    rule: Literal["threshold", "metropolis"] = "threshold"
+    """When the search goes to the best of a round."""
+    threshold: float = 0.0
+    """With --rule threshold: the largest effort that is accepted; 0 takes what is not worse."""
+    temperature: float = 0.02
+    """With --rule metropolis: the effort that is accepted with probability 1/e."""
+    moves: str = ",".join(KINDS)
+    """Kinds of moves."""
+    palette: str = ",".join(PALETTE)
+    """What a placement may put into a layer."""
+    draw: int = 0
+    """Seed of the search's own draws."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
+    """Time of training and evaluating, summed over all runs: 90s, 10m, 2h. A rung begins when it is expected to fit."""
+    workers: int = 1
+    """Regimes at a time; more than one run on Ray Tune (pip install 'zonal[search]')."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)")] = None
+    """Folder for all files."""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    """Go on with the search in this folder; no other settings are needed."""
+    title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
+    """Heading of the page."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:1."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    """Processor threads of each run."""
+    task: TaskOptions = field(default_factory=TaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    training: TrainingOptions = field(default_factory=lambda: TrainingOptions(tensorboard=False))
+
+
+def specification(options: SearchOptions, command: str) -> SearchSpec:
+    """What the options ask for. Raises: ZonalError for anything that does not fit."""
+    # names are checked before the data is read
+    layers = layers_of(options.operator, options.model.layers)
+    kinds = tuple(part.strip() for part in options.moves.split(","))
+    palette, seeds = parse.operators(options.palette, "--palette"), parse.seeds(options.seeds)
+    task = options.task.resolve("search")
+    return SearchSpec(
+        task=task,
+        model=options.model.config(task, layers),
+        training=options.training.config(options.training.steps or _STEPS, options.learning_rate, seeds[0]),
+        seeds=seeds,
+        rounds=options.rounds,
+        width=options.width,
+        rungs=options.rungs,
+        eta=options.eta,
+        measure=options.measure,
+        target=options.target,
+        rule=options.rule,
+        threshold=options.threshold,
+        temperature=options.temperature,
+        kinds=kinds,
+        palette=palette,
+        budget_seconds=None if options.budget is None else parse.duration(options.budget),
+        draw=options.draw,
+        device=str(device(options.device)),
+        title=options.title or f"Search: {title(task)}",
+        command=command,
+    )
+
+
+def default_folder(spec: SearchSpec) -> Path:
+    """``runs/search-<task>-<hash of what is searched>``: the same settings find the same folder again."""
+    digest = hashlib.sha256(json.dumps(spec.identity(), sort_keys=True).encode()).hexdigest()
+    return Path("runs") / f"search-{spec.task.name}-{digest[:8]}"
+
+
+def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Preset:
+    """The winner as settings of `zonal train` and `zonal compare`."""
+    model = dataclasses.replace(options.model, layers=len(winner.layers), head_dim=winner.head_dim)
+    training = dataclasses.replace(options.training, steps=spec.training.steps)
+    seeds = ",".join(map(str, spec.seeds)) + "," * (len(spec.seeds) == 1)
+    return Preset(f"the winner of {spec.title}", {winner.label: winner.operator}, seeds, repr(winner.learning_rate), options.task, model, training)
+
+
+def run(options: SearchOptions, command: str) -> int:
+    """Run the command; returns the exit code."""
+    if options.resume is not None:
+        search = Search.open(options.resume)
+        options = _asked(search)
+    else:
+        spec = specification(options, command)
+        search = Search(options.out or default_folder(spec), spec)
+    spec = search.spec
+    heading = f"{spec.title}: from {spec.start.label}, at most {spec.rounds} rounds of {spec.width} moves; files in {search.directory}"
+    with watching(spec.task.metric, {}, heading) as listener:
+        result = search.run(on_event=listener, workers=options.workers, threads=options.threads)
+    if result.winner is not None:
+        recipe.write(search.directory / recipe.FILE, preset_of(result.winner, options, spec))
+    return tell(result, search)
+
+
+def _asked(search: Search) -> SearchOptions:
+    """The options of the command that began a search. Raises: ArgumentError when it was begun from Python, which has no options."""
+    words = shlex.split(search.spec.command)
+    if words[:2] != ["zonal", "search"]:
+        raise ArgumentError(f"search: {search.directory} was not begun by `zonal search`. Go on with it from Python: zonal.training.search.Search.open(...).run().")
+    return parse_options(SearchOptions, "zonal search", DESCRIPTION, words[2:])
+
+
+def tell(result: SearchResult, search: Search) -> int:
+    """Print what came of it; returns the exit code."""
+    paths = report.write(search.directory)
+    for line in report.headline(read_json(search.directory / "findings.json")):
+        print(line)
+    if result.status == "stopped":
+        print(f"Stopped. Go on with the same command, or with: zonal search --resume {search.directory}")
+    print(f"Report: {paths.html}")
+    if result.winner is not None:
+        best = formats.rate(result.winner.learning_rate)
+        print(f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / recipe.FILE}")
+    return STOPPED if result.status == "stopped" else 0

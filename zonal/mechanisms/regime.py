@@ -1,0 +1,135 @@
+"""Any operator by the names of its parts, in one line: regime(score="cosine", link="yat(eps=0.1)", anchor="ridge").
+
+y_t = sum_s W_ts v_s, W = A(B * l(S)), with the score S, link l, anchor A and priors B that are named; a name is that of a declaration
+in lower case, with the arguments that are not at their defaults. Cost: that of the parts (``zonal.explain``). Paper: Geometric Attention (003).
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from zonal.algebra import Operator, slots
+from zonal.algebra.anchor import ANCHORS, Anchor, Koopman
+from zonal.algebra.declaration import Declaration, require, require_whole
+from zonal.algebra.link import LINKS, Link
+from zonal.algebra.operator import LayerInit, Readout
+from zonal.algebra.prior import PRIORS, Prior
+from zonal.algebra.score import SCORES, Score
+from zonal.errors import ArgumentError
+from zonal.features import FEATURES, FeatureMap, Features
+from zonal.mechanisms import spec as specs
+
+
+def part_name(kind: type[Declaration]) -> str:
+    """What a declared type is called in a spec: SquaredAffine → squared_affine, TopK → topk."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]{2})", "_", kind.__name__).lower()
+
+
+def _named(kinds: Mapping[str, type[Declaration]]) -> dict[str, type[Declaration]]:
+    return {part_name(kind): kind for kind in kinds.values()}
+
+
+def _part(text: str, kinds: Mapping[str, type[Declaration]], slot: str) -> Declaration:
+    if not isinstance(text, str):
+        raise ArgumentError(f"regime: {slot} must be text such as {next(iter(_named(kinds)))!r}, received {text!r}.")
+    return specs.made(text, _named(kinds), read=_inner)
+
+
+def _inner(value: Any) -> Any:
+    """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_inner(item) for item in value)
+    return _part(value, slots.ALL, "part") if isinstance(value, str) and value.partition("(")[0].strip() in _named(slots.ALL) else value
+
+
+def regime(
+    score: str = "dot",
+    link: str = "exp",
+    anchor: str = "row",
+    prior: tuple[str, ...] = (),
+    rank: int | None = None,
+    readout: Literal["auto", "head", "concat"] | None = "auto",
+    layer_init: Literal["auto", "default", "zero_output", "orthogonal"] = "auto",
+) -> Operator:
+    """score: also a feature map, phi_q(q).phi_k(k) then being the score. prior: a tuple of texts.
+
+    rank: the size that a layer gives queries and keys of a head (None: that of values). readout: "auto" norms each head's output where the anchor
+    leaves its size to the data (count, raw), as ``sko`` and ``retention`` do. layer_init: "auto" starts a Koopman anchor as ``ska`` does.
+
+    Raises: ArgumentError for names and arguments that there are not, and for parts that mean nothing together.
+    """
+    scored = _part(score, {**SCORES, **FEATURES, "Features": Features}, "score")
+    scored = Features(scored) if isinstance(scored, FeatureMap) else scored
+    linked, anchored = _part(link, LINKS, "link"), _part(anchor, ANCHORS, "anchor")
+    require(isinstance(prior, tuple), f"regime: prior must be a tuple of texts such as ('alibi',), received {prior!r}.")
+    priors = tuple(_part(text, PRIORS, "prior") for text in prior)
+    require(readout in ("auto", "head", "concat", None), f"regime: readout must be 'auto', 'head', 'concat' or None, received {readout!r}.")
+    known = ("auto", *get_args(LayerInit))
+    require(layer_init in known, f"regime: layer_init must be one of {', '.join(known)}, received {layer_init!r}.")
+    if rank is not None:
+        require_whole("regime: rank", rank)
+    assert isinstance(scored, Score)
+    assert isinstance(linked, Link)
+    assert isinstance(anchored, Anchor)
+    operator = Operator(
+        scored, linked, anchored, tuple(part for part in priors if isinstance(part, Prior)), name="regime", qk_dim=rank,
+        readout=_readout(anchored) if readout == "auto" else readout, layer_init=_layer_init(anchored) if layer_init == "auto" else layer_init,
+    )  # fmt: skip
+    operator.check("regime")
+    return operator
+
+
+def _readout(anchor: Anchor) -> Readout:
+    return None if anchor.normalises or anchor.solves else "head"
+
+
+def _layer_init(anchor: Anchor) -> LayerInit:
+    return "orthogonal" if isinstance(anchor, Koopman) else "default"
+
+
+def part_spec(part: Declaration) -> str:
+    """A declaration as ``regime`` reads it: its name, with the arguments that are not at their defaults."""
+    if isinstance(part, Features) and part == Features(part.features):
+        part = part.features  # a map's name stands for its score
+    assert dataclasses.is_dataclass(part)
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if getattr(part, field.name) != field.default}
+    arguments = ", ".join(f"{name}={_literal(value)!r}" for name, value in fields.items())
+    return f"{part_name(type(part))}({arguments})" if arguments else part_name(type(part))
+
+
+def _literal(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_literal(item) for item in value)
+    return part_spec(value) if isinstance(value, Declaration) else value
+
+
+def regime_spec(operator: Operator) -> str:
+    """Any operator as the spec ``regime(…)`` of its declaration, arguments at their defaults left out.
+
+    Raises: ArgumentError for a declaration of parts that ``regime`` has no names for.
+    """
+    slots_of = {"score": operator.score, "link": operator.link, "anchor": operator.anchor}
+    words = {slot: part_spec(part) for slot, part in slots_of.items()}
+    values: dict[str, Any] = {slot: text for slot, text in words.items() if text != {"score": "dot", "link": "exp", "anchor": "row"}[slot]}
+    if operator.prior:
+        values["prior"] = tuple(part_spec(part) for part in operator.prior)
+    if operator.qk_dim is not None:
+        values["rank"] = operator.qk_dim
+    if operator.readout != _readout(operator.anchor):
+        values["readout"] = operator.readout
+    if operator.layer_init != _layer_init(operator.anchor):
+        values["layer_init"] = operator.layer_init
+    spec = f"regime({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    if declaration(specs.made(spec, {"regime": regime})) != declaration(operator):
+        raise ArgumentError(f"regime_spec: operator {operator.name!r} has parts that no spec can name: {operator!r}.")
+    return spec
+
+
+def declaration(operator: Operator) -> str:
+    """What an operator declares, whatever it is called: equal texts are the same operator."""
+    return json.dumps({key: value for key, value in operator.config().items() if key not in ("name", "spec")}, sort_keys=True)
+
+
+__all__ = ["declaration", "part_name", "part_spec", "regime", "regime_spec"]

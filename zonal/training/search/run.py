@@ -1,0 +1,301 @@
+"""A search over regimes: propose moves, train what they lead to, go on from there or not; any number of sittings.
+
+Every regime on every rung is a comparison of its own (``zonal.training.Comparison``) in a folder of its own, so that data, seeds, files and resume are
+those of all runs. What the search decides follows from their results and from numbers drawn by (draw, round) alone: a search that was killed is walked
+again from its start, finds what has been trained, and goes on at the first run that is not done.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zonal.errors import ArgumentError, InsufficientSpaceError, ZonalError
+from zonal.evaluation.statistics import spread
+from zonal.store import write_json
+from zonal.training import events
+from zonal.training.compare import Comparison
+from zonal.training.config import first_difference
+from zonal.training.environment import (
+    FolderInUseError,
+    cores,
+    describe_device,
+    folder_lock,
+    interruptible,
+    remove_parts,
+    versions,
+)
+from zonal.training.record import FILE as RECORD
+from zonal.training.record import RunResult
+from zonal.training.search import findings
+from zonal.training.search import workers as parallel
+from zonal.training.search.graph import effort
+from zonal.training.search.moves import Move, Moves, moves
+from zonal.training.search.regime import Regime
+from zonal.training.search.result import Outcome, Round, SearchResult
+from zonal.training.search.spec import FILE, SearchSpec, read_search
+
+
+class _Stopped(Exception):  # noqa: N818, a wish is no error
+    """A run was stopped by a wish."""
+
+
+class Search:
+    """A search in ``directory``: new, or the same one that is there already.
+
+    Raises: ArgumentError when the folder holds another search (the first field that differs is named), or is a non-empty folder without one.
+    """
+
+    def __init__(self, directory: str | Path, spec: SearchSpec):
+        self.directory = Path(directory)
+        self.spec = spec
+        self.threads: int | None = None
+        if (self.directory / FILE).exists():
+            stored_spec, stored = read_search(self.directory)
+            difference = first_difference(stored_spec.identity(), spec.identity())
+            if difference is not None:
+                name, old, new = difference
+                raise ArgumentError(
+                    f"search: {self.directory} holds another search: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
+                    f"(or `zonal search --resume {self.directory}`), choose another folder, or delete this one."
+                )
+            self.threads = stored["device"]["threads"]
+        elif self.directory.exists() and not self.directory.is_dir():
+            raise ArgumentError(f"search: {self.directory} is a file, a folder was required.")
+        elif self.directory.exists() and any(path.suffix != ".part" for path in self.directory.iterdir()):
+            raise ArgumentError(f"search: {self.directory} is not empty and holds no search. Choose another folder, or empty this one.")
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Search":
+        """The search in a folder, as it was asked for. Raises FileFormatError when there is none."""
+        return cls(directory, read_search(Path(directory))[0])
+
+    def folder(self, regime: Regime, steps: int) -> Path:
+        """Where a regime on a rung is kept: a comparison of its own."""
+        return self.directory / "regimes" / regime.name / f"steps-{steps}"
+
+    def run(
+        self,
+        *,
+        on_event: events.Listener | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        workers: int = 1,
+        threads: int | None = None,
+    ) -> SearchResult:
+        """Search, or go on; search.json, findings.json and all runs are in the folder afterwards.
+
+        Args:
+            on_event: called with ``zonal.training.events``, in this process and thread.
+            should_stop: asked often; True stops with a checkpoint. By default Ctrl-C does that.
+            workers: regimes of a rung at a time, by Ray Tune when more than one. Decisions and numbers are the same whatever their number.
+            threads: of each run, when the search is new; by default torch's number, divided by ``workers``. It is stored.
+
+        Raises: ArgumentError for more than one worker without Ray, and as ``Comparison.run``.
+        """
+        if workers < 1:
+            raise ArgumentError(f"Search.run: workers must be at least 1, got {workers}.")
+        if workers > 1:
+            parallel.required(workers)
+        with folder_lock(self.directory), interruptible() as interrupted:
+            remove_parts(self.directory)
+            if self.threads is None:
+                self.threads = threads or (torch.get_num_threads() if workers == 1 else max(1, cores() // workers))
+                device = describe_device(torch.device(self.spec.device), self.threads)
+                created = datetime.now(UTC).isoformat(timespec="seconds")
+                write_json(self.directory / FILE, {**self.spec.to_dict(), "created": created, "versions": versions(), "device": device})
+            with parallel.session(workers, self.threads) if workers > 1 else contextlib.nullcontext():
+                result = _Walk(self, on_event or events.ignore, should_stop, interrupted, workers).result()
+            findings.write(self.directory, self.spec, result)
+            return result
+
+    def outcome(self, regime: Regime, steps: int) -> Outcome | None:
+        """What the files say of a regime on a rung; None when a run of it is not at its end."""
+        folder = self.folder(regime, steps)
+        records = [folder / run.name for run in self.spec.comparison(regime, steps).runs()]
+        if not all((path / RECORD).exists() for path in records):
+            return None
+        runs = tuple(RunResult.read(path) for path in records)
+        if any(run.status not in ("done", "failed") for run in runs):
+            return None
+        costs = {run.seed: cost for run in runs if (cost := self.spec.cost(run)) is not None}
+        failed = next((run.message or "a number that is not finite" for run in runs if run.seed not in costs), None)
+        return Outcome(runs, costs if failed is None else None, failed)
+
+    def train(self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None) -> Outcome | None:
+        """Train what is left of a regime on a rung, in this process; None when a stop was wished.
+
+        Raises: InsufficientSpaceError, FolderInUseError; what else refuses a regime is its outcome.
+        """
+        assert self.threads is not None
+        folder = self.folder(regime, steps)
+
+        def listen(event: events.Event) -> None:
+            # plans and ends of the parts are the search's own affair
+            if isinstance(event, events.Planned | events.ComparisonFinished | events.Measuring):
+                return
+            emit(replace(event, run=f"{folder.relative_to(self.directory)}/{event.run}") if hasattr(event, "run") else event)  # type: ignore[call-arg]
+
+        try:
+            result = Comparison(folder, self.spec.comparison(regime, steps)).run(on_event=listen, should_stop=should_stop, threads=self.threads)
+        except (InsufficientSpaceError, FolderInUseError):
+            raise
+        except ZonalError as error:
+            return Outcome((), None, str(error))
+        return None if result.status == "stopped" else self.outcome(regime, steps)
+
+
+class _Walk:
+    """One sitting of a search, from its start."""
+
+    def __init__(self, search: Search, emit: events.Listener, should_stop: Callable[[], bool] | None, interrupted: Callable[[], bool], workers: int):
+        self.search, self.spec, self.emit, self.workers = search, search.spec, emit, workers
+        self.should_stop, self.stop = should_stop, should_stop or interrupted
+        self.outcomes: dict[Regime, dict[int, Outcome]] = {}
+        self.judged: dict[Regime, Moves] = {}
+        self.rounds: list[Round] = []
+        self._done = 0
+
+    def result(self) -> SearchResult:
+        try:
+            status, reason = "done", self._search()
+        except _Stopped:
+            status, reason = "stopped", "it was stopped; the same command goes on"
+        last = self.spec.steps[-1]
+        finished = {regime: found[last].costs for regime, found in self.outcomes.items() if last in found and found[last].costs}
+        winner = min(finished, key=lambda regime: self._cost(regime, last), default=None)
+        return SearchResult(self.search.directory, status, reason, tuple(self.rounds), self.outcomes, self.judged, winner)
+
+    def _search(self) -> str:
+        """Walk until something ends it; what that was."""
+        spec, current = self.spec, self.spec.start
+        for steps in spec.steps:
+            self._evaluate([current], steps, 0, current)
+        if self.outcomes[current][spec.steps[-1]].costs is None:
+            raise ArgumentError(f"search: the start, {current.label}, could not be trained: {self.outcomes[current][spec.steps[-1]].message}")
+        for number in range(1, spec.rounds + 1):
+            if current not in self.judged:
+                self.judged[current] = moves(current, spec.model, spec.kinds, spec.palette)
+            open_moves = [move for move in self.judged[current].legal if move.target not in self.outcomes]
+            if not open_moves:
+                return f"every move out of {current.label} had been tried"
+            chance = random.Random(f"{spec.draw}/{number}")
+            drawn = tuple(chance.sample(open_moves, min(spec.width, len(open_moves))))
+            alive, rungs = [move.target for move in drawn], []
+            for rung, steps in enumerate(spec.steps):
+                if not self._affords(len(alive), steps):
+                    self._close(current, drawn, rungs, None, chance.random(), number)
+                    return f"the next rung would have gone beyond the budget of {spec.budget_seconds:g} s"
+                self._evaluate(alive, steps, number, current)
+                scored = sorted((regime for regime in alive if self.outcomes[regime][steps].costs), key=lambda regime, at=steps: (self._cost(regime, at), regime.name))
+                rungs.append((steps, tuple(scored)))
+                alive = scored if rung == len(spec.steps) - 1 else scored[: max(1, math.ceil(len(alive) / spec.eta))]
+                if not alive:
+                    break
+            current = self._close(current, drawn, rungs, alive[0] if alive else None, chance.random(), number)
+        return f"all {spec.rounds} rounds were made"
+
+    def _close(
+        self, current: Regime, drawn: tuple[Move, ...], rungs: list[tuple[int, tuple[Regime, ...]]], chosen: Regime | None, chance: float, number: int
+    ) -> Regime:
+        """Judge the best of a round; where the search stands then."""
+        amount, probability, accepted = None, None, False
+        if chosen is not None:
+            measured = effort(*({steps: found.costs for steps, found in self.outcomes[regime].items() if found.costs} for regime in (current, chosen)))
+            assert measured is not None  # both were trained on the last rung
+            amount = spread(measured[1])
+            probability = acceptance(self.spec, amount.mean)
+            accepted = chance < probability
+            self.emit(events.Judged(number, chosen.label, amount.mean, accepted))
+        self.rounds.append(Round(current, drawn, tuple(rungs), chosen, amount, probability, accepted))
+        return chosen if accepted and chosen is not None else current
+
+    def _cost(self, regime: Regime, steps: int) -> float:
+        costs = self.outcomes[regime][steps].costs
+        assert costs
+        return math.fsum(costs.values()) / len(costs)
+
+    def _affords(self, count: int, steps: int) -> bool:
+        """Whether ``count`` regimes of so many steps are expected to fit into what is left of the budget, at the mean speed so far."""
+        if self.spec.budget_seconds is None:
+            return True
+        runs = [run for found in self.outcomes.values() for outcome in found.values() for run in outcome.runs]
+        spent = sum(run.seconds + run.evaluation_seconds for run in runs)
+        made = sum(run.steps_done for run in runs)
+        return spent + spent / max(1, made) * count * steps * len(self.spec.seeds) <= self.spec.budget_seconds
+
+    def _evaluate(self, regimes: Sequence[Regime], steps: int, number: int, current: Regime) -> None:
+        """Outcomes of all ``regimes`` on the rung of ``steps``. Raises _Stopped."""
+        labels = tuple(regime.label for regime in regimes)
+        self.emit(events.RungStarted(number, self.spec.rounds, current.label, labels, steps, min(1.0, self._done / self._most())))
+        found = {regime: self.search.outcome(regime, steps) for regime in regimes}
+        left = [regime for regime, outcome in found.items() if outcome is None]
+        for regime in (regime for regime in regimes if found[regime] is not None):
+            self._tell(regime, steps)
+        if self.workers > 1 and left:
+            found |= self._together(left, steps)
+        else:
+            for regime in left:
+                if self.stop():
+                    raise _Stopped
+                # without a wish of the caller's, Ctrl-C goes to the comparison, which then says that it was stopped
+                found[regime] = self.search.train(regime, steps, self.emit, self.should_stop)
+                if found[regime] is None:
+                    raise _Stopped
+        for regime in regimes:
+            outcome = found[regime]
+            if outcome is None:
+                raise _Stopped
+            self.outcomes.setdefault(regime, {})[steps] = outcome
+        self._done += len(regimes) * steps
+
+    def _together(self, regimes: Sequence[Regime], steps: int) -> dict[Regime, Outcome | None]:
+        """What Ray's workers make of ``regimes``."""
+        assert self.search.threads is not None
+        items = {json.dumps(regime.to_dict()): regime for regime in regimes}
+        ended = parallel.each(
+            functools.partial(_trial, str(self.search.directory.resolve()), steps), list(items), workers=self.workers, threads=self.search.threads,
+            folder=self.search.directory / "ray", finished=lambda item: self._tell(items[item], steps),
+        )  # fmt: skip
+        refused = {items[item]: Outcome((), None, values["message"]) for item, values in ended.items() if values["status"] == "refused"}
+        return {regime: refused.get(regime) or self.search.outcome(regime, steps) for regime in regimes}
+
+    def _tell(self, regime: Regime, steps: int) -> None:
+        """The ends of runs that were not watched: of an earlier sitting, or of a worker."""
+        outcome = self.search.outcome(regime, steps)
+        folder = self.search.folder(regime, steps).relative_to(self.search.directory)
+        for planned, run in zip(self.spec.comparison(regime, steps).runs(), outcome.runs if outcome else (), strict=False):
+            ended = (run.operator, run.label, run.seed, run.learning_rate, run.status, run.message, run.steps_done, run.final)
+            self.emit(events.RunFinished(f"{folder}/{planned.name}", *ended, skipped=True))
+
+    def _most(self) -> int:
+        """Steps a seed that the search makes when no round ends early."""
+        width, total = self.spec.width, 0
+        for steps in self.spec.steps:
+            total += width * steps
+            width = max(1, math.ceil(width / self.spec.eta))
+        return sum(self.spec.steps) + self.spec.rounds * total
+
+
+def _trial(directory: str, steps: int, item: str) -> dict[str, Any]:
+    """One regime on one rung, in a worker."""
+    outcome = Search.open(directory).train(Regime.from_dict(json.loads(item)), steps, events.ignore, None)
+    refused = outcome is not None and not outcome.runs
+    return {"status": "refused" if refused else "done" if outcome else "stopped", "message": outcome.message if outcome else None}
+
+
+def acceptance(spec: SearchSpec, amount: float) -> float:
+    """The probability of going where the measure differs by ``amount``: 1 or 0 by the threshold, min(1, exp(-amount / temperature)) by Metropolis."""
+    if spec.rule == "threshold":
+        return 1.0 if amount <= spec.threshold else 0.0
+    return math.exp(min(0.0, -amount / spec.temperature))
+
+
+__all__ = ["Search", "acceptance"]

@@ -1,0 +1,189 @@
+"""What a search is asked for, as a value with a JSON form."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from zonal import tasks
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.models import ModelConfig
+from zonal.store import read_json
+from zonal.training.config import TrainConfig
+from zonal.training.environment import check_device
+from zonal.training.record import RunResult
+from zonal.training.search.moves import KINDS, PALETTE, check_kinds, model_of, refusal
+from zonal.training.search.regime import Regime, canonical
+from zonal.training.spec import ComparisonSpec
+
+FILE = "search.json"
+SCHEMA = 1
+Rule = Literal["threshold", "metropolis"]
+Measure = Literal["metric", "loss", "steps"]
+
+
+@dataclass(frozen=True)
+class SearchSpec:
+    """
+    task: what every regime is trained and evaluated on.
+    model: the decoder; its layers are the start's, and a move may change them and ``head_dim``.
+    training: settings of all runs; ``steps`` is what a regime is given on the last rung, ``learning_rate`` the start's.
+    seeds: data order and initial weights; the same for every regime, whose differences are paired by them.
+    rounds: the most proposals that are judged. width: regimes drawn from the moves out of where the search stands.
+    rungs, eta: successive halving: on each rung the regimes train ``eta`` times as long, and the best 1 / ``eta`` of them (at least one) go on; each rung is
+        trained anew, since a schedule belongs to a number of steps.
+    measure: what a regime is judged by, smaller being better: "metric" is the task's own (1 - accuracy, or the loss), "loss" the held-out loss, "steps"
+        the steps to ``target`` accuracy, all steps of the rung for a run that does not get there.
+    rule: "threshold" goes where the effort of the move, its mean difference in that measure, is at most ``threshold``; "metropolis" accepts with probability
+        min(1, exp(-effort / temperature)).
+    kinds, palette: which moves are proposed, and what one of placement may put into a layer.
+    budget_seconds: of training and evaluating, summed over all runs; None = no limit. A rung begins when it is expected to fit.
+    draw: seed of what the search itself draws: which moves, and whether a worse one is accepted.
+
+    Raises: ArgumentError naming the field.
+    """
+
+    task: tasks.Task
+    model: ModelConfig
+    training: TrainConfig
+    seeds: tuple[int, ...] = (0,)
+    rounds: int = 8
+    width: int = 4
+    rungs: int = 2
+    eta: int = 2
+    measure: Measure = "metric"
+    target: float = 0.9
+    rule: Rule = "threshold"
+    threshold: float = 0.0
+    temperature: float = 0.02
+    kinds: tuple[str, ...] = KINDS
+    palette: tuple[str, ...] = PALETTE
+    budget_seconds: float | None = None
+    draw: int = 0
+    device: str = "cpu"
+    title: str = "Search over regimes of attention"
+    command: str = ""
+
+    def __post_init__(self):
+        for name in ("seeds", "kinds", "palette"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        # one name for one model
+        object.__setattr__(self, "model", replace(self.model, layers=tuple(canonical(spec) for spec in self.model.layers)))
+        for name in ("rounds", "width", "rungs"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("eta", self.eta >= 2, "at least 2")
+        least = self.eta ** (self.rungs - 1)
+        self._require("rungs", self.training.steps >= least, f"few enough that the first has a step: {self.training.steps} steps allow {_most_rungs(self.training.steps, self.eta)}")
+        self._require("seeds", bool(self.seeds) and len(set(self.seeds)) == len(self.seeds), "at least one, each once")
+        self._require("measure", self.measure in get_args(Measure), "'metric', 'loss' or 'steps'")
+        self._require("rule", self.rule in get_args(Rule), "'threshold' or 'metropolis'")
+        self._require("threshold", math.isfinite(self.threshold), "a finite effort")
+        self._require("temperature", math.isfinite(self.temperature) and self.temperature > 0, "an effort above 0")
+        self._require("budget_seconds", self.budget_seconds is None or self.budget_seconds > 0, "positive, or None")
+        if self.measure == "steps":
+            self._require("measure", self.task.metric == "accuracy", f"'metric' or 'loss' on a task measured by {self.task.metric}")
+            self._require("target", self.target in self.training.thresholds, f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}")
+        self._require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
+        check_kinds(self.kinds, "SearchSpec")
+        for entry in self.palette:
+            canonical(entry)  # refuses what is no spec; sizes that do not fit are moves that are not made
+        check_device(self.device)
+        reason = refusal(self.start, self.model)
+        if reason is not None:
+            raise ArgumentError(f"SearchSpec: the start is no model: {reason}")
+        self.comparison(self.start, self.training.steps)
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ArgumentError(f"SearchSpec: {name} must be {what}, got {getattr(self, name)!r}.")
+
+    @property
+    def start(self) -> Regime:
+        """Where the search begins."""
+        own = None if self.model.dim % self.model.heads else self.model.dim // self.model.heads
+        return Regime(self.model.layers, self.training.learning_rate, None if self.model.head_dim == own else self.model.head_dim)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Training steps on each rung; the last are ``training.steps``."""
+        return tuple(max(1, self.training.steps // self.eta ** (self.rungs - 1 - rung)) for rung in range(self.rungs))
+
+    def comparison(self, regime: Regime, steps: int) -> ComparisonSpec:
+        """One regime on one rung: its seeds, trained by the machinery of comparisons."""
+        return ComparisonSpec(
+            task=self.task,
+            model=model_of(regime, self.model),
+            training=replace(self.training, steps=steps, learning_rate=regime.learning_rate),
+            operators=(regime.operator,),
+            seeds=self.seeds,
+            labels=(regime.label,),
+            device=self.device,
+            title=f"{regime.label}, {steps} steps",
+            command=self.command,
+        )
+
+    def cost(self, run: RunResult) -> float | None:
+        """What a finished run is judged by, smaller being better; None for one that failed."""
+        if run.status != "done" or run.final is None:
+            return None
+        if self.measure == "steps":
+            reached = run.steps_to.get(str(self.target))
+            return float(run.steps if reached is None else reached)
+        name = "loss" if self.measure == "loss" else self.task.metric
+        value = run.final[name]
+        if value is None or not math.isfinite(value):
+            return None
+        return 1 - value if name == "accuracy" else value
+
+    @property
+    def measured(self) -> str:
+        """``cost`` in words."""
+        if self.measure == "steps":
+            return f"steps to {self.target:g} accuracy"
+        return "error (1 - accuracy)" if self.measure == "metric" and self.task.metric == "accuracy" else "held-out loss"
+
+    def identity(self) -> dict[str, Any]:
+        """What must agree for a folder to be this search, as JSON."""
+        names = ("rounds", "width", "rungs", "eta", "measure", "target", "rule", "threshold", "temperature", "kinds", "palette", "budget_seconds", "draw")
+        values = {
+            "task": self.task.config(),
+            "model": self.model.to_dict(),
+            "training": {name: value for name, value in self.training.trajectory().items() if name != "seed"},
+            "seeds": self.seeds,
+            **{name: getattr(self, name) for name in names},
+            "run_on": self.device,
+        }
+        return json.loads(json.dumps(values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """search.json, but for the machine; ``read_search`` reverses it."""
+        described = {"task_description": self.task.describe(), "metric": self.task.metric, "measured": self.measured}
+        return {"schema": SCHEMA, "title": self.title, "command": self.command, **self.identity(), "training": self.training.to_dict(), **described}
+
+
+def _most_rungs(steps: int, eta: int) -> int:
+    return 1 + next(rungs for rungs in range(steps) if eta ** (rungs + 1) > steps)
+
+
+def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
+    """The spec in a folder and everything else its search.json says. Raises: FileFormatError when the folder holds no search of this version."""
+    path = directory / FILE
+    if not path.is_file():
+        raise FileFormatError(f"search: {directory} holds no search (no {FILE}). Give the folder that `zonal search` wrote.")
+    stored = read_json(path)
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
+        raise FileFormatError(f"search: {path} has schema {found!r}, this version reads {SCHEMA}. Choose another folder.")
+    try:
+        names = {field.name for field in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
+        plain: dict[str, Any] = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
+        task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
+        spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
+    except KeyError as error:
+        raise FileFormatError(f"search: {path} lacks the key {error}. It was edited or written by another version; choose another folder.") from error
+    return spec, stored
+
+
+__all__ = ["FILE", "SearchSpec", "read_search"]
