@@ -1,5 +1,6 @@
 """Models: the causal language model, its config, and initial weights that do not depend on the operator."""
 
+from zonal.models import hugging_face
 from zonal.models.causal_lm import CausalLM, Continued, Predictions, build
 from zonal.models.config import ModelConfig
 from zonal.models.convert import mamba2_from_transformers
@@ -9,4 +10,4 @@ from zonal.models.memory import ModelMemory
 from zonal.models.presets import preset
 from zonal.models.sampling import Sampler
 
-__all__ = ["CausalLM", "Continued", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "layer_list", "mamba2_from_transformers", "preset"]
+__all__ = ["CausalLM", "Continued", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "build", "cross_entropy_sum", "hugging_face", "layer_list", "mamba2_from_transformers", "preset"]
