@@ -260,6 +260,18 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     return made
 
 
+def write_page(options: argparse.Namespace) -> None:
+    """The page beside the JSON."""
+    target = Path(options.out)
+    value = store.read_json(target)
+    settings = value["settings"]
+    quantised = " Its weights were quantised to about four bits and are read back as float32." if options.model.suffix == ".gguf" else ""
+    about = [f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"]
+    about += [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")]
+    command = " ".join(["zonal bench convert --threads 1 --model", options.model.name, *(f"--text {Path(text).name}" for text in options.text)])
+    page.write(target.with_suffix(".md"), "A pre-trained model with its attention exchanged", about, tables(value["rows"]), value, command)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page; 0 when the exact form keeps the perplexity to what is predicted."""
     parser = common.parser(__doc__ or "", "convert")
@@ -270,7 +282,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=8, help="windows of each text (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of both (default: %(default)s)")
+    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
+    if options.page:
+        write_page(options)
+        return 0
     device = common.prepare(options)
     start = common.circumstances(device)
     if options.quick:
@@ -305,11 +321,7 @@ def main(argv: list[str] | None = None) -> int:
     summary = summarised(rows, error)
     common.report(options.out, "convert", (__doc__ or "").strip(), settings, rows, summary, start)
     if options.out != "-":
-        target = Path(options.out)
-        quantised = " Its weights were quantised to about four bits and are read back as float32." if options.model.suffix == ".gguf" else ""
-        about = [f"{settings['model']}, {options.windows} windows of {options.length} tokens of each text.{quantised}", *(paragraph.replace("\n", " ") for paragraph in (__doc__ or "").strip().split("\n\n"))]
-        command = " ".join(["zonal bench convert --model", options.model.name, *(f"--text {Path(text).name}" for text in options.text), f"--steps {options.steps}"])
-        page.write(target.with_suffix(".md"), "A pre-trained model with its attention exchanged", about, tables(rows), store.read_json(target), command)
+        write_page(options)
     print(f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: {'holds' if summary['exact_holds'] else 'MISSED'}")
     return 0 if summary["exact_holds"] else 1
 

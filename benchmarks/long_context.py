@@ -288,6 +288,15 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     return made
 
 
+def write_page(options: argparse.Namespace) -> None:
+    """The page beside the JSON."""
+    target = Path(options.out)
+    value = store.read_json(target)
+    about = [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")] + [f"Predicted: {'; '.join(PREDICTED.values())}."]
+    command = " ".join(["zonal bench long_context --threads 1", *(f"--model {path.name}" for path in options.model), *(f"--text {Path(text).name}" for text in options.text)])
+    page.write(target.with_suffix(".md"), "Long context with fewer keys", about, tables(value["rows"]), value, command)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page."""
     parser = common.parser(__doc__ or "", "long_context")
@@ -295,7 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, action="append", required=True, help="run of `zonal train --task text` on bytes; may be given several times")
     parser.add_argument("--text", action="append", default=[], help="a text beside the embedded novel, of whose end stretches are read; may be given several times")
     parser.add_argument("--stretches", type=int, default=Sizes().stretches, help="stretches of each text (default: %(default)s)")
+    parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
+    if options.page:
+        write_page(options)
+        return 0
     device = common.prepare(options)
     start = common.circumstances(device)
     sizes = QUICK if options.quick else dataclasses.replace(Sizes(), stretches=options.stretches)
@@ -321,9 +334,7 @@ def main(argv: list[str] | None = None) -> int:
         # after each, since they take minutes
         common.report(out, "long_context", (__doc__ or "").strip(), settings, rows, summarised(rows, errors), start)
     if out != "-":
-        about = [(__doc__ or "").strip().replace("\n", " "), "; ".join(f"predicted: {said}" for said in PREDICTED.values()) + "."]
-        command = " ".join(["zonal bench long_context", *(f"--model {path.name}" for path in options.model), *(f"--text {Path(text).name}" for text in options.text)])
-        page.write(Path(out).with_suffix(".md"), "Long context with fewer keys", about, tables(rows), store.read_json(Path(out)), command)
+        write_page(options)
     return 0
 
 

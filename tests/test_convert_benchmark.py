@@ -89,5 +89,5 @@ def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert errors[convert.EXACT] < 1e-4 < errors[convert.ARCCOS]
     text = out.with_suffix(".md").read_text()
     assert all(form in text for form in (*found, *trained))
-    assert "zonal bench convert --model tiny.gguf --steps 2" in text
+    assert "zonal bench convert --threads 1 --model tiny.gguf" in text
     assert "holds" in capsys.readouterr().out

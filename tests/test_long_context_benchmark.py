@@ -75,5 +75,5 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert 0 < times["rewa", long_context.FOUND, 32]["mass"] <= 1.0001
     text = out.with_suffix(".md").read_text()
     assert "| rewa | largest, hashed |" in text
-    assert "zonal bench long_context --model softmax --model rewa" in text
+    assert "zonal bench long_context --threads 1 --model softmax --model rewa" in text
     assert "mass" in capsys.readouterr().out
