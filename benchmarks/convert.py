@@ -268,7 +268,7 @@ def write_page(options: argparse.Namespace) -> None:
     quantised = " Its weights were quantised to about four bits and are read back as float32." if options.model.suffix == ".gguf" else ""
     about = [f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"]
     about += [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")]
-    command = " ".join(["zonal bench convert --threads 1 --model", options.model.name, *(f"--text {Path(text).name}" for text in options.text)])
+    command = " ".join(["zonal bench convert --threads 1 --model", page.shown(options.model), *(f"--text {page.shown(Path(text))}" for text in options.text)])
     page.write(target.with_suffix(".md"), "A pre-trained model with its attention exchanged", about, tables(value["rows"]), value, command)
 
 

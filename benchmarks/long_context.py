@@ -293,7 +293,7 @@ def write_page(options: argparse.Namespace) -> None:
     target = Path(options.out)
     value = store.read_json(target)
     about = [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")] + [f"Predicted: {'; '.join(PREDICTED.values())}."]
-    command = " ".join(["zonal bench long_context --threads 1", *(f"--model {path.name}" for path in options.model), *(f"--text {Path(text).name}" for text in options.text)])
+    command = " ".join(["zonal bench long_context --threads 1", *(f"--model {page.shown(path)}" for path in options.model), *(f"--text {page.shown(Path(text))}" for text in options.text)])
     page.write(target.with_suffix(".md"), "Long context with fewer keys", about, tables(value["rows"]), value, command)
 
 

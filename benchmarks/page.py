@@ -27,8 +27,13 @@ def write(target: Path, title: str, about: Sequence[str], tables: Sequence[Table
     store.write_bytes(target, "\n".join(lines).encode())
 
 
+def shown(path: Path) -> str:
+    """A path for a command that others run: where it is on this machine is left out."""
+    return path.name if path.is_absolute() else path.as_posix()
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-__all__ = ["Table", "write"]
+__all__ = ["Table", "shown", "write"]
