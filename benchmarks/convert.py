@@ -8,10 +8,11 @@ attention is the Frobenius norm of the difference of T x T matrices, a head. The
 """
 
 import argparse
+import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,11 @@ def perplexities(subject: Subject, texts: Mapping[str, Tensor], base: dict[str, 
         yield {"text": name, **row, "perplexity": float(nats.mean().exp()), "difference": change, "low": low, "high": high, "tokens": tokens.numel(), "nats": nats.tolist()}
 
 
+def untrained(subject: Subject, form: str) -> Row:
+    subject.put(form)
+    return {"part": "perplexity", "form": form, "factor": subject.factors.get(form)}
+
+
 def opened_gates(subject: Subject, tokens: Tensor, rate: float) -> Row:
     """Train gates and weights of the exact form, a step a row of tokens (n, T), and nothing else."""
     subject.put(EXACT)
@@ -279,9 +285,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder of a model of Hugging Face, or a GGUF file")
     parser.add_argument("--text", action="append", default=[], help="a text beside the embedded novel: a UTF-8 file; may be given several times")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="windows of each text (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=6, help="windows of each text (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of both (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the forms that --out already holds and measure the others")
     parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
     if options.page:
@@ -297,31 +304,29 @@ def main(argv: list[str] | None = None) -> int:
     kept = {name: text[: len(text) * 4 // 5] for name, text in whole.items()}
     rest = next(iter(whole.values()))[len(next(iter(kept.values()))) :]
     texts = {name: windows(text, tokenizer, options.windows, options.length) for name, text in kept.items()}
+    settings = {"model": options.model.stem, "parameters": model.num_parameters(), "texts": list(texts), "length": options.length, "windows": options.windows, "factors": FACTORS, "rate": options.rate}
+    rows = common.kept(options.out, options.resume, settings)
     subject = Subject(model, windows(rest, tokenizer, 1, options.length))
-    settings = {"model": options.model.stem, "parameters": model.num_parameters(), "texts": list(texts), "length": options.length, "windows": options.windows, "factors": FACTORS}
-    rows: list[Row] = []
-    base: dict[str, Tensor] = {}
-
-    def keep(found: Iterable[Row]) -> None:
-        for row in found:
-            rows.append(row)
-            print(show(row), flush=True)
-
+    subject.factors = {row["form"]: row["factor"] for row in rows if row.get("factor")}
+    base = {row["text"]: torch.tensor(row["nats"], dtype=torch.float64) for row in rows if row["form"] == ORIGINAL}
     error = gate(subject, subject.calibration)
-    for form in (ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS):
-        subject.put(form)
-        keep(perplexities(subject, texts, base, {"part": "perplexity", "form": form, "factor": subject.factors.get(form)}))
-        if form != ORIGINAL:
-            keep([subject.errors(form)])
+    todo = {form: functools.partial(untrained, subject, form) for form in (ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS)}
     if options.steps:
         tokens = windows(rest, tokenizer, options.steps, min(options.length, 256))
-        for train in (opened_gates, factored):
-            row = train(subject, tokens, options.rate)
-            keep(perplexities(subject, texts, base, row))
-    summary = summarised(rows, error)
-    common.report(options.out, "convert", (__doc__ or "").strip(), settings, rows, summary, start)
+        todo |= {form: functools.partial(train, subject, tokens, options.rate) for form, train in ((GATES, opened_gates), (CONTROL, factored))}
+    for form, prepared in todo.items():
+        if any(row["form"] == form for row in rows):
+            continue
+        row = prepared()
+        measured = [*perplexities(subject, texts, base, row), *([subject.errors(form)] if row["part"] == "perplexity" and form != ORIGINAL else [])]
+        print("\n".join(map(show, measured)), flush=True)
+        rows += measured
+        # after each, since they take minutes
+        if {ORIGINAL, EXACT} <= {row["form"] for row in rows}:
+            common.report(options.out, "convert", (__doc__ or "").strip(), settings, rows, summarised(rows, error), start)
     if options.out != "-":
         write_page(options)
+    summary = summarised(rows, error)
     print(f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: {'holds' if summary['exact_holds'] else 'MISSED'}")
     return 0 if summary["exact_holds"] else 1
 

@@ -141,17 +141,18 @@ def edges(length: int) -> list[int]:
 
 
 @torch.no_grad()
-def read(subject: Subject, texts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> Iterator[Row]:
-    """Nats a token by position of every way on every stretch."""
-    for name, stretches in texts.items():
-        for way in subject.ways:
-            subject.put(way)
-            for index, (tokens, targets) in enumerate(stretches):
-                length = min(tokens.shape[1], subject.sizes.exact if way == LARGEST else tokens.shape[1])
-                begun = time.process_time()
-                nats = subject.model.predict(tokens[:, :length], targets[:, :length], path=subject.path).loss
-                found = {str(stop): float(nats[start:stop].double().mean()) for start, stop in itertools.pairwise([0, *edges(length)])}
-                yield {"part": "read", "model": subject.name, "way": way, "text": name, "stretch": index, "tokens": length, "nats": found, "processor_seconds": time.process_time() - begun}
+def read(subject: Subject, text: str, stretch: int, tokens: Tensor, targets: Tensor, kept: Sequence[Row]) -> Iterator[Row]:
+    """Nats a token by position of every way on a stretch that is not among the rows kept."""
+    done = {(row["model"], row["way"], row["text"], row["stretch"]) for row in kept if row["part"] == "read"}
+    for way in subject.ways:
+        if (subject.name, way, text, stretch) in done:
+            continue
+        subject.put(way)
+        length = min(tokens.shape[1], subject.sizes.exact if way == LARGEST else tokens.shape[1])
+        begun = time.process_time()
+        nats = subject.model.predict(tokens[:, :length], targets[:, :length], path=subject.path).loss
+        found = {str(stop): float(nats[start:stop].double().mean()) for start, stop in itertools.pairwise([0, *edges(length)])}
+        yield {"part": "read", "model": subject.name, "way": way, "text": text, "stretch": stretch, "tokens": length, "nats": found, "processor_seconds": time.process_time() - begun}
 
 
 class Reader:
@@ -205,11 +206,15 @@ def readers(subject: Subject, q: Tensor, k: Tensor, v: Tensor, length: int) -> d
 
 
 @torch.no_grad()
-def timed(subject: Subject, tokens: Tensor) -> Iterator[Row]:
+def timed(subject: Subject, tokens: Tensor, kept: Sequence[Row]) -> Iterator[Row]:
     """Processor seconds and bytes of the last layer's attention, in turns over the ways."""
+    done = {row["tokens"] for row in kept if row["part"] == "time" and row["model"] == subject.name}
+    lengths = [length for length in subject.sizes.lengths if length not in done]
+    if not lengths:
+        return
     subject.put(ALL)
     q, k, v = captured.of_layers(subject.model, tokens)[-1]
-    for length in subject.sizes.lengths:
+    for length in lengths:
         made = readers(subject, q, k, v, length)
         for _ in range(1 if length > 20000 else 2 if length > 5000 else 4):
             for reader in made.values():
@@ -253,7 +258,7 @@ def perplexity(rows: Sequence[Row], model: str, way: str, text: str, stop: str) 
 def summarised(rows: Sequence[Row], errors: Mapping[str, float]) -> dict[str, Any]:
     """Perplexity at the farthest positions, time to fused attention at the greatest length and how memory grows, by model and way."""
     reads, times = ([row for row in rows if row["part"] == part] for part in ("read", "time"))
-    stop = max((stop for row in reads for stop in row["nats"]), key=int)
+    stop = max((stop for row in reads for stop in row["nats"]), key=int, default="0")
     far: dict[str, dict[str, float]] = {}
     for row in reads:
         found = perplexity(rows, row["model"], row["way"], row["text"], stop)
@@ -304,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, action="append", required=True, help="run of `zonal train --task text` on bytes; may be given several times")
     parser.add_argument("--text", action="append", default=[], help="a text beside the embedded novel, of whose end stretches are read; may be given several times")
     parser.add_argument("--stretches", type=int, default=Sizes().stretches, help="stretches of each text (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep what --out already holds and measure the rest")
     parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
     if options.page:
@@ -325,14 +331,19 @@ def main(argv: list[str] | None = None) -> int:
     errors = {subject.name: subject.gate() for subject in subjects}
     settings = {"models": {name: {"parameters": sum(p.numel() for p in model.parameters()), **config["identity"]["model"]} for name, (model, config) in models.items()}}
     settings |= {"sizes": dataclasses.asdict(sizes), "top": TOP, "clock": "processor time", "dtype": "float32"}
-    rows: list[Row] = []
+    rows = common.kept(out, options.resume, settings)
     stretch = torch.cat([next(iter(texts.values()))[0][0], next(iter(texts.values()))[0][1][:, -1:]], 1)
-    for subject in subjects:
-        for row in itertools.chain(timed(subject, stretch), read(subject, texts)):
-            rows.append(row)
-            print(show(row), flush=True)
-        # after each, since they take minutes
-        common.report(out, "long_context", (__doc__ or "").strip(), settings, rows, summarised(rows, errors), start)
+    parts = [timed(subject, stretch, rows[:]) for subject in subjects]
+    parts += [
+        read(subject, text, index, *read_here, rows[:])
+        for index in range(sizes.stretches) for text, stretches in texts.items() for read_here in stretches[index : index + 1] for subject in subjects
+    ]  # fmt: skip
+    for row in itertools.chain.from_iterable(parts):
+        rows.append(row)
+        print(show(row), flush=True)
+        # after each, since they take minutes; those of one length belong together
+        if row["part"] == "read" or row["way"] in (FUSED, BOTH):
+            common.report(out, "long_context", (__doc__ or "").strip(), settings, rows, summarised(rows, errors), start)
     if out != "-":
         write_page(options)
     return 0
