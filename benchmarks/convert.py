@@ -274,7 +274,7 @@ def write_page(options: argparse.Namespace) -> None:
     quantised = " Its weights were quantised to about four bits and are read back as float32." if options.model.suffix == ".gguf" else ""
     about = [f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"]
     about += [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")]
-    command = " ".join(["zonal bench convert --threads 1 --model", page.shown(options.model), *(f"--text {page.shown(Path(text))}" for text in options.text)])
+    command = " ".join(["zonal bench convert --threads 1 --model", page.shown(options.model), *(f"--text {page.shown(Path(text))}" for text in options.text), f"--windows {settings['windows']} --length {settings['length']}"])
     page.write(target.with_suffix(".md"), "A pre-trained model with its attention exchanged", about, tables(value["rows"]), value, command)
 
 
@@ -296,6 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = common.prepare(options)
     start = common.circumstances(device)
+    start["versions"]["transformers"] = captured.transformers(CALL, options.model).__version__
     if options.quick:
         options.length, options.windows, options.steps, options.out = 32, 2, 2, "-"
     model, tokenizer = captured.opened(CALL, options.model, "sdpa")

@@ -52,11 +52,11 @@ class Sizes:
     """length: of the text that is read; exact: of that on which the largest are met exactly; lengths: those that are timed; window, first: keys of local + global."""
 
     length: int = 32768
-    exact: int = 8192
+    exact: int = 4096
     lengths: tuple[int, ...] = (1024, 4096, 16384, 32768)
     window: int = 512
     first: int = 64
-    stretches: int = 2
+    stretches: int = 1
     steps: int = 16
     search: LSH = SEARCH
 
@@ -216,7 +216,7 @@ def timed(subject: Subject, tokens: Tensor, kept: Sequence[Row]) -> Iterator[Row
     q, k, v = captured.of_layers(subject.model, tokens)[-1]
     for length in lengths:
         made = readers(subject, q, k, v, length)
-        for _ in range(1 if length > 20000 else 2 if length > 5000 else 4):
+        for _ in range(1 if length > 10000 else 2 if length > 2000 else 4):
             for reader in made.values():
                 reader.read()
         for _, reader in itertools.product(range(subject.sizes.steps), made.values()):
