@@ -83,8 +83,8 @@ def ways(operator: Operator, sizes: Sizes) -> dict[str, tuple[Operator, str]]:
     return {
         ALL: (operator, "tiled"),
         NEAR: (operator.replace(prior=(*operator.prior, Window(left=sizes.window - 1))), "tiled"),
-        LARGEST: (operator.replace(anchor=TopK(TOP)), "tiled"),
         FOUND: (operator.replace(anchor=TopK(TOP, sizes.search)), "sparse"),
+        LARGEST: (operator.replace(anchor=TopK(TOP)), "tiled"),
     }
 
 
@@ -212,7 +212,7 @@ def timed(subject: Subject, tokens: Tensor, kept: Sequence[Row]) -> Iterator[Row
     lengths = [length for length in subject.sizes.lengths if length not in done]
     if not lengths:
         return
-    subject.put(ALL)
+    subject.put(NEAR)  # what comes before the last layer is of no account for its times, and a window is soon read
     q, k, v = captured.of_layers(subject.model, tokens)[-1]
     for length in lengths:
         made = readers(subject, q, k, v, length)
@@ -264,7 +264,7 @@ def summarised(rows: Sequence[Row], errors: Mapping[str, float]) -> dict[str, An
         found = perplexity(rows, row["model"], row["way"], row["text"], stop)
         if found is not None:
             far.setdefault(row["text"], {})[f"{row['model']}, {row['way']}"] = found[0]
-    longest = max(row["tokens"] for row in times)
+    longest = max((row["tokens"] for row in times), default=0)
     speed = {f"{row['model']}, {row['way']}": row["to_fused"] for row in times if row["tokens"] == longest}
     return {"gate_errors": dict(errors), "predicted": PREDICTED, f"perplexity_to_{stop}": far, f"time_to_fused_at_{longest}": speed}
 
@@ -333,11 +333,10 @@ def main(argv: list[str] | None = None) -> int:
     settings |= {"sizes": dataclasses.asdict(sizes), "top": TOP, "clock": "processor time", "dtype": "float32"}
     rows = common.kept(out, options.resume, settings)
     stretch = torch.cat([next(iter(texts.values()))[0][0], next(iter(texts.values()))[0][1][:, -1:]], 1)
-    parts = [timed(subject, stretch, rows[:]) for subject in subjects]
-    parts += [
-        read(subject, text, index, *read_here, rows[:])
-        for index in range(sizes.stretches) for text, stretches in texts.items() for read_here in stretches[index : index + 1] for subject in subjects
-    ]  # fmt: skip
+    parts: list[Iterator[Row]] = []
+    for subject in subjects:
+        parts += [read(subject, text, index, *stretches[index], rows[:]) for text, stretches in texts.items() for index in range(len(stretches))]
+        parts.append(timed(subject, stretch, rows[:]))
     for row in itertools.chain.from_iterable(parts):
         rows.append(row)
         print(show(row), flush=True)
