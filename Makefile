@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-gpu results clean install
+.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
 install: $(STAMP)
 
@@ -61,6 +61,10 @@ bench-recall: $(STAMP)  ## what SKA remembers by K and r, for how long and at wh
 
 bench-verdicts: $(STAMP)  ## what memories know of what they do not know (about 2 minutes)
 	@$(BIN)/python -m benchmarks.verdicts --threads 1 --out results/benchmarks/verdicts.json
+
+bench-long: $(STAMP)  ## two small models trained on 512 tokens and read on 32k: a window, local + global, hashed keys (about 30 minutes)
+	@for operator in softmax rewa; do $(BIN)/zonal train --task text --operator $$operator --length 512 --layers 2 --dim 128 --heads 4 --conv 4 --batch-size 16 --steps 500 --out runs/long-$$operator || exit 1; done
+	@$(BIN)/python -m benchmarks.long_context --threads 1 --model runs/long-softmax --model runs/long-rewa --out results/benchmarks/long_context.json
 
 bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
 	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json

@@ -60,18 +60,30 @@ def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Ten
     ]
 
 
-def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k (2, H, T, d) after their positions and v (2, H, T, P) of each layer of a Hugging Face causal model, key heads repeated.
+def opened(call: str, path: Path, implementation: str) -> tuple[Any, Any]:
+    """(model, tokeniser) of a folder of Hugging Face or a GGUF file, in float32, for inference.
 
-    path: the folder of a model, or a GGUF file. The tokens are two neighbouring stretches from the middle of the embedded novel.
-
-    Raises: ArgumentError when the package transformers is missing or cannot read the model.
+    Raises: ArgumentError, in the name of ``call``, when the package transformers is missing or cannot read the model.
     """
+    library = transformers(call, path)
+    where = {"pretrained_model_name_or_path": path} if path.is_dir() else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
-        library: Any = importlib.import_module("transformers")
+        model = library.AutoModelForCausalLM.from_pretrained(**where, attn_implementation=implementation, dtype=torch.float32)
+        return model.eval(), library.AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError, ImportError) as error:
+        raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
+
+
+def transformers(call: str, path: Path) -> Any:
+    """The package. Raises: ArgumentError when it is missing."""
+    try:
+        return importlib.import_module("transformers")
     except ImportError as error:
-        raise ArgumentError(f"bench fidelity: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate") from error
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+        raise ArgumentError(f"{call}: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate") from error
+
+
+def recording(found: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for transformers that puts what each layer attends with into a list, key heads repeated, and attends as ever."""
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **others: Any) -> tuple[Tensor, None]:
         group = q.shape[1] // k.shape[1]
@@ -79,18 +91,25 @@ def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tenso
         found.append((q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
 
-    library.AttentionInterface.register("zonal_captured", attend)
-    where = {"pretrained_model_name_or_path": path} if path.is_dir() else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    return attend
+
+
+def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k (2, H, T, d) after their positions and v (2, H, T, P) of each layer of a Hugging Face causal model, key heads repeated.
+
+    path: the folder of a model, or a GGUF file. The tokens are two neighbouring stretches from the middle of the embedded novel.
+
+    Raises: ArgumentError when the package transformers is missing or cannot read the model.
+    """
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    transformers("bench fidelity", path).AttentionInterface.register("zonal_captured", recording(found))
+    model, tokenizer = opened("bench fidelity", path, "zonal_captured")
     text = novel()
-    try:
-        model = library.AutoModelForCausalLM.from_pretrained(**where, attn_implementation="zonal_captured", dtype=torch.float32)
-        ids = library.AutoTokenizer.from_pretrained(**where)(text[len(text) // 2 :][: 20 * length])["input_ids"]
-    except (OSError, ValueError, ImportError) as error:
-        raise ArgumentError(f"bench fidelity: transformers cannot read {path}: {error}") from error
+    ids = tokenizer(text[len(text) // 2 :][: 20 * length])["input_ids"]
     if len(ids) < 2 * length:
         raise ArgumentError(f"bench fidelity: --length {length} is more than the middle of the novel has tokens for, {len(ids) // 2}.")
     with torch.no_grad():
-        model.eval()(torch.tensor(ids[: 2 * length]).view(2, length), use_cache=False)
+        model(torch.tensor(ids[: 2 * length]).view(2, length), use_cache=False)
     return found
 
 
@@ -144,4 +163,4 @@ def _sample(q: Tensor, k: Tensor, v: Tensor) -> Sample:
     return Sample(unit(q.double(), dim=-1), unit(k.double(), dim=-1), v.double())
 
 
-__all__ = ["of_layers", "of_transformers", "samples"]
+__all__ = ["of_layers", "of_transformers", "opened", "recording", "samples", "transformers"]

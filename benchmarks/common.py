@@ -7,6 +7,7 @@ subject and a named peer in turns in one process, and writes ratios of the two (
 import argparse
 import contextlib
 import datetime
+import json
 import math
 import os
 import statistics
@@ -172,6 +173,16 @@ def report(out: str, name: str, about: str, settings: Mapping[str, Any], rows: S
     value = {"schema": SCHEMA, "benchmark": name, "about": about, **start, "settings": dict(settings), "summary": dict(summary), "rows": [dict(row) for row in rows]}
     store.write_json(target, value)
     print(f"wrote {target}")
+
+
+def kept(out: str, resume: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that ``out`` holds of the same settings, to go on from; none without ``resume``. Raises: ArgumentError for rows of other settings."""
+    if not resume or not Path(out).is_file():
+        return []
+    found = store.read_json(out)
+    if found["settings"] != json.loads(json.dumps(dict(settings))):
+        raise ArgumentError(f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was made with, or another --out.")
+    return found["rows"]
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Models: the causal language model, its config, the encoder and the vision transformer, and initial weights that do not depend on the operator."""
 
+from zonal.models import hugging_face
 from zonal.models.causal_lm import CausalLM, Continued, Predictions, build
 from zonal.models.config import ModelConfig
 from zonal.models.convert import mamba2_from_transformers
@@ -11,6 +12,6 @@ from zonal.models.presets import preset
 from zonal.models.sampling import Sampler
 
 __all__ = [
-    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "layer_list",
+    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
     "mamba2_from_transformers", "preset",
 ]  # fmt: skip

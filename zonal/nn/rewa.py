@@ -6,10 +6,22 @@ import torch
 from torch import nn
 
 from zonal.algebra.link import Exp
+from zonal.algebra.operator import Operator
 from zonal.algebra.score import Dot
 from zonal.errors import ArgumentError
 from zonal.mechanisms import rewa
 from zonal.nn.attention import Attention
+
+
+def with_closed_gates(
+    scale: float,
+    *,
+    parts: tuple[int, ...] | None = None,
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+    gates: tuple[float, ...] = (0.0, 0.0, 0.0),
+) -> Operator:
+    """softmax(scale q . k) with three distances beside it that count for nothing until their gates open: ``mechanisms.rewa`` with dot=scale. Arguments as there."""
+    return rewa(parts=parts, weights=weights, gates=gates, dot=scale)
 
 
 def from_softmax(
@@ -40,7 +52,7 @@ def from_softmax(
             f"rewa.from_softmax: a layer with score Dot of plain queries and keys and link Exp is required, received {score} and {operator.link}."
         )
     scale = score.scale if score.scale is not None else new.key_dim**-0.5
-    found = rewa(parts=parts, weights=weights, gates=gates, dot=scale).score
+    found = with_closed_gates(scale, parts=parts, weights=weights, gates=gates).score
     place = next(operator.parameters(), new.key.weight)
     new.operator = operator.replace(score=found.sized(new.key_dim, new.kv_heads)).for_heads(new.heads, new.kv_heads).to(place.device)
     new.operator.name = new.operator.spec = "rewa"
@@ -70,4 +82,4 @@ def _of_torch(layer: nn.MultiheadAttention, causal: bool) -> Attention:
     return new
 
 
-__all__ = ["from_softmax"]
+__all__ = ["from_softmax", "with_closed_gates"]
