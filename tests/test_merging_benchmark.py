@@ -7,6 +7,7 @@ import pytest
 import torch
 from data import idx
 
+import zonal
 from benchmarks import common, merging
 from zonal.data.images import fashion_mnist
 from zonal.errors import FileFormatError
@@ -86,11 +87,11 @@ def test_a_wrong_merge_is_not_timed(data, tmp_path, monkeypatch):
     learnt, tested = fashion_mnist(data)
     model, _ = merging.train("all tokens", learnt, SIZES, tmp_path / "work")
     assert merging.gate(model, tested, SIZES) < 1e-4
-    called = merging.VisionEncoder.forward
+    called = zonal.nn.Block.forward
 
-    def wrong(self, images, *, merge=None, path="auto"):
-        return called(self, images, merge=merge, path=path) * (1.01 if path == "auto" else 1)
+    def wrong(self, x, *, mass=None, path="auto"):
+        return called(self, x, mass=mass, path=path) * (1.001 if path == "auto" else 1)
 
-    monkeypatch.setattr(merging.VisionEncoder, "forward", wrong)
+    monkeypatch.setattr(zonal.nn.Block, "forward", wrong)
     with pytest.raises(common.GateError, match="share 0"):
         merging.gate(model, tested, SIZES)

@@ -115,7 +115,7 @@ def test_a_patch_is_a_token():
     images = torch.zeros(1, 1, 8, 8)
     changed = images.clone()
     changed[0, 0, 5, 2] = 1.0
-    apart = (made._tokens(changed) - made._tokens(images)).abs().amax(-1)[0]
+    apart = (made.tokens(changed) - made.tokens(images)).abs().amax(-1)[0]
     assert torch.equal(apart > 0, torch.tensor([False, False, True, False]))
 
 

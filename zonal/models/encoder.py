@@ -178,7 +178,7 @@ class VisionEncoder(nn.Module):
 
     def forward(self, images: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> Tensor:
         """images (B, channels, image, image) -> logits (B, classes). merge and path as in ``Encoder.forward``."""
-        return self.head(self.encoder.merged(self._tokens(images), merge=merge, path=path).pooled())
+        return self.head(self.encoder.merged(self.tokens(images), merge=merge, path=path).pooled())
 
     def loss(self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> tuple[Tensor, int]:
         """Cross-entropy in nats, summed over images, and how many they are. labels: (B,) int64."""
@@ -186,7 +186,8 @@ class VisionEncoder(nn.Module):
             raise ArgumentError(f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received {labels.dtype} of shape {tuple(labels.shape)}.")
         return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
 
-    def _tokens(self, images: Tensor) -> Tensor:
+    def tokens(self, images: Tensor) -> Tensor:
+        """What the encoder is given: patches with their positions, (B, patches, dim)."""
         size, patch = self.config.image, self.config.patch
         if images.ndim != 4 or images.shape[1:] != (self.config.channels, size, size) or not images.is_floating_point():
             raise ArgumentError(
