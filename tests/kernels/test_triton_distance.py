@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels.distance_calls import CASES, LONG, OPERATORS, SHAPES
-from kernels.processes import judged, no_device, python, shared
+from kernels.processes import ROOT, judged, no_device, python, shared
 
 import zonal
 from zonal import mechanisms as m
@@ -95,7 +95,7 @@ def test_the_planner_counts_a_pair_s_distances() -> None:
 # ---- compiled ahead of time ----
 
 # a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and which kernels of it
-AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward"}, ("rewa", "causal", "float16", 16, 90): {"keys"}}
+AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward", "values"}}
 TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", "row_products"}
 
 
@@ -125,3 +125,13 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
         assert row["spills"] == row["stack"] == 0, row
         assert 0 < row["registers"] <= 255, row
         assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+
+
+def test_the_committed_report() -> None:
+    """Every kernel in bfloat16, the parts' gradients in their groups, and none that spills."""
+    report = json.loads((ROOT / "results" / "benchmarks" / "triton_distance_aot.json").read_text(encoding="utf-8"))
+    assert report["triton"]
+    assert report["fit"]
+    rows = report["kernels"]
+    assert {row["kernel"] for row in rows} == TITLES
+    assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

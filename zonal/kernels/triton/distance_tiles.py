@@ -431,7 +431,7 @@ def noted(x: Tensor, metric: Metric) -> Tensor:
     batch, heads, rows, _ = x.shape
     out = torch.empty(batch, heads, rows, metric.count, NOTES.value, dtype=torch.float32, device=x.device)
     block = min(64, 2048 // max(part.width for part in metric.parts))
-    tiling = tiles.Tiling(block, 0, 4, 1)
+    tiling = tiles.Tiling(block, 0, 4, 1, REGISTERS)
     tiles.launch(notes_kernel, batch * heads * ceil_div(rows, block), (tiles.rows_of(x), out, heads, rows), {"metric": metric, "ROWS": block}, tiling)
     return out
 
