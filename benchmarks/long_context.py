@@ -280,7 +280,7 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
             found = [perplexity(rows, model, way, text, stop) for stop in stops]
             body.append([model, way, *("" if f is None else f"{f[0]:.3f}" for f in found)])
         stretches = len({row["stretch"] for row in reads if row["text"] == text})
-        made.append(page.Table(f"Perplexity of a byte by position, {text}", f"Mean of {stretches} stretches; a column is of the positions after the last one's, up to its own.", ["model", "way", *stops], body))
+        made.append(page.Table(f"Perplexity of a byte by position, {text}", f"Mean over stretches: {stretches}. A column is of the positions after the last one's, up to its own.", ["model", "way", *stops], body))
     header = ["model", "way", "tokens", "µs a token, prefix", "of fused", "MB at the peak", "µs a step", "of fused", "MB held", "mass kept"]
     body = [
         [
