@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from zonal.algebra import Tags
-from zonal.algebra.anchor import Ridge, TopK
+from zonal.algebra.anchor import Hierarchical, Ridge, TopK
 from zonal.algebra.prior import Window
 from zonal.algebra.search import LSH
-from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
+from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled, transport
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
+from zonal.execution.hierarchy import hierarchy_refusal
 from zonal.execution.sparse import sparse_refusal
 from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map
@@ -195,7 +196,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
-        keeps=held is not None, without_kernel=tiled.without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
+        keeps=held is not None, without_kernel=(transport if call.tags.couples else tiled).without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
         without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None),
         without_sparse=native_sparse.refusal(call), refused=refused,
     )  # fmt: skip
@@ -226,6 +227,8 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
         reason = sparse_refusal(call)
     else:
         reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
+        if path == "tiled" and isinstance(call.bound.anchor, Hierarchical):
+            reason = hierarchy_refusal(call)
         if reason is None and held is not None and held.tokens and held.kind != "keys":
             reason = f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
     return _untransformed(path, call) if reason is None and transforms.active() else reason
@@ -233,6 +236,8 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
 
 def _untransformed(path: str, call: Call) -> str | None:
     """Why torch.func's transforms (vmap, grad, jvp, …) cannot pass through a path, or None."""
+    if call.tags.couples:
+        return "its iteration asks how far it is, which the transforms of torch.func cannot tell"
     if path == "dense":
         return "its solve asks whether it went well, which torch.func.vmap cannot" if call.tags.solves else None
     if path == "tiled":
