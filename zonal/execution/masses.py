@@ -37,7 +37,7 @@ def masses_of(
         return None
     if isinstance(operator.anchor, Hierarchical) and (queries != keys or seen.packed):
         what = f"{seen.edges.shape[0] - 1} packed documents" if seen.packed and seen.edges is not None else f"{queries} queries and {keys} keys"
-        raise ArgumentError(f"attention: anchor Hierarchical needs queries and keys of the same tokens, one tree for each sequence; received {what}. Pass sequences as rows of a batch, with key_padding_mask.")
+        raise ArgumentError(f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same tokens, one tree for each sequence; received {what}. Pass sequences as rows of a batch, with key_padding_mask.")
     sees, seen_by = _meeting(seen, device)
     mu = sees.to(dtype).expand(batch, heads, queries) if query_mass is None else query_mass.to(dtype)
     nu = seen_by.to(dtype).expand(batch, heads, keys) if key_mass is None else key_mass.to(dtype).repeat_interleave(heads // kv_heads, 1)

@@ -99,6 +99,7 @@ class Problem:
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. score_passes: of the score over all pairs. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
     anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them.
+    spans: tokens of the nodes of a tree, level by level, () = no tree.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
     kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
@@ -132,6 +133,7 @@ class Problem:
     by_query: bool = False
     top: int = 0
     search: LSH | None = None
+    spans: tuple[int, ...] = ()
     gradients: bool = False
     coefficient_gradients: bool = False
     bias_gradients: bool = False
@@ -148,6 +150,11 @@ class Problem:
     @property
     def groups(self) -> int:
         return self.H // self.Hkv
+
+    @property
+    def iterates(self) -> bool:
+        """Whether the anchor makes a plan by iteration."""
+        return self.tags.couples and not self.spans
 
     @property
     def biased(self) -> bool:
@@ -194,6 +201,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
         top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call),
+        spans=anchor.spans(keys) if isinstance(anchor, Hierarchical) else (),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
         keeps=held is not None, without_kernel=(transport if call.tags.couples else tiled).without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),

@@ -258,6 +258,8 @@ class _Transport(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise PathError("attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. Use path='dense' with gradient='unrolled' where you need create_graph=True.")
         q, k, v, col, log_mu, log_nu, y, f, g, log_m = ctx.saved_tensors
+        if not log_mu.numel() or not log_nu.numel():
+            return *(torch.zeros_like(x) for x in (q, k, v, col, log_mu, log_nu)), None
         anchor: PlanAnchor = ctx.call.bound.anchor
         passes = _passes(ctx.call, q, k)
         there, a, b = present(log_mu), weighted(log_mu, f), weighted(log_nu, g)

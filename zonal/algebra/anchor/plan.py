@@ -147,7 +147,7 @@ class PlanAnchor(Anchor):
             new = self.stepped(self.key_step, columns, masses.key, masses.query, g, f, False).potential
             error, g = torch.maximum(error, slack(nu, g - new)), torch.lerp(g, new, pace.length)
             worst = float(error.max())
-            reach = 8 * torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
+            reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
             if worst <= max(self.tolerance, reach):
                 return Potentials(f, g, iteration, worst)
             pace.look(iteration, error)
