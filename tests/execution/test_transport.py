@@ -13,7 +13,7 @@ from torch import Tensor
 import zonal
 from zonal import Memory, anchor, prior
 from zonal import mechanisms as m
-from zonal.algebra.anchor import PlanAnchor
+from zonal.algebra.anchor import PlanAnchor, plan
 from zonal.errors import ArgumentError, ConvergenceError, PathError
 from zonal.execution import transport
 from zonal.execution.call import prepare
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_all_steps_and_of_differences(name: str) -> None:
     def tiled(q: Tensor, k: Tensor, v: Tensor, mu: Tensor, nu: Tensor, bias: Tensor) -> Tensor:
         return zonal.attention(q, k, v, implicit, query_mass=mu, key_mass=nu, key_bias=bias, path="tiled")  # type: ignore[return-value]
 
-    assert torch.autograd.gradcheck(tiled, (*leaves, bias), eps=1e-5, atol=1e-6)
+    assert torch.autograd.gradcheck(tiled, (*leaves, bias), eps=1e-5, atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -108,6 +108,7 @@ def test_compiled_passes_equal_the_definition(name: str) -> None:
 @torch.no_grad()
 def test_sums_are_what_is_asked_for() -> None:
     q, k, _ = draw(40, 30)
+    q = 3 * q
     softmax = plan_of(q, k, m.softmax(), "tiled").mean(2) * 30
     assert softmax.max() > 1.5
     assert softmax.min() < 0.5
@@ -134,24 +135,25 @@ def test_gauges() -> None:
         assert torch.allclose(zonal.attention(q, k, v, balanced, key_bias=bias, path=path), zonal.attention(q, k, v, balanced), atol=1e-10)
         free = m.softmax().replace(anchor=anchor.UnbalancedPlan(rho=(None, 0.0)))
         assert torch.allclose(zonal.attention(q, k, v, free, path=path), zonal.attention(q, k, v, m.softmax()), atol=1e-12)
-        near = m.softmax().replace(anchor=anchor.UnbalancedPlan(tolerance=1e-12, rho=(1e7, 1e7)))
-        assert torch.allclose(zonal.attention(q, k, v, near, path=path), zonal.attention(q, k, v, balanced), atol=1e-5)
+        near = m.softmax().replace(anchor=anchor.UnbalancedPlan(tolerance=1e-10, rho=(1e5, 1e5)))
+        assert torch.allclose(zonal.attention(q, k, v, near, path=path), zonal.attention(q, k, v, balanced), atol=1e-4)
 
 
 @torch.no_grad()
-def test_warm_start_and_longer_steps() -> None:
-    """Potentials that are nearly right take few iterations; slow problems are hurried, and end at the same plan."""
-    q, k, v = draw(120, 120, 1, 8)
-    operator = m.sinkhorn(scale=3.0, tolerance=1e-9)
+def test_warm_start_and_acceleration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Potentials that are nearly right take few iterations; slow problems take far fewer than plain steps do, and end at the same plan."""
+    q, k, v = draw(60, 60, 1, 8)
+    operator = m.sinkhorn(scale=2.0, tolerance=1e-9)
     cold = zonal.potentials(q, k, operator)
     warm = zonal.potentials(q, k + 1e-6, operator, start=cold)
     assert cold.error <= 1e-9
     assert warm.iterations < cold.iterations / 2
     assert torch.allclose(zonal.attention(q, k, v, operator, start=cold), zonal.attention(q, k, v, operator), atol=1e-6)
-    plain = m.softmax(scale=3.0).replace(anchor=anchor.BoundedPlan(tolerance=1e-9, low=1.0, high=1.0, limit=20_000))  # the same plan by steps of the rule's own length
-    slow = zonal.potentials(q, k, plain)
-    assert cold.iterations < slow.iterations / 3
-    assert torch.allclose(zonal.attention(q, k, v, operator), zonal.attention(q, k, v, plain), atol=1e-5)
+    y = zonal.attention(q, k, v, operator)
+    monkeypatch.setattr(plan._Mixing, "next", lambda self, at, new, error: new)
+    slow = m.sinkhorn(scale=2.0, tolerance=1e-9, limit=20_000)
+    assert cold.iterations < zonal.potentials(q, k, slow).iterations / 3
+    assert torch.allclose(y, zonal.attention(q, k, v, slow), atol=1e-6)  # type: ignore[arg-type]
 
 
 def test_padding_changes_nothing() -> None:
@@ -181,15 +183,15 @@ def run(n):
     zonal.attention(q, k, v, m.sinkhorn(), path="tiled").sum().backward()
 run(64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run(6000)
+run(4000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
 def test_no_plan_is_kept() -> None:
-    """6000 queries and keys, forward and backward, in less than half of the memory of one plan."""
+    """4000 queries and keys, forward and backward, in less than half of the memory of one plan."""
     grown = subprocess.run([sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=True)
-    assert int(grown.stdout) < 6000 * 6000 * 4 / 1024 / 2
+    assert int(grown.stdout) < 4000 * 4000 * 4 / 1024 / 2
 
 
 def test_suite_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,11 @@ from zonal.errors import ConvergenceError
 
 ABSENT = -1e30
 """The log mass of a query or key that takes no part: its exponential is zero, and its sums with scores stay finite."""
-# iterations between two looks at how fast errors fall, and how often they may rise before steps stay plain
-_LOOK, _PATIENCE = 5, 3
-_LARGEST = 1.95
+# how many steps back are mixed, by how much an error may rise before they are forgotten, and what keeps their weights small, in roundings
+_PAST, _RISE, _REGULAR = 10, 2.0, 10.0
+# the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something: where no plan exists, potentials
+# grow without bound until a step is less than their rounding
+_FAR, _COARSE = 1e4, 1e-2
 
 
 class Step(NamedTuple):
@@ -67,9 +69,6 @@ class PlanAnchor(Anchor):
     """
 
     couples: ClassVar[bool] = True
-    relaxes: ClassVar[bool] = True
-    """Whether steps may be longer than the rule's where errors fall slowly."""
-
     tolerance: float = 1e-5
     limit: int = 1000
     on_limit: Literal["error", "keep"] = "error"
@@ -94,6 +93,10 @@ class PlanAnchor(Anchor):
     def key_step(self, l: Tensor) -> Step:
         """g from l (B, H, S)."""
         raise NotImplementedError(f"{type(self).__name__}.key_step")
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where masses are strong wishes."""
+        raise NotImplementedError(f"{type(self).__name__}.centred")
 
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.masses is not None
@@ -140,17 +143,17 @@ class PlanAnchor(Anchor):
         if not f.numel() or not g.numel():
             return Potentials(f, g, 0, 0.0)
         mu, nu = masses.query.detach().exp(), masses.key.detach().exp()
-        pace, worst = _Pace(self.relaxes, f), math.inf
+        mixing, worst = _Mixing(nu), math.inf
         for iteration in range(1, self.limit + 1):
-            new = self.stepped(self.query_step, rows, masses.query, masses.key, f, g, True).potential
-            error, f = slack(mu, f - new), torch.lerp(f, new, pace.length)
+            f = self.stepped(self.query_step, rows, masses.query, masses.key, f, g, True).potential
             new = self.stepped(self.key_step, columns, masses.key, masses.query, g, f, False).potential
-            error, g = torch.maximum(error, slack(nu, g - new)), torch.lerp(g, new, pace.length)
+            new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
+            error = slack(nu, g - new)
             worst = float(error.max())
             reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
-            if worst <= max(self.tolerance, reach):
-                return Potentials(f, g, iteration, worst)
-            pace.look(iteration, error)
+            if reach <= _COARSE and worst <= max(self.tolerance, reach):
+                return Potentials(f, new, iteration, worst)
+            g = new if torch.is_grad_enabled() else mixing.next(g, new, error)
         if self.on_limit == "keep":
             return Potentials(f, g, self.limit, worst)
         raise ConvergenceError(
@@ -185,30 +188,34 @@ def _times(matrix: Tensor, x: Tensor) -> Tensor:
     return (matrix @ x[..., None]).squeeze(-1)
 
 
-class _Pace:
-    """How long steps are, a head: longer than the rule's where errors fall slowly, as overrelaxation has it.
+class _Mixing:
+    """The next potential of keys from the last few, a head: Anderson's acceleration of the fixed point.
 
-    Errors that fall by a factor z an iteration at length w tell the plain factor e = (z + w - 1)^2 / (z w^2), and the best length is 2 / (1 + sqrt(1 - e)).
+    With r = T(g) - g at each of them, the mean of T(g) under the weights (of sum one) whose mean r is least. Where the error rises the past is forgotten, and
+    a plain step follows, from where the iteration converges by itself.
     """
 
-    def __init__(self, relaxes: bool, like: Tensor) -> None:
-        self.length = like.new_ones(*like.shape[:-1], 1)
-        self._relaxes, self._rises, self._before = relaxes, torch.zeros_like(self.length), None
+    def __init__(self, mass: Tensor) -> None:
+        self._mass, self._history = mass, []
+        self._at = self._residual = self._error = None
 
-    def look(self, iteration: int, error: Tensor) -> None:
-        """Choose the length anew, now and then."""
-        if not self._relaxes or iteration % _LOOK:
-            return
-        error, before = error[..., None], self._before
-        self._before = error
-        if before is None:
-            return
-        fall = (error / before.clamp_min(torch.finfo(error.dtype).tiny)).pow(1 / _LOOK).clamp_min(1e-6)
-        plain = ((fall + self.length - 1).square() / (fall * self.length.square())).clamp(0, 1)
-        best = (2 / (1 + (1 - plain).sqrt())).clamp(1, _LARGEST)
-        rose = fall >= 1
-        self._rises = self._rises + rose
-        self.length = torch.where(rose | (self._rises >= _PATIENCE), 1.0, torch.maximum(best, self.length)).to(self.length)
+    def next(self, at: Tensor, new: Tensor, error: Tensor) -> Tensor:
+        """From T(at) = new, both (B, H, S), and the error (B, H) of ``at``."""
+        residual = new - at
+        if self._at is not None:
+            keep = (error <= _RISE * self._error)[..., None]
+            self._history = [(moved * keep, changed * keep) for moved, changed in [*self._history, (at - self._at, residual - self._residual)][-_PAST:]]
+        self._at, self._residual, self._error = at, residual, error
+        if not self._history:
+            return new
+        moved, changed = (torch.stack(side, -1) for side in zip(*self._history, strict=True))  # (B, H, S, past)
+        weighed = (changed * self._mass[..., None]).mT.double()
+        gram, wanted = weighed @ changed.double(), weighed @ residual[..., None].double()
+        size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        least = _REGULAR * torch.finfo(at.dtype).eps * size + torch.finfo(at.dtype).tiny
+        mix = torch.linalg.solve(gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), wanted).to(at)
+        mix = torch.where(mix.abs().sum(-2, keepdim=True) <= _FAR, mix, 0)
+        return new - ((moved + changed) @ mix).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,9 @@ class Plan(PlanAnchor):
 
     def key_step(self, l: Tensor) -> Step:
         return Step(-l, torch.ones_like(l))
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        return g
 
     def moves(self) -> tuple[Move, ...]:
         return (
@@ -259,6 +269,14 @@ class UnbalancedPlan(PlanAnchor):
         slope = 1.0 if rho is None else rho / (1 + rho)
         return Step(-slope * l, torch.full_like(l, slope))
 
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        if not self.rho[0] or not self.rho[1]:
+            return g  # one side is met exactly, or not at all
+        # in float64: large rho magnify what rounding leaves
+        sides = ((masses.query, f, self.rho[0]), (masses.key, g, self.rho[1]))
+        give, take = ((mass.double() - potential.double() / rho).logsumexp(-1, keepdim=True) for mass, potential, rho in sides)
+        return g - ((give - take) * self.rho[0] * self.rho[1] / (self.rho[0] + self.rho[1])).to(g)
+
     def moves(self) -> tuple[Move, ...]:
         sides = [f"{side} {'exactly' if rho is None else f'with weight {rho:g}'}" for side, rho in zip(("queries give their mass", "keys receive theirs"), self.rho, strict=True)]
         return (Move("assumed", "anchor", ", ".join(sides)),)
@@ -272,7 +290,6 @@ class BoundedPlan(PlanAnchor):
     """
 
     normalises: ClassVar[bool] = True
-    relaxes: ClassVar[bool] = False
 
     low: float = 0.0
     high: float = 2.0
@@ -286,6 +303,9 @@ class BoundedPlan(PlanAnchor):
     def key_step(self, l: Tensor) -> Step:
         lowest, highest = math.log(self.low) - l if self.low else torch.full_like(l, ABSENT), math.log(self.high) - l
         return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(l.dtype))
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        return g
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("assumed", "anchor", f"what a key receives from all queries is between {self.low:g} and {self.high:g} times its share"),)
