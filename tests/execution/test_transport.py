@@ -1,6 +1,7 @@
 """Plans: POT as the oracle, the gradient through the fixed point against finite differences and all steps unrolled, constraints, memory, errors; hierarchies."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import zonal
 from zonal import Memory, anchor, prior
 from zonal import mechanisms as m
 from zonal.algebra.anchor import PlanAnchor, plan
-from zonal.errors import ArgumentError, ConvergenceError, PathError
+from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution import transport
 from zonal.execution.call import prepare
 
@@ -212,7 +213,7 @@ def bad(operator: zonal.Operator | None = None, **given: object) -> object:
 
 
 def test_causal_plans_leak_and_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="must not be causal.*leaks the future.*plan is the identity"):
+    with pytest.raises(ArgumentError, match=r"must not be causal.*leaks the future.*plan is the identity"):
         bad(causal=True)
     for rule in (prior.Causal(), prior.ChunkCausal(2), prior.Decay()):
         with pytest.raises(ArgumentError, match=f"prior {type(rule).__name__}.*leaks the future"):
@@ -258,12 +259,20 @@ def test_masses_that_no_plan_has(path: str) -> None:
     """A window that lets one query alone reach a key with much mass: an error that says what would do, and a plan where it is done."""
     q, k, v = draw(6, 6)
     window, mass = prior.Window(0, 0), torch.tensor([1.0, 1, 1, 1, 1, 7]).expand(1, 2, 6)
-    with pytest.raises(ConvergenceError, match="limit=50 iterations.*query_mass, key_mass.*UnbalancedPlan"):
+    with pytest.raises(ConvergenceError, match=r"limit=50 iterations.*query_mass, key_mass.*UnbalancedPlan"):
         zonal.attention(q, k, v, m.sinkhorn(limit=50, prior=window), key_mass=mass, path=path)
     kept = m.softmax(prior=window).replace(anchor=anchor.Plan(limit=50, on_limit="keep"))
     assert torch.isfinite(zonal.attention(q, k, v, kept, key_mass=mass, path=path)).all()  # type: ignore[arg-type]
     zonal.attention(q, k, v, m.sinkhorn(rho=(1.0, 1.0), prior=window), key_mass=mass, path=path)
     zonal.attention(q, k, v, m.sinkhorn(prior=window), query_mass=mass, key_mass=mass, path=path)
+
+
+def test_scores_that_are_no_numbers() -> None:
+    q, k, v = (x.detach() for x in draw(6, 6))
+    k[0, 0, 2, 1] = float("nan")
+    for path in ("dense", "tiled"):
+        with pytest.raises(NonFiniteError, match="scores hold NaN"):
+            zonal.attention(q, k, v, m.sinkhorn(), path=path)
 
 
 # --- hierarchies -------------------------------------------------------------------------------------------------------
@@ -280,7 +289,7 @@ def test_hierarchy_is_the_closest_conditional(sizes: tuple[int, ...]) -> None:
     # the number of each pair's tie: pairs of one are alike
     place = torch.arange(9)
     tie = 1000 * place[:, None] + place[None]
-    for child, parent in zip(spans, spans[1:], strict=False):
+    for child, parent in itertools.pairwise(spans):
         node = place // child
         apart = (node[:, None] != node[None]) & ((place // parent)[:, None] == (place // parent)[None])
         tie = torch.where(apart, -(100 * child + 10 * node[:, None] + node[None]) * 1000, tie)
@@ -304,6 +313,6 @@ def test_hierarchy_of_one_block_is_softmax() -> None:
 def test_hierarchy_needs_scores_of_means() -> None:
     q, k, v = draw(9, 9)
     operator = m.rewa(parts=(2, 1, 1)).replace(anchor=anchor.Hierarchical((3,)))
-    with pytest.raises(PathError, match="not the mean score.*path='dense'"):
+    with pytest.raises(PathError, match=r"not the mean score.*path='dense'"):
         zonal.attention(q, k, v, operator, path="tiled")
     assert torch.isfinite(zonal.attention(q, k, v, operator)).all()  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def masses_of(
     for name, potential, like in (("query", start.query, found[0]), ("key", start.key, found[1])) if start is not None else ():
         if potential.shape != like.shape or not bool(torch.isfinite(potential).all()):
             raise ArgumentError(f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, received shape {tuple(potential.shape)}. Leave start out to begin at zero.")
-    return Masses(*found, start)
+    return Masses(found[0], found[1], start)
 
 
 def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,6 @@ from zonal.kernels.cpp import library
 from zonal.kernels.cpp.build import BuildError
 from zonal.kernels.spec import TileSpec
 
-
 # of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
 _UNSOLVED = 0.01
 
@@ -50,6 +49,7 @@ def without_kernel(call: Call) -> str | None:
     return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
 
 
+@torch.compiler.disable
 def transported(call: Call) -> Tensor:
     """y (B, H, T, P) of a call whose anchor is a plan."""
     anchor, masses = call.bound.anchor, call.masses

@@ -14,8 +14,8 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
-from zonal.models.mlp import mlp_of
 from zonal.models.memory import ModelMemory, fingerprint
+from zonal.models.mlp import mlp_of
 from zonal.models.sampling import Sampler, StopRule
 from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, TokenMixer
 from zonal.nn.memory import load_memories

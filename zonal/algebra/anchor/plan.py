@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor.base import Anchor, Blocks, Masses, Potentials
 from zonal.algebra.declaration import Move, require, require_whole
-from zonal.errors import ConvergenceError
+from zonal.errors import ConvergenceError, NonFiniteError
 
 ABSENT = -1e30
 """The log mass of a query or key that takes no part: its exponential is zero, and its sums with scores stay finite."""
@@ -86,12 +86,12 @@ class PlanAnchor(Anchor):
     def check_rules(self) -> None:
         """Raise ArgumentError for numbers of the two rules that make no sense."""
 
-    def query_step(self, l: Tensor) -> Step:
-        """f from l (B, H, T)."""
+    def query_step(self, met: Tensor) -> Step:
+        """f and its slope from l_t (B, H, T)."""
         raise NotImplementedError(f"{type(self).__name__}.query_step")
 
-    def key_step(self, l: Tensor) -> Step:
-        """g from l (B, H, S)."""
+    def key_step(self, met: Tensor) -> Step:
+        """g and its slope from l_s (B, H, S)."""
         raise NotImplementedError(f"{type(self).__name__}.key_step")
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
@@ -128,6 +128,7 @@ class PlanAnchor(Anchor):
         step = rule(torch.where(present(own), total - near, 0))
         return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
 
+    @torch.compiler.disable
     def potentials(
         self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
     ) -> Potentials:
@@ -136,13 +137,13 @@ class PlanAnchor(Anchor):
         Args:
             rows: (log a, log b) -> log m (B, H, T). columns: the same -> log n (B, H, S).
 
-        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is.
+        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError for scores that are no numbers.
         """
         start = masses.start
         f, g = (torch.zeros_like(masses.query), torch.zeros_like(masses.key)) if start is None else (start.query.to(masses.query), start.key.to(masses.key))
         if not f.numel() or not g.numel():
             return Potentials(f, g, 0, 0.0)
-        mu, nu = masses.query.detach().exp(), masses.key.detach().exp()
+        nu = masses.key.detach().exp()
         mixing, worst = _Mixing(nu), math.inf
         for iteration in range(1, self.limit + 1):
             f = self.stepped(self.query_step, rows, masses.query, masses.key, f, g, True).potential
@@ -150,6 +151,8 @@ class PlanAnchor(Anchor):
             new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
             error = slack(nu, g - new)
             worst = float(error.max())
+            if math.isnan(worst):
+                raise NonFiniteError(f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias.")
             reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
             if reach <= _COARSE and worst <= max(self.tolerance, reach):
                 return Potentials(f, new, iteration, worst)
@@ -197,15 +200,16 @@ class _Mixing:
 
     def __init__(self, mass: Tensor) -> None:
         self._mass, self._history = mass, []
-        self._at = self._residual = self._error = None
+        self._before: tuple[Tensor, Tensor, Tensor] | None = None
 
     def next(self, at: Tensor, new: Tensor, error: Tensor) -> Tensor:
         """From T(at) = new, both (B, H, S), and the error (B, H) of ``at``."""
         residual = new - at
-        if self._at is not None:
-            keep = (error <= _RISE * self._error)[..., None]
-            self._history = [(moved * keep, changed * keep) for moved, changed in [*self._history, (at - self._at, residual - self._residual)][-_PAST:]]
-        self._at, self._residual, self._error = at, residual, error
+        if self._before is not None:
+            before, left, least = self._before
+            keep = (error <= _RISE * least)[..., None]
+            self._history = [(moved * keep, changed * keep) for moved, changed in [*self._history, (at - before, residual - left)][-_PAST:]]
+        self._before = at, residual, error
         if not self._history:
             return new
         moved, changed = (torch.stack(side, -1) for side in zip(*self._history, strict=True))  # (B, H, S, past)
@@ -227,11 +231,11 @@ class Plan(PlanAnchor):
 
     normalises: ClassVar[bool] = True
 
-    def query_step(self, l: Tensor) -> Step:
-        return Step(-l, torch.ones_like(l))
+    def query_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
 
-    def key_step(self, l: Tensor) -> Step:
-        return Step(-l, torch.ones_like(l))
+    def key_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
         return g
@@ -259,15 +263,15 @@ class UnbalancedPlan(PlanAnchor):
             f"UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received {self.rho!r}.",
         )
 
-    def query_step(self, l: Tensor) -> Step:
-        return self._pulled(l, self.rho[0])
+    def query_step(self, met: Tensor) -> Step:
+        return self._pulled(met, self.rho[0])
 
-    def key_step(self, l: Tensor) -> Step:
-        return self._pulled(l, self.rho[1])
+    def key_step(self, met: Tensor) -> Step:
+        return self._pulled(met, self.rho[1])
 
-    def _pulled(self, l: Tensor, rho: float | None) -> Step:
+    def _pulled(self, met: Tensor, rho: float | None) -> Step:
         slope = 1.0 if rho is None else rho / (1 + rho)
-        return Step(-slope * l, torch.full_like(l, slope))
+        return Step(-slope * met, torch.full_like(met, slope))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
         if not self.rho[0] or not self.rho[1]:
@@ -297,12 +301,12 @@ class BoundedPlan(PlanAnchor):
     def check_rules(self) -> None:
         require(0 <= self.low <= 1 <= self.high, f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.")
 
-    def query_step(self, l: Tensor) -> Step:
-        return Step(-l, torch.ones_like(l))
+    def query_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
 
-    def key_step(self, l: Tensor) -> Step:
-        lowest, highest = math.log(self.low) - l if self.low else torch.full_like(l, ABSENT), math.log(self.high) - l
-        return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(l.dtype))
+    def key_step(self, met: Tensor) -> Step:
+        lowest, highest = math.log(self.low) - met if self.low else torch.full_like(met, ABSENT), math.log(self.high) - met
+        return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
         return g
