@@ -46,6 +46,7 @@ bench: $(STAMP)  ## benchmarks on this machine, JSON under results/benchmarks (a
 	@$(BIN)/python -m benchmarks.koopman --threads 1 --out results/benchmarks/koopman.json
 	@$(BIN)/python -m benchmarks.relatives --threads 1 --out results/benchmarks/relatives.json
 	@$(BIN)/python -m benchmarks.sparse --threads 2 --out results/benchmarks/sparse.json
+	@$(BIN)/python -m benchmarks.transport --threads 1 --out results/benchmarks/transport.json
 	@$(BIN)/python -m benchmarks.planner --out results/benchmarks/planner.json
 
 bench-peers: $(STAMP)  ## linear attention and Mamba-2 of other libraries, installed first (about 8 minutes, run alone)

@@ -10,6 +10,9 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 
+CAUSAL_NAMES = tuple(name for name in m.names() if not m.resolve(name).tags.couples)
+"""Mechanisms that have a causal order; the others are for encoders."""
+
 OPERATORS: dict[str, Callable[[], Operator]] = {
     "softmax": m.softmax,
     "cosine": m.cosine,
@@ -69,6 +72,12 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "regime-ridge": lambda: m.regime(score="dot(scale=0.7)", link="squared_affine(bias=0.3)", anchor="ridge(eps=0.5)"),
     "ridge-chunk": lambda: m.ridge(chunk=4),
     "ridge-window": lambda: m.ridge().replace(prior=prior.Window(6)),
+    "sinkhorn": lambda: m.sinkhorn(tolerance=1e-12),
+    "sinkhorn-unbalanced": lambda: m.sinkhorn(rho=(1.0, 0.5), tolerance=1e-12),
+    "sinkhorn-bounded": lambda: m.sinkhorn(bounds=(0.5, 1.5), tolerance=1e-12),
+    "sinkhorn-window": lambda: m.sinkhorn(rho=(2.0, 1.0), tolerance=1e-12, prior=prior.Window(5, 7)),
+    "sinkhorn-distance": lambda: m.rewa(prior=prior.ALiBi()).replace(anchor=anchor.Plan(tolerance=1e-12)),
+    "hierarchical": lambda: m.hierarchical(sizes=(3, 2)),
     "sko-chunk": lambda: m.sko(degrees=(2.0,), manifold_dim=4).replace(prior=prior.ChunkCausal(4)),
 }
 
@@ -104,10 +113,20 @@ CASES: dict[str, Case] = {
     "one-token": Case(queries=1, keys=1),
     "no-keys": Case(queries=3, keys=0, causal=False),
     "no-queries": Case(queries=0, keys=4, causal=False),
+    "bidirectional-bias": Case(causal=False, key_bias=True, kv_heads=2, padding="left"),
     "more-queries-than-keys": Case(queries=9, keys=4),
     "key-bias": Case(key_bias=True, kv_heads=2),
     "strided": Case(strided=True),
 }
+
+
+def admissible(operator: Operator, case: Case) -> bool:
+    """Whether the definition itself accepts this pair; what it refuses is tested in test_attention."""
+    if operator.tags.couples and (case.causal or (isinstance(operator.anchor, anchor.Hierarchical) and (case.queries != case.keys or len(case.packed) > 2))):
+        return False
+    if case.key_bias and operator.tags.solves:
+        return False
+    return not (operator.tags.decays and not case.causal)
 
 
 @dataclass

@@ -4,8 +4,9 @@ from zonal import mechanisms, nn
 from zonal.algebra import Operator, anchor, carrier, ledger, link, metric, oset, prior, probe, score, search
 from zonal.attention import attention
 from zonal.execution.explain import explain
+from zonal.execution.transport import potentials
 from zonal.memory import Memory
 
 __version__ = "0.1.0"
 
-__all__ = ["Memory", "Operator", "anchor", "attention", "carrier", "explain", "ledger", "link", "mechanisms", "metric", "nn", "oset", "prior", "probe", "score", "search"]
+__all__ = ["Memory", "Operator", "anchor", "attention", "carrier", "explain", "ledger", "link", "mechanisms", "metric", "nn", "oset", "potentials", "prior", "probe", "score", "search"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
+from zonal.algebra.anchor import Hierarchical, Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution import native_decode, native_ridge_decode, plan, repeated
@@ -14,9 +15,11 @@ from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.constants import Constants
 from zonal.execution.dense import dense
+from zonal.execution.hierarchy import hierarchical
 from zonal.execution.sparse import sparse
 from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
+from zonal.execution.transport import transported
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
@@ -29,7 +32,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: None = None, return_memory: Literal[False] = False,
     path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
-    key_gate: Tensor | None = None,
+    key_gate: Tensor | None = None, query_mass: Tensor | None = None, key_mass: Tensor | None = None, start: Potentials | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -38,7 +41,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: Memory | None = None, return_memory: bool = False,
     path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
-    key_gate: Tensor | None = None,
+    key_gate: Tensor | None = None, query_mass: Tensor | None = None, key_mass: Tensor | None = None, start: Potentials | None = None,
 ) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 
 
@@ -59,6 +62,9 @@ def attention(
     key_bias: Tensor | None = None,
     action_mask: Tensor | None = None,
     key_gate: Tensor | None = None,
+    query_mass: Tensor | None = None,
+    key_mass: Tensor | None = None,
+    start: Potentials | None = None,
 ) -> Tensor | tuple[Tensor, Memory]:
     """y_t = sum_s W_ts v_s, W = A(B l(S)) for a declared operator, by the cheapest path: exact, or where the operator declares a search, an approximation of it.
 
@@ -77,14 +83,18 @@ def attention(
             Operators that solve take log_decay where they declare a Decay prior, and no key_bias.
         action_mask: bool (B, S), False = the token is read for but not stored; key_gate: (B, Hkv, S), what its key is multiplied by, 0 to 1.
             Both are for ridge and Koopman read-outs of the plain product. Other than padding, such a token is one: time passes, and it reads.
+        query_mass, key_mass: (B, H, T), (B, Hkv, S), >= 0: what queries give and keys receive in a plan, as parts of their document's sum; 0 = takes no
+            part. None: alike for all that see a key, or that a query sees. With padded queries give a query_mass of 0 for them.
+        start: potentials that a plan's iteration begins with (``zonal.potentials``).
 
     Returns: y (B, H, T, P) in the type of q, or (y, memory). A query that may see no key gets zeros.
 
-    Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can.
+    Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can;
+        ConvergenceError where a plan is not found within its limit of iterations.
     """
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
-    bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is None
+    bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is query_mass is key_mass is start is None
     if memory is not None and causal and path in ("auto", "streaming") and bare:
         # a decoder's step: to prepare and to plan it costs more than to run it
         step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
@@ -100,7 +110,8 @@ def attention(
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
-            key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, past=memory.count if isinstance(memory, Memory) else 0,
+            key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, query_mass=query_mass, key_mass=key_mass, start=start,
+            past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
         if alone:
             chosen, constants = _chosen(call, None, path)
@@ -123,6 +134,8 @@ def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constant
 def _run(call: Call, path: str) -> Tensor:
     if path == "dense":
         return dense(call)
+    if path == "tiled" and call.tags.couples:
+        return hierarchical(call) if isinstance(call.bound.anchor, Hierarchical) else transported(call)
     if path == "tiled":
         return tiled(call)
     if path == "sparse":
@@ -133,6 +146,8 @@ def _run(call: Call, path: str) -> Tensor:
 
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
+    if call.tags.couples:
+        raise ArgumentError(f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Leave memory and return_memory out.")
     if transforms.active():
         raise ArgumentError("attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot be kept. Leave both out.")
     if call.visibility.packed:

@@ -27,6 +27,10 @@ class NonFiniteError(ZonalError, ArithmeticError):
     """NaN or infinity appeared where training or a memory needs finite numbers."""
 
 
+class ConvergenceError(ZonalError, ArithmeticError):
+    """An iteration did not reach its tolerance within its limit."""
+
+
 class InsufficientMemoryError(ZonalError, MemoryError):
     """A call would need more memory than is free; nothing was allocated."""
 

@@ -30,8 +30,9 @@ ALL = {**OPERATORS, **MORE}
 def called(operator: Operator, case: Case = CASE, seed: int = 0, **changes: Tensor) -> Call:
     """A call on random inputs in float64, some of them given."""
     data = inputs(case, seed)
+    causal = case.causal and not operator.tags.couples
     with torch.no_grad():
-        return prepare(operator, changes.get("q", data.q), changes.get("k", data.k), data.v, causal=case.causal, key_padding_mask=data.key_padding_mask)
+        return prepare(operator, changes.get("q", data.q), changes.get("k", data.k), data.v, causal=causal, key_padding_mask=data.key_padding_mask)
 
 
 def visible(call: Call) -> Tensor:
@@ -203,6 +204,43 @@ def row_gauge(operator: Operator) -> None:
     assert near(dense.weights(scaled(call, draw(4, 12).exp())), dense.weights(call))
 
 
+def column_gauge(operator: Operator) -> None:
+    call = called(operator)
+    bias = draw(1, 4, 12)
+    scaled_by_column = dataclasses.replace(call, bias=Bias(call.bias.row, bias if call.bias.col is None else bias + call.bias.col, call.bias.slope))
+    assert near(dense.weights(scaled_by_column), dense.weights(call))
+
+
+def plan_sums(operator: Operator) -> None:
+    weights = dense.weights(called(operator))
+    assert near(weights.sum(-1), torch.ones(1, 4, 12).double())
+    assert near(weights.sum(-2), torch.ones(1, 4, 12).double())
+
+
+def held_sums(operator: Operator) -> None:
+    assert isinstance(operator.anchor, anchor.BoundedPlan)
+    weights = dense.weights(called(operator))
+    assert near(weights.sum(-1), torch.ones(1, 4, 12).double())
+    received = weights.sum(-2)
+    assert (received >= operator.anchor.low - 1e-9).all()
+    assert (received <= operator.anchor.high + 1e-9).all()
+
+
+def row_gauge_of_blocks(operator: Operator) -> None:
+    assert isinstance(operator.anchor, anchor.Hierarchical)
+    call, size = called(operator), operator.anchor.sizes[0]
+    factor = draw(4, -(-12 // size)).exp().repeat_interleave(size, 1)[:, :12]
+    assert near(dense.weights(scaled(call, factor)), dense.weights(call))
+
+
+def tied_blocks(operator: Operator) -> None:
+    assert isinstance(operator.anchor, anchor.Hierarchical)
+    weights, size = dense.weights(called(operator)), operator.anchor.sizes[0]
+    blocks = weights.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # (1, H, blocks, size, blocks, size)
+    far = blocks.transpose(-3, -2)[:, :, ~torch.eye(12 // size, dtype=torch.bool)].flatten(-2)
+    assert near(far, far.mean(-1, keepdim=True).expand_as(far))
+
+
 def no_gauge(operator: Operator) -> None:
     call, factor = called(operator), draw(4, 12).exp()
     assert near(dense.weights(scaled(call, factor)), factor[..., None] * dense.weights(call))
@@ -295,7 +333,7 @@ CHECKS: dict[str, Callable[[Operator], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
         support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest, key_bias, turns_compose, exact_features, no_leak,
-        reach, separable_prior, row_gauge, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, shift, contraction,
+        reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, shift, contraction,
     )
 }  # fmt: skip
 # operators that lack what a theorem says, so that its check is known to be able to fail
@@ -308,6 +346,8 @@ LACKING: dict[str, Callable[[], Operator]] = {
     "nearest": mechanisms.softmax,
     "no leak": mechanisms.softmax,
     "row gauge": lambda: mechanisms.softmax().replace(anchor=anchor.Count()),
+    "column gauge": mechanisms.softmax,
+    "plan sums": mechanisms.softmax,
     "no gauge": mechanisms.softmax,
     "means of values": lambda: MORE["signed row"](),
     "repeated keys": lambda: mechanisms.softmax().replace(anchor=anchor.Raw()),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from live_memory import LiveMemory
-from matrix import CASES, OPERATORS, inputs
+from matrix import CASES, OPERATORS, admissible, inputs
 
 import zonal
 from zonal import Operator, prior
@@ -52,7 +52,7 @@ def test_plain_values() -> None:
 def test_explains_what_attention_plans(name: str, case_name: str, gradients: bool) -> None:
     """The same plan, from shapes, as ``choose`` makes for a real call of those shapes."""
     operator, case = OPERATORS[name](), CASES[case_name]
-    if operator.tags.decays and not case.causal:
+    if not admissible(operator, case):
         return
     data = inputs(case).to(torch.float32)
     with torch.set_grad_enabled(gradients):

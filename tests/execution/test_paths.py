@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from matrix import CASES, OPERATORS, Case, Inputs, inputs, randomised
+from matrix import CASES, OPERATORS, Case, Inputs, admissible, inputs, randomised
 from torch import Tensor
 
 import zonal
@@ -54,13 +54,6 @@ def check(operator: Operator, case: Inputs, path: str, tolerance: float = TOLERA
         assert error <= tolerance * scale, f"{path}: item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
 
 
-def admissible(operator: Operator, case: Case) -> bool:
-    """Whether the definition itself accepts this pair; what it refuses is tested in test_attention."""
-    if case.key_bias and operator.tags.solves:
-        return False
-    return not (operator.tags.decays and not case.causal)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case_name", CASES)
 @pytest.mark.parametrize("name", OPERATORS)
@@ -90,7 +83,7 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 
 MUST_RUN = {
-    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "softmax-top", "yat-top", "rewa-top", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory"],
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "softmax-top", "yat-top", "rewa-top", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory", "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance", "hierarchical"],
     "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "rewa_functional-linear", "ska-fading", "ska-mixed", "ska-relative"],
     "streaming": ["softmax", "softmax-top", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat", "rewa", "rewa_operator", "ska-fading", "ska-mixed"],
 }
@@ -99,7 +92,8 @@ MUST_RUN = {
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in MUST_RUN.items() for name in names])
 def test_path_is_offered(path: str, name: str) -> None:
     """A refusal is no way out: these must run."""
-    check(randomised(OPERATORS[name]()), inputs(CASES["causal"]), path)
+    operator = randomised(OPERATORS[name]())
+    check(operator, inputs(CASES["random-padding" if operator.tags.couples else "causal"]), path)
 
 
 BUDGET = ["softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "retention", "distance", "distance-squared", "rewa"]

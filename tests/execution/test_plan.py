@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from live_memory import LiveMemory
-from matrix import CASES, OPERATORS, inputs
+from matrix import CASES, OPERATORS, admissible, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 import zonal
@@ -182,7 +182,7 @@ def test_unknown_path() -> None:
 def test_refusals_are_those_of_the_paths(name: str, case_name: str) -> None:
     """What the planner refuses fails when forced, and what it offers runs."""
     case, operator = CASES[case_name], OPERATORS[name]().double()
-    if (case.key_bias and operator.tags.solves) or (operator.tags.decays and not case.causal):
+    if not admissible(operator, case):
         return
     data = inputs(case)
     call = prepare(

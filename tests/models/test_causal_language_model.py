@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import CAUSAL_NAMES
 
 from zonal import mechanisms, store
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import CausalLM, ModelConfig, build
 
-SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)")
+SPECS = (*CAUSAL_NAMES, "ska(power=1)", "ska(power=2)")
 VOCABULARY = 19
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import CAUSAL_NAMES
 from nn.neighbourhoods import deaths_by_hand
 
 import zonal
@@ -10,7 +11,7 @@ from zonal import mechanisms, prior
 from zonal.errors import ArgumentError
 from zonal.nn import Attention, Block, Draws, Rotary, SwiGLU
 
-SPECS = (*mechanisms.names(), "ska(power=1)", "ska(power=2)", "sko(readout='concat')", "ska(power=1, fading=True)")
+SPECS = (*CAUSAL_NAMES, "ska(power=1)", "ska(power=2)", "sko(readout='concat')", "ska(power=1, fading=True)")
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 

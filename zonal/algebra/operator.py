@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.algebra import ledger, slots
-from zonal.algebra.anchor import Anchor, Koopman, Ridge, Row, TopK
+from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
@@ -17,6 +17,13 @@ from zonal.errors import ArgumentError
 
 Readout = Literal["head", "concat"] | None
 LayerInit = Literal["default", "zero_output", "orthogonal"]
+
+
+LEAK = (
+    "leaks the future: what a key may still receive depends on the queries after it, and so does what earlier queries get (with equal masses the first query "
+    "can only fill the first key, then the second the second: the plan is the identity). Leave it out, or use anchor.Row()"
+)
+"""Why a causal order and weights that depend on all queries exclude each other; for people, after a subject."""
 
 
 class Tags(NamedTuple):
@@ -30,6 +37,7 @@ class Tags(NamedTuple):
     normalises: bool  # the anchor divides by the row's sum
     decays: bool  # the prior fades with time
     includes_self: bool  # whether a causal query sees its own key
+    couples: bool  # a query's weights depend on the other queries, too
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ class Operator(nn.Module):
             normalises=self.anchor.normalises,
             decays=decays,
             includes_self=self.anchor.include_self if own is None else own,
+            couples=self.anchor.couples,
         )
 
     def refusal(self) -> str | None:
@@ -152,7 +161,20 @@ class Operator(nn.Module):
                 f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
             )
+        if self.anchor.couples:
+            return self._coupled_refusal()
         return self._solve_refusal() if self.anchor.solves else None
+
+    def _coupled_refusal(self) -> str | None:
+        name = type(self.anchor).__name__
+        if not self.link.log_space:
+            return f"anchor {name} works on log K, and link {type(self.link).__name__} is kept as K; use link.Exp()"
+        tied = next((p for p in self.prior if isinstance(p, Causal | ChunkCausal | Decay)), None)
+        if isinstance(self.anchor, Hierarchical) and any(isinstance(p, Window) for p in self.prior):
+            return "anchor Hierarchical has blocks of a tree, all of which see one another; drop the Window prior"
+        if tied is not None:
+            return f"anchor {name} lets each query's weights depend on all queries, so that prior {type(tied).__name__}, which orders them in time, {LEAK}"
+        return None
 
     def _solve_refusal(self) -> str | None:
         anchor, name = self.anchor, type(self.anchor).__name__

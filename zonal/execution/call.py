@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator, Tags
-from zonal.algebra.operator import Bound
+from zonal.algebra.anchor import Masses, Potentials
+from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
+from zonal.execution.masses import masses_of
 from zonal.kernels import transforms
 from zonal.memory.base import undeclared
 from zonal.memory.weights import check_weights, weighed
@@ -41,7 +43,7 @@ class Call:
     They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
     it is also contained in ``bias``, but for anchors that solve. shared: raw queries and keys of one head that all heads share, before they were
-    spread over them; or None. causal: whether queries are tied to positions at all (declared or asked for).
+    spread over them; or None. masses: of queries and keys, for anchors that couple queries. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
     operator: Operator
@@ -59,6 +61,7 @@ class Call:
     dtype: torch.dtype  # of the result
     head_dim: int  # of queries and keys as they came
     shared: tuple[Tensor, Tensor] | None = None
+    masses: Masses | None = None
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -190,6 +193,9 @@ def prepare(
     key_bias: Tensor | None = None,
     action_mask: Tensor | None = None,
     key_gate: Tensor | None = None,
+    query_mass: Tensor | None = None,
+    key_mass: Tensor | None = None,
+    start: Potentials | None = None,
     past: int = 0,
 ) -> Call:
     """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
@@ -220,12 +226,15 @@ def prepare(
     decay = _log_decay(bound, k, key_padding_mask, log_decay)
     bias = _bias(bound, seen, decay, key_bias)
     tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
+    if tied and tags.couples:
+        raise ArgumentError(f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets each query's weights depend on all queries, and causal=True {LEAK}.")
     if decay is not None and not tied:
         raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
     call = Call(
         operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
         visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
         head_dim=q.shape[3], shared=shared if shared[0] is not q else None,
+        masses=masses_of(operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, query_mass, key_mass, start),
     )
     if action_mask is None and key_gate is None:
         return call

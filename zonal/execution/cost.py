@@ -9,6 +9,7 @@ from dataclasses import replace
 from zonal.execution import tiled as tiled_path
 from zonal.execution.constants import Constants
 from zonal.execution.cost_chunked import chunked
+from zonal.execution.cost_coupled import dense_plan, dense_tree, repeated, tree
 from zonal.execution.cost_kernel import kernel
 from zonal.execution.cost_sparse import candidates
 from zonal.execution.cost_streaming import streaming
@@ -69,7 +70,9 @@ def dense(p: Problem, constants: Constants) -> Estimate:
     if p.top:
         _top(p, tally, n)
         live += 2
-    if p.tags.solves:
+    if p.tags.couples:
+        live += dense_tree(p, tally) if p.spans else dense_plan(p, tally)
+    elif p.tags.solves:
         live += _dense_solve(p, tally)
     elif p.tags.normalises:
         if p.tags.log_space:
@@ -218,6 +221,11 @@ def _tiles(p: Problem, query_block: int, key_block: int) -> dict[tuple[int, int,
 def tiled(p: Problem, constants: Constants) -> Estimate:
     """Tiles made, used and forgotten; backward makes each again."""
     tally = Tally(constants, p.itemsize)
+    if p.spans:
+        return tree(p, tally)
+    if p.iterates:  # row attention, and much of it with one number a value
+        row = replace(p, tags=p.tags._replace(couples=False, normalises=True), Hkv=p.H)
+        return repeated(p, tiled(row, constants), tiled(replace(row, P=1, gradients=False), constants))
     p = with_past(p, tally)
     if p.without_kernel is None:
         return kernel(p, tally)

@@ -26,7 +26,8 @@ _HELD = 1024
 class Explanation:
     """A plan and its grounds. Printing it gives a page for people, ``to_dict`` plain values for programs.
 
-    plan: path, reason, estimates (fastest first), refused. memory_bytes: what one sequence leaves after 1k, 16k and 128k tokens.
+    plan: path, reason, estimates (fastest first), refused. memory_bytes: what one sequence leaves after 1k, 16k and 128k tokens; empty where
+    all queries are read together.
     moves: the ledger. coverage: how much the sparse path's candidates caught of a sample, None without one. machine: whose constants the estimates stand on.
     """
 
@@ -115,7 +116,7 @@ class Explanation:
         return "\n".join(
             [
                 f"operator  {self.operator}: {self.declaration}", f"call      {', '.join(about)}", f"path      {self.path}", f"why       {self.why}",
-                "estimates", *table, "refused", *refused, *([] if self.coverage is None else [f"coverage  {self.coverage}"]), f"memory    {self.memory_kind}; one sequence keeps {kept} tokens", f"machine   {self.machine}",
+                "estimates", *table, "refused", *refused, *([] if self.coverage is None else [f"coverage  {self.coverage}"]), f"memory    {self.memory_kind}; one sequence keeps {kept} tokens" if kept else "memory    none: all queries are read together", f"machine   {self.machine}",
                 "ledger", *("  " + line for line in ledger.text(self.moves).splitlines()),
             ]
         )  # fmt: skip
@@ -171,10 +172,10 @@ def explain(
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
         problem = problem_of(call, held, place)
     constants = calibration.constants_for(place)
-    one = Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
+    one = None if operator.anchor.couples else Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
     return Explanation(
         operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
-        plan=decide(problem, constants), memory_kind=kind, memory_bytes={length: one.bytes_at(length) for length in LENGTHS},
+        plan=decide(problem, constants), memory_kind=kind if one is not None else "none", memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
         moves=operator.moves(), machine=_machine(constants, place), coverage=None if sample is None else measured(operator, *sample, causal=causal),
     )  # fmt: skip
 

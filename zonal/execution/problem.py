@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from zonal.algebra import Tags
-from zonal.algebra.anchor import Ridge, TopK
+from zonal.algebra.anchor import Hierarchical, Ridge, TopK
 from zonal.algebra.prior import Window
 from zonal.algebra.search import LSH, MOST_BITS
-from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled
+from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled, transport
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
+from zonal.execution.hierarchy import hierarchy_refusal
 from zonal.execution.sparse import sparse_refusal
 from zonal.execution.streaming import streaming_refusal
 from zonal.features import SymmetricPowers, feature_map, hashing
@@ -100,6 +101,7 @@ class Problem:
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
     anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them, with the bits of all
     spaces together. terms: the distances of a score that is a sum of such, where a kernel of distances runs.
+    spans: tokens of the nodes of a tree, level by level, () = no tree.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
     without_kernel: why torch's tiles would run in the compiled kernel's place, None = the kernel runs; without_sums: the same of the
     kernel for sums over features, and without_ridge of that for ridge read-outs, on the chunked path; without_decode: of the kernel for a
@@ -134,6 +136,7 @@ class Problem:
     top: int = 0
     search: LSH | None = None
     terms: tuple[Term, ...] = ()
+    spans: tuple[int, ...] = ()
     gradients: bool = False
     coefficient_gradients: bool = False
     bias_gradients: bool = False
@@ -150,6 +153,11 @@ class Problem:
     @property
     def groups(self) -> int:
         return self.H // self.Hkv
+
+    @property
+    def iterates(self) -> bool:
+        """Whether the anchor makes a plan by iteration."""
+        return self.tags.couples and not self.spans
 
     @property
     def biased(self) -> bool:
@@ -196,9 +204,10 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
         features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
         top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call), terms=_terms(call),
+        spans=anchor.spans(keys) if isinstance(anchor, Hierarchical) else (),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,
         kind=kind, past=0 if held is None else held.tokens,
-        keeps=held is not None, without_kernel=tiled.without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
+        keeps=held is not None, without_kernel=(transport if call.tags.couples else tiled).without_kernel(call), without_sums=native_sums.refusal(call, None if held is None else held.kind),
         without_decode=(native_ridge_decode if kind in ("ridge", "fading") else native_decode).refusal(call, kind), without_ridge=native_ridge.refusal(call, held is not None),
         without_sparse=native_sparse.refusal(call), refused=refused,
     )  # fmt: skip
@@ -241,6 +250,8 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
         reason = sparse_refusal(call)
     else:
         reason = tiled.refusal(call.bound.anchor) if path == "tiled" else None
+        if path == "tiled" and isinstance(call.bound.anchor, Hierarchical):
+            reason = hierarchy_refusal(call)
         if reason is None and held is not None and held.tokens and held.kind != "keys":
             reason = f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums (one made with kind='keys' keeps them)"
     return _untransformed(path, call) if reason is None and transforms.active() else reason
@@ -248,6 +259,8 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
 
 def _untransformed(path: str, call: Call) -> str | None:
     """Why torch.func's transforms (vmap, grad, jvp, …) cannot pass through a path, or None."""
+    if call.tags.couples:
+        return "its iteration asks how far it is, which the transforms of torch.func cannot tell"
     if path == "dense":
         return "its solve asks whether it went well, which torch.func.vmap cannot" if call.tags.solves else None
     if path == "tiled":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Anchor, Row, SumAnchor, TopK
+from zonal.algebra.anchor import Anchor, PlanAnchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, Rows, Visibility
 from zonal.algebra.score import Score
@@ -31,7 +31,7 @@ _TILE_ELEMENTS = 1 << 18
 _ROW_ELEMENTS = 1 << 23
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """What a tile is made from, apart from the tensors that get gradients."""
 
     score: Score
@@ -46,7 +46,9 @@ class _Parts(NamedTuple):
 
 def refusal(anchor: Anchor) -> str | None:
     """Why the tiled path cannot run an anchor, or None."""
-    if not isinstance(anchor, SumAnchor | TopK):
+    if isinstance(anchor, PlanAnchor) and anchor.gradient == "unrolled":
+        return "gradient='unrolled' goes back through every iteration, for which whole plans are kept; gradient='implicit' is for this path"
+    if not isinstance(anchor, SumAnchor | TopK) and not anchor.couples:
         return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     return None
 
@@ -83,7 +85,7 @@ def tiled(call: Call) -> Tensor:
                 warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
     summed = Row() if top else anchor
     assert isinstance(summed, SumAnchor)
-    parts = _Parts(call.bound.score, call.bound.link, summed, top, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
+    parts = Parts(call.bound.score, call.bound.link, summed, top, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)
 
@@ -126,7 +128,7 @@ class _Tile(NamedTuple):
         return x if self.forbidden is None else x.masked_fill_(self.forbidden, 0)
 
 
-def _score(parts: _Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
+def _score(parts: Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
     """S (B, H, t, s) for q (B, H, t, D), k (B, Hkv, s, D)."""
     if not parts.score.bilinear:
         score = parts.score.pair(q, _expanded(k, parts.groups))
@@ -142,7 +144,7 @@ def _score(parts: _Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _tile(
-    parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch,
+    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch,
     least: Tensor | None = None,
 ) -> _Tile:  # fmt: skip
     """least: what the rows' entries of K (or log K) may not be below, (B, H, t, 1)."""
@@ -179,7 +181,7 @@ def _tile(
     return tile
 
 
-def _least(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int], rows: Rows, block: int, scratch: _Scratch) -> Tensor | None:
+def _least(parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int], rows: Rows, block: int, scratch: _Scratch) -> Tensor | None:
     """The least entry that each of the rows [t0, t1) keeps, (b, H, t, 1); None for an anchor that keeps all."""
     if parts.top is None:
         return None
@@ -190,14 +192,14 @@ def _least(parts: _Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tup
     return parts.top.least(whole)
 
 
-def _sequences(parts: _Parts, bias: Bias, span: slice) -> tuple[_Parts, Bias]:
+def _sequences(parts: Parts, bias: Bias, span: slice) -> tuple[Parts, Bias]:
     """Masks and biases of some sequences of the batch."""
     mask = parts.visibility.key_mask
     row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
     return parts._replace(visibility=replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
 
 
-def _forward(parts: _Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, least: Tensor, block: tuple[int, int]) -> None:
+def _forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, least: Tensor, block: tuple[int, int]) -> None:
     """Fill y (b, H, T, P), the row factors (b, H, T, 1) and, where some keys are left out, the least that is kept."""
     batch, heads, queries, _ = q.shape
     groups, scratch = parts.groups, _Scratch(q)
@@ -236,7 +238,7 @@ class _Gradients(NamedTuple):
     col: Tensor | None
 
 
-def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
+def _backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Gradients, block: tuple[int, int]) -> None:
     """Add the gradients of some sequences to ``out``."""
     q, k, v, c, y, factor, dy, least = tensors
     groups, scratch = parts.groups, _Scratch(q)
@@ -289,19 +291,41 @@ def _backward(parts: _Parts, bias: Bias, tensors: tuple[Tensor, ...], out: _Grad
         out.q[:, :, t0:t1] = dq_flat.view(batch, heads, t1 - t0, -1)
 
 
+def run_forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y (B, H, T, P), the row factors (B, H, T, 1) and the least that is kept (empty where all is)."""
+    batch, heads, queries, _ = q.shape
+    y, factor = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, 1)
+    least = q.new_empty(batch, heads, queries if parts.top else 0, 1)
+    sequences, *block = blocks(heads, queries, k.shape[2], parts.top is not None)
+    for b in range(0, batch, sequences):
+        span = slice(b, b + sequences)
+        some, part = _sequences(parts, bias, span)
+        _forward(some, part, q[span], k[span], v[span], c, y[span], factor[span], least[span], (block[0], block[1]))
+    return y, factor, least
+
+
+def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: tuple[bool, bool, bool]) -> _Gradients:
+    """The gradients of q, k, v, and where they are wanted of c, row and col. tensors: q, k, v, c, y, factor, dy, least."""
+    q, k, v, c, _, _, _, _ = tensors
+    dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dc = torch.zeros_like(c, dtype=torch.float64) if wanted[0] else None
+    drow, dcol = (torch.zeros_like(x) if asked and x is not None else None for x, asked in ((bias.row, wanted[1]), (bias.col, wanted[2])))
+    sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
+    for b in range(0, q.shape[0], sequences):
+        span = slice(b, b + sequences)
+        some, part = _sequences(parts, bias, span)
+        views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
+        out = _Gradients(dq[span], dk[span], dv[span], dc, *views)
+        _backward(some, part, tuple(x if x is c else x[span] for x in tensors), out, (block[0], block[1]))
+    return _Gradients(dq, dk, dv, dc, drow, dcol)
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None, col: Tensor | None, parts: _Parts
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, row: Tensor | None, col: Tensor | None, parts: Parts
     ) -> Tensor:
-        batch, heads, queries, _ = q.shape
-        y, factor = q.new_empty(batch, heads, queries, v.shape[3]), q.new_empty(batch, heads, queries, 1)
-        least = q.new_empty(batch, heads, queries if parts.top else 0, 1)
-        sequences, *block = blocks(heads, queries, k.shape[2], parts.top is not None)
-        for b in range(0, batch, sequences):
-            span = slice(b, b + sequences)
-            some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
-            _forward(some, bias, q[span], k[span], v[span], c, y[span], factor[span], least[span], (block[0], block[1]))
+        y, factor, least = run_forward(parts, Bias(row, col, parts.slope), q, k, v, c)
         ctx.parts = parts
         ctx.save_for_backward(q, k, v, c, row, col, y, factor, least)
         return y
@@ -314,16 +338,7 @@ class _Tiled(torch.autograd.Function):
                 "Use path='dense' where you need create_graph=True."
             )
         q, k, v, c, row, col, y, factor, least = ctx.saved_tensors
-        parts: _Parts = ctx.parts
-        dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        dc = torch.zeros_like(c, dtype=torch.float64) if ctx.needs_input_grad[3] else None
-        drow = torch.zeros_like(row) if ctx.needs_input_grad[4] else None
-        dcol = torch.zeros_like(col) if ctx.needs_input_grad[5] else None
-        sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
-        for b in range(0, q.shape[0], sequences):
-            span = slice(b, b + sequences)
-            some, bias = _sequences(parts, Bias(row, col, parts.slope), span)
-            views = [x if x is None or x.shape[0] == 1 else x[span] for x in (drow, dcol)]
-            out = _Gradients(dq[span], dk[span], dv[span], dc, *views)
-            _backward(some, bias, (q[span], k[span], v[span], c, y[span], factor[span], dy[span], least[span]), out, (block[0], block[1]))
+        parts: Parts = ctx.parts
+        wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5])
+        dq, dk, dv, dc, drow, dcol = run_backward(parts, Bias(row, col, parts.slope), (q, k, v, c, y, factor, dy, least), wanted)
         return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None

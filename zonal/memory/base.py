@@ -115,6 +115,8 @@ class Memory(Readable):
         if not isinstance(operator, Operator):
             raise ArgumentError(f"Memory.empty: an Operator is required, received {operator!r}.")
         operator.check("Memory.empty")
+        if operator.anchor.couples:
+            raise ArgumentError(f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them.")
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"Memory.empty: {name} must be a whole number >= 1, received {value!r}.")

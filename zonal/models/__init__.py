@@ -10,8 +10,9 @@ from zonal.models.layers import layer_list
 from zonal.models.memory import ModelMemory
 from zonal.models.presets import preset
 from zonal.models.sampling import Sampler
+from zonal.models.text_encoder import TextEncoder
 
 __all__ = [
-    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
+    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "TextEncoder", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
     "mamba2_from_transformers", "preset",
 ]  # fmt: skip

@@ -15,8 +15,9 @@ from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
+from zonal.models.mlp import mlp_of
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, KoopmanMLP, RMSNorm, Rotary, SwiGLU, TokenMixer
+from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, TokenMixer
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -63,7 +64,7 @@ class CausalLM(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
-                _mlp(config),
+                mlp_of(config),
                 config.norm_eps,
             )
             for spec, width in zip(config.layers, config.conv_widths, strict=True)
@@ -458,14 +459,6 @@ class CausalLM(nn.Module):
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
             raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
         return supervised
-
-
-def _mlp(config: ModelConfig) -> SwiGLU | KoopmanMLP | None:
-    if config.mlp == "none":
-        return None
-    if config.mlp == "swiglu":
-        return SwiGLU(config.dim, config.mlp_hidden)
-    return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 
 def build(config: ModelConfig, seed: int) -> CausalLM:

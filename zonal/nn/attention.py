@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra import definition
-from zonal.algebra.anchor import Count, Raw, Row
-from zonal.algebra.operator import LayerInit, Operator
+from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
+from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
@@ -16,7 +16,7 @@ from zonal.execution.call import prepare
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
-from zonal.nn.gates import DecayGate, KeyGate, fastest_decay
+from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift
 from zonal.nn.memory import LayerMemory
@@ -104,6 +104,8 @@ class Attention(TokenMixer):
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
         self.operator.score.check_values(head_dim)
+        if causal and self.operator.anchor.couples:
+            raise ArgumentError(f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, causal=True {LEAK}; pass causal=False for an encoder.")
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
@@ -130,6 +132,9 @@ class Attention(TokenMixer):
         self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
         self.decay_gate = self._decay_gate()
+        anchor = self.operator.anchor
+        learns = isinstance(anchor, PlanAnchor) and anchor.learn
+        self.query_mass, self.key_mass = (MassGate(dim, count) if learns else None for count in (heads, kv_heads))
         self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
         if key_gate and not self.operator.anchor.solves:
             raise ArgumentError(f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out.")
@@ -171,7 +176,7 @@ class Attention(TokenMixer):
             nn.init.zeros_(self.output.weight)
         if self.init == "orthogonal":
             draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
-        for name, gate in (("decay_gate", self.decay_gate), ("key_gate", self.key_gate)):
+        for name, gate in (("decay_gate", self.decay_gate), ("key_gate", self.key_gate), ("query_mass", self.query_mass), ("key_mass", self.key_mass)):
             if gate is not None:
                 gate.reset_parameters(draws.child(name))
         if self.convolution is not None:
@@ -222,10 +227,11 @@ class Attention(TokenMixer):
         score = self.operator.score
         if score.transports:
             v = score.carried(v, k)
+        query_mass, key_mass = self._masses(inner, key_padding_mask)
         result = attention(
             q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
-            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias,
+            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias, query_mass=query_mass, key_mass=key_mass,
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
@@ -285,6 +291,17 @@ class Attention(TokenMixer):
         if self.neighbours:
             q, k = self._with_deaths(q, k, memory, key_padding_mask, cu_seqlens)
         return q, k, v, inner, tail
+
+    def _masses(self, inner: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What queries give and keys receive in a plan: padding nothing, on either side; None = alike for all."""
+        found = []
+        for gate, heads in ((self.query_mass, self.heads), (self.key_mass, self.kv_heads)):
+            mass = None if gate is None else gate(inner)
+            if key_padding_mask is not None and isinstance(self.operator.anchor, PlanAnchor):
+                real = key_padding_mask[:, None].expand(-1, heads, -1)
+                mass = real.to(inner.dtype) if mass is None else torch.where(real, mass, 0)
+            found.append(mass)
+        return found[0], found[1]
 
     def _with_deaths(
         self, q: Tensor, k: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None

@@ -1,4 +1,4 @@
-"""Gates that a layer of attention makes from its input: how fast the past fades, and how strongly a key is stored."""
+"""Gates that a layer of attention makes from its input: how fast the past fades, how strongly a key is stored, and what tokens give and receive in a plan."""
 
 import torch
 import torch.nn.functional as F
@@ -71,4 +71,28 @@ class KeyGate(nn.Module):
         return torch.sigmoid(self.projection(x)).transpose(1, 2)
 
 
-__all__ = ["DecayGate", "KeyGate", "fastest_decay"]
+class MassGate(nn.Module):
+    """e^(W x + b) a token and head, 1 at the start: what a token gives or receives in a plan, as a part of its document's sum.
+
+    Args:
+        dim: size of x. heads: of queries, or of keys.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(dim, heads)
+        self.reset_parameters(Draws())
+
+    def reset_parameters(self, draws: Draws) -> None:
+        """W = 0 and b = 0: all masses alike."""
+        nn.init.zeros_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> masses (B, heads, T) in (0, 1] in float32 or better, the largest of a sequence being 1."""
+        z = self.projection(x).transpose(1, 2)
+        z = z.to(accumulation_dtype(z.dtype))
+        return (z - z.amax(-1, keepdim=True).detach()).exp()
+
+
+__all__ = ["DecayGate", "KeyGate", "MassGate", "fastest_decay"]

@@ -44,6 +44,8 @@ LOOKS = (
     Look("#2f7d4f", "#8fd6ab", "hexagram", "dash"),
     Look("#8a5a00", "#dfb56a", "octagon", "dot"),
     Look("#4f5d75", "#b0bdd4", "hexagon2", "dashdot"),
+    Look("#2d6a9f", "#8fc1ea", "arrow-bar-up", "dashdot"),
+    Look("#8f3d2e", "#e6a091", "arrow-bar-down", "dot"),
 )
 
 GROUPS = LOOKS[1:8]
@@ -73,6 +75,8 @@ _KNOWN = {
     "rewa_topological": (20, "REWA topological", "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value."),
     "rewa_categorical": (21, "REWA categorical", "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value."),
     "regime": (23, "Regime", "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights."),
+    "sinkhorn": (24, "Sinkhorn", "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once."),
+    "hierarchical": (25, "Hierarchical", "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once."),
     "mixture": (22, "Mixture", "several geometries in one layer; each token decides how much of each it takes."),
     "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
     "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),

@@ -19,12 +19,31 @@ from zonal.algebra.score import Params
 from zonal.algebra.search import Search
 
 
+class Potentials(NamedTuple):
+    """Where a plan's iteration stands: f (B, H, T), g (B, H, S), the number of iterations, and the largest part of a head's mass that the last one moved."""
+
+    query: Tensor
+    key: Tensor
+    iterations: int
+    error: float
+
+
+class Masses(NamedTuple):
+    """Logarithms of how much each query gives, (B, H, T), and each key receives, (B, H, S), in plans; ``plan.ABSENT``: takes no part. Those of each
+    document sum to one. start: potentials that an iteration begins with, None = zero."""
+
+    query: Tensor
+    key: Tensor
+    start: Potentials | None = None
+
+
 class Blocks(NamedTuple):
     """What an anchor may look at. K blocks are float32 or better, zero where forbidden (log K: -inf).
 
     qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
     visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
     q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their past fades.
+    masses: of queries and keys, for anchors that couple queries.
     """
 
     qk: Tensor
@@ -36,6 +55,7 @@ class Blocks(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     log_decay: Tensor | None = None
+    masses: Masses | None = None
 
 
 _NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output: no gauge")
@@ -58,12 +78,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class Anchor(Declaration):
     """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
 
-    ``include_self``: whether a causal query sees its own key by default.
+    ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the other queries, too.
     """
 
     slot = "anchor"
     solves: ClassVar[bool] = False
     normalises: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
     include_self: ClassVar[bool] = True
 
     def weights(self, blocks: Blocks) -> Tensor:
@@ -468,6 +489,4 @@ class Koopman(Ridge):
         return (*((shift,) if self.shifts else ()), *super().moves())
 
 
-ANCHORS: dict[str, type[Declaration]] = {"Row": Row, "TopK": TopK, "Count": Count, "Raw": Raw, "Ridge": Ridge, "Koopman": Koopman}
-
-__all__ = ["ANCHORS", "Anchor", "Blocks", "Count", "Koopman", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK"]
+__all__ = ["Anchor", "Blocks", "Count", "Koopman", "Masses", "Potentials", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK"]

@@ -1,0 +1,318 @@
+"""Plans: POT as the oracle, the gradient through the fixed point against finite differences and all steps unrolled, constraints, memory, errors; hierarchies."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+import zonal
+from zonal import Memory, anchor, prior
+from zonal import mechanisms as m
+from zonal.algebra.anchor import PlanAnchor, plan
+from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
+from zonal.execution import transport
+from zonal.execution.call import prepare
+
+RULES: dict[str, PlanAnchor] = {
+    "balanced": anchor.Plan(tolerance=1e-13),
+    "unbalanced": anchor.UnbalancedPlan(tolerance=1e-13, rho=(1.0, 0.5)),
+    "half": anchor.UnbalancedPlan(tolerance=1e-13, rho=(None, 2.0)),
+    "bounded": anchor.BoundedPlan(tolerance=1e-13, low=0.6, high=1.3),
+}
+
+
+def draw(queries: int = 11, keys: int = 7, heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((1, heads, queries, dim), (1, heads, keys, dim), (1, heads, keys, 3))
+    return tuple(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+
+
+def masses(queries: int = 11, keys: int = 7, heads: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple((0.2 + torch.rand(1, heads, n, generator=generator, dtype=torch.float64)).requires_grad_() for n in (queries, keys))  # type: ignore[return-value]
+
+
+def plan_of(q: Tensor, k: Tensor, operator: zonal.Operator, path: str, **given: Tensor) -> Tensor:
+    """W (B, H, T, S): what the identity as values returns."""
+    eye = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
+    return zonal.attention(q, k, eye, operator, path=path, **given)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+@pytest.mark.parametrize("name", ["balanced", "unbalanced"])
+def test_plans_are_those_of_pot(name: str, path: str) -> None:
+    q, k, _ = draw()
+    mu, nu = masses()
+    weights = plan_of(q, k, m.softmax().replace(anchor=RULES[name]), path, query_mass=mu, key_mass=nu)
+    for head in range(2):
+        a, b = (x[0, head].numpy() / x[0, head].sum().item() for x in (mu, nu))
+        cost = -(q[0, head] @ k[0, head].T / 2).numpy()
+        if name == "balanced":
+            expected = ot.bregman.sinkhorn_log(a, b, cost, 1.0, numItermax=10_000, stopThr=1e-15)
+        else:
+            expected = ot.unbalanced.sinkhorn_unbalanced(a, b, cost, 1.0, (1.0, 0.5), numItermax=10_000, stopThr=1e-15)
+        assert np.abs(weights[0, head].numpy() * a[:, None] - expected).max() < 1e-12
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradients_are_those_of_all_steps_and_of_differences(name: str) -> None:
+    """Tiles and the definition, each through its fixed point, against backward through every iteration and against finite differences; all inputs."""
+    leaves = [*draw(5, 4, 1), *masses(5, 4, 1)]
+    bias = torch.randn(1, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    implicit = m.softmax().replace(anchor=RULES[name])
+    unrolled = m.softmax().replace(anchor=dataclasses.replace(RULES[name], gradient="unrolled"))
+
+    def run(operator: zonal.Operator, path: str) -> tuple[Tensor, ...]:
+        q, k, v, mu, nu = leaves
+        y = zonal.attention(q, k, v, operator, query_mass=mu, key_mass=nu, key_bias=bias, path=path)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=y.dtype)  # type: ignore[union-attr]
+        return (y, *torch.autograd.grad((y * weight).sum(), [*leaves, bias]))  # type: ignore[operator]
+
+    exact = run(unrolled, "dense")
+    for path in ("dense", "tiled"):
+        for a, b in zip(run(implicit, path), exact, strict=True):
+            assert (a - b).abs().max() < 1e-9
+    with pytest.raises(PathError, match="gradient='implicit'"):
+        run(unrolled, "tiled")
+
+    def tiled(q: Tensor, k: Tensor, v: Tensor, mu: Tensor, nu: Tensor, bias: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, implicit, query_mass=mu, key_mass=nu, key_bias=bias, path="tiled")  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(tiled, (*leaves, bias), eps=1e-5, atol=1e-6, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_compiled_passes_equal_the_definition(name: str) -> None:
+    """In float32 with heads that share keys, a window, and documents: outputs and gradients to rounding."""
+    lax = dataclasses.replace(RULES[name], tolerance=1e-6)
+    for priors, edges in (((), None), (prior.Window(30, 45), None), ((), torch.tensor([0, 1, 40, 93]))):
+        exact, single = (m.softmax(prior=priors).replace(anchor=rule) for rule in (RULES[name], lax))
+        q, _, _ = draw(93, 93, 4, 16)
+        _, k, v = draw(93, 93, 2, 16, seed=1)
+        found = []
+        for operator, dtype, path in ((exact, torch.float64, "dense"), (single, torch.float32, "tiled")):
+            tensors = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+            assert dtype == torch.float64 or transport.without_kernel(prepare(operator, *tensors, causal=False, cu_seqlens=edges)) is None
+            y = zonal.attention(*tensors, operator, cu_seqlens=edges, path=path)
+            found.append([y, *torch.autograd.grad(y.square().sum(), tensors)])  # type: ignore[union-attr]
+        for a, b in zip(*found, strict=True):
+            assert (a - b).abs().max() < 1e-5 * (1 + a.abs().max())
+
+
+@torch.no_grad()
+def test_sums_are_what_is_asked_for() -> None:
+    q, k, _ = draw(40, 30)
+    q = 3 * q
+    softmax = plan_of(q, k, m.softmax(), "tiled").mean(2) * 30
+    assert softmax.max() > 1.5
+    assert softmax.min() < 0.5
+    balanced, bounded = (plan_of(q, k, m.softmax().replace(anchor=rule), "tiled") for rule in (RULES["balanced"], anchor.BoundedPlan(tolerance=1e-12, low=0.5, high=1.5)))
+    assert torch.allclose(balanced.mean(2) * 30, torch.ones(1, 2, 30, dtype=torch.float64), atol=1e-11)
+    share = bounded.mean(2) * 30
+    assert share.max() < 1.5 + 1e-10
+    assert share.min() > 0.5 - 1e-10
+    assert ((share > 0.5 + 1e-6) & (share < 1.5 - 1e-6)).any()
+    for weights in (balanced, bounded):
+        assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 40, dtype=torch.float64), atol=1e-12)
+    # keys inside the range keep their odds among themselves, row by row
+    wide = plan_of(q, k, m.softmax().replace(anchor=anchor.BoundedPlan(tolerance=1e-12, low=0.0, high=30.0)), "tiled")
+    assert torch.allclose(wide, plan_of(q, k, m.softmax(), "tiled"), atol=1e-12)
+
+
+@torch.no_grad()
+def test_gauges() -> None:
+    """A balanced plan sees neither key biases nor longer keys' common part; softmax attention is the plan without a wish for keys."""
+    q, k, v = draw()
+    bias = 3 * torch.randn(1, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    balanced = m.softmax().replace(anchor=RULES["balanced"])
+    for path in ("dense", "tiled"):
+        assert torch.allclose(zonal.attention(q, k, v, balanced, key_bias=bias, path=path), zonal.attention(q, k, v, balanced), atol=1e-10)
+        free = m.softmax().replace(anchor=anchor.UnbalancedPlan(rho=(None, 0.0)))
+        assert torch.allclose(zonal.attention(q, k, v, free, path=path), zonal.attention(q, k, v, m.softmax()), atol=1e-12)
+        near = m.softmax().replace(anchor=anchor.UnbalancedPlan(tolerance=1e-10, rho=(1e5, 1e5)))
+        assert torch.allclose(zonal.attention(q, k, v, near, path=path), zonal.attention(q, k, v, balanced), atol=1e-4)
+
+
+@torch.no_grad()
+def test_warm_start_and_acceleration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Potentials that are nearly right take few iterations; slow problems take far fewer than plain steps do, and end at the same plan."""
+    q, k, v = draw(60, 60, 1, 8)
+    operator = m.sinkhorn(scale=2.0, tolerance=1e-9)
+    cold = zonal.potentials(q, k, operator)
+    warm = zonal.potentials(q, k + 1e-6, operator, start=cold)
+    assert cold.error <= 1e-9
+    assert warm.iterations < cold.iterations / 2
+    assert torch.allclose(zonal.attention(q, k, v, operator, start=cold), zonal.attention(q, k, v, operator), atol=1e-6)
+    y = zonal.attention(q, k, v, operator)
+    monkeypatch.setattr(plan._Mixing, "next", lambda self, at, new, error: new)
+    slow = m.sinkhorn(scale=2.0, tolerance=1e-9, limit=20_000)
+    assert cold.iterations < zonal.potentials(q, k, slow).iterations / 3
+    assert torch.allclose(y, zonal.attention(q, k, v, slow), atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_padding_changes_nothing() -> None:
+    """Padded tokens neither give nor receive, whatever is in them; what is left is the plan of the shorter text."""
+    q, k, v = (x.detach() for x in draw(9, 9))
+    real = torch.arange(9)[None] < 6
+    for name, rule in RULES.items():
+        operator = m.softmax().replace(anchor=rule)
+        short = zonal.attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], operator)
+        for path in ("dense", "tiled"):
+            for filler in (0.0, 1e4, float("nan")):
+                tensors = [torch.where(real[:, None, :, None], x, filler) for x in (q, k, v.nan_to_num())]
+                tensors[2] = tensors[2].nan_to_num()
+                if path == "dense" and filler != filler:
+                    tensors[0] = tensors[0].nan_to_num()
+                mass = real[:, None].expand(-1, 2, -1).double()
+                y = zonal.attention(*tensors, operator, key_padding_mask=real, query_mass=mass, path=path)
+                assert torch.allclose(y[:, :, :6], short, atol=1e-9), (name, path, filler)  # type: ignore[index]
+                assert (y[:, :, 6:] == 0).all()  # type: ignore[index]
+
+
+_GROWTH = """
+import resource, sys, torch, zonal
+from zonal import mechanisms as m
+def run(n):
+    q, k, v = (torch.randn(1, 1, n, 32).requires_grad_() for _ in range(3))
+    zonal.attention(q, k, v, m.sinkhorn(), path="tiled").sum().backward()
+run(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(4000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_no_plan_is_kept() -> None:
+    """4000 queries and keys, forward and backward, in less than half of the memory of one plan."""
+    grown = subprocess.run([sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=True)
+    assert int(grown.stdout) < 4000 * 4000 * 4 / 1024 / 2
+
+
+def test_suite_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient without the fixed point's part is another one."""
+    q, k, v = draw()
+    operator = m.softmax().replace(anchor=RULES["balanced"])
+    exact = torch.autograd.grad(zonal.attention(q, k, v, operator, path="dense").square().sum(), q)[0]  # type: ignore[union-attr]
+    y = zonal.attention(q, k, v, operator, path="tiled")
+    monkeypatch.setattr(transport, "conjugate_gradients", lambda apply, wanted, *_: 0 * wanted)
+    monkeypatch.setattr(transport, "_UNSOLVED", float("inf"))
+    wrong = torch.autograd.grad(y.square().sum(), q)[0]  # type: ignore[union-attr]
+    assert (wrong - exact).abs().max() > 1e-3
+
+
+def bad(operator: zonal.Operator | None = None, **given: object) -> object:
+    q, k, v = draw(6, 6)
+    return zonal.attention(q, k, v, m.sinkhorn() if operator is None else operator, **given)  # type: ignore[call-overload]
+
+
+def test_causal_plans_leak_and_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"must not be causal.*leaks the future.*plan is the identity"):
+        bad(causal=True)
+    for rule in (prior.Causal(), prior.ChunkCausal(2), prior.Decay()):
+        with pytest.raises(ArgumentError, match=f"prior {type(rule).__name__}.*leaks the future"):
+            bad(m.sinkhorn(prior=rule))
+    with pytest.raises(ArgumentError, match=r"nn\.Attention.*causal=True leaks the future.*causal=False"):
+        zonal.nn.Attention(8, 2, "sinkhorn")
+    with pytest.raises(ArgumentError, match="leaks the future"):
+        bad(m.hierarchical(), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: bad(query_mass=torch.ones(1, 2, 5)), r"query_mass must be floating point of shape \(1, 2, 6\)"),
+        (lambda: bad(key_mass=-torch.ones(1, 2, 6)), "key_mass must be finite and >= 0"),
+        (lambda: bad(key_mass=torch.full((1, 2, 6), float("nan"))), "key_mass must be finite"),
+        (lambda: bad(key_mass=torch.ones(1, 2, 6), key_padding_mask=torch.arange(6)[None] < 4), "positive for keys that are seen by no query"),
+        (lambda: bad(query_mass=torch.ones(1, 2, 6), key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), "positive for queries that see no key"),
+        (lambda: bad(m.softmax(), key_mass=torch.ones(1, 2, 6)), r"has anchor Row. Use m.sinkhorn\(\)"),
+        (lambda: bad(m.softmax(), start=zonal.potentials(*draw(6, 6)[:2], m.sinkhorn())), "start is for anchors that make a plan"),
+        (lambda: bad(start=zonal.potentials(*draw(6, 5)[:2], m.sinkhorn())), "start.key must be finite potentials"),
+        (lambda: bad(m.yat().replace(anchor=anchor.Plan())), r"use link.Exp\(\)"),
+        (lambda: bad(return_memory=True), "reads all queries together"),
+        (lambda: Memory.empty(m.sinkhorn(), 1, 1, 4, 4), "reads all queries together"),
+        (lambda: zonal.potentials(*draw()[:2], m.softmax()), "makes no plan"),
+        (lambda: m.sinkhorn(rho=(1.0, 1.0), bounds=(0.0, 2.0)), "rho .* or bounds"),
+        (lambda: m.sinkhorn(rho=(-1.0, 1.0)), "two numbers >= 0"),
+        (lambda: m.sinkhorn(bounds=(0.5, 0.9)), "low <= 1 <= high"),
+        (lambda: m.sinkhorn(tolerance=0.0), "tolerance .* must be > 0"),
+        (lambda: m.hierarchical(sizes=()), "at least one number"),
+        (lambda: m.hierarchical(sizes=(1,)), "whole number >= 2"),
+        (lambda: zonal.attention(*draw(6, 5), m.hierarchical()), "6 queries and 5 keys"),
+        (lambda: bad(m.softmax(prior=prior.Window(2)).replace(anchor=anchor.Hierarchical())), "drop the Window prior"),
+    ],
+)  # fmt: skip
+def test_bad_input(call: object, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+def test_masses_that_no_plan_has(path: str) -> None:
+    """A window that lets one query alone reach a key with much mass: an error that says what would do, and a plan where it is done."""
+    q, k, v = draw(6, 6)
+    window, mass = prior.Window(0, 0), torch.tensor([1.0, 1, 1, 1, 1, 7]).expand(1, 2, 6)
+    with pytest.raises(ConvergenceError, match=r"limit=50 iterations.*query_mass, key_mass.*UnbalancedPlan"):
+        zonal.attention(q, k, v, m.sinkhorn(limit=50, prior=window), key_mass=mass, path=path)
+    kept = m.softmax(prior=window).replace(anchor=anchor.Plan(limit=50, on_limit="keep"))
+    assert torch.isfinite(zonal.attention(q, k, v, kept, key_mass=mass, path=path)).all()  # type: ignore[arg-type]
+    zonal.attention(q, k, v, m.sinkhorn(rho=(1.0, 1.0), prior=window), key_mass=mass, path=path)
+    zonal.attention(q, k, v, m.sinkhorn(prior=window), query_mass=mass, key_mass=mass, path=path)
+
+
+def test_scores_that_are_no_numbers() -> None:
+    q, k, v = (x.detach() for x in draw(6, 6))
+    k[0, 0, 2, 1] = float("nan")
+    for path in ("dense", "tiled"):
+        with pytest.raises(NonFiniteError, match="scores hold NaN"):
+            zonal.attention(q, k, v, m.sinkhorn(), path=path)
+
+
+# --- hierarchies -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (3, 2)])
+def test_hierarchy_is_the_closest_conditional(sizes: tuple[int, ...]) -> None:
+    """Among conditionals with the ties of the tree: any step along them makes sum_t KL(W_t | softmax_t) larger, and none is sharper."""
+    q, k, _ = draw(9, 9, 1)
+    weights = plan_of(q, k, m.hierarchical(sizes), "tiled")[0, 0]
+    softmax = plan_of(q, k, m.softmax(), "dense")[0, 0]
+    spans = anchor.Hierarchical(sizes).spans(9)
+    # the number of each pair's tie: pairs of one are alike
+    place = torch.arange(9)
+    tie = 1000 * place[:, None] + place[None]
+    for child, parent in itertools.pairwise(spans):
+        node = place // child
+        apart = (node[:, None] != node[None]) & ((place // parent)[:, None] == (place // parent)[None])
+        tie = torch.where(apart, -(100 * child + 10 * node[:, None] + node[None]) * 1000, tie)
+    _, label = tie.unique(return_inverse=True)
+    basis = torch.nn.functional.one_hot(label).double().permute(2, 0, 1)
+    assert torch.allclose(torch.einsum("nts,ts->n", basis, weights)[label] / basis.sum((1, 2))[label], weights, atol=1e-12)
+    # directions along the ties whose rows sum to zero
+    rows = basis.sum(-1).T  # (t, n)
+    _, _, right = torch.linalg.svd(rows)
+    free = torch.einsum("mn,nts->mts", right[torch.linalg.matrix_rank(rows) :], basis)
+    slope = ((weights / softmax).log() + 1)[None] * free
+    assert slope.sum((1, 2)).abs().max() < 1e-10  # KL is convex: a point without slope is the least one
+    assert torch.allclose(weights.sum(-1), torch.ones(9, dtype=torch.float64))
+
+
+def test_hierarchy_of_one_block_is_softmax() -> None:
+    q, k, v = draw(9, 9)
+    assert torch.allclose(zonal.attention(q, k, v, m.hierarchical((16,)), path="tiled"), zonal.attention(q, k, v, m.softmax()), atol=1e-12)
+
+
+def test_hierarchy_needs_scores_of_means() -> None:
+    q, k, v = draw(9, 9)
+    operator = m.rewa(parts=(2, 1, 1)).replace(anchor=anchor.Hierarchical((3,)))
+    with pytest.raises(PathError, match=r"not the mean score.*path='dense'"):
+        zonal.attention(q, k, v, operator, path="tiled")
+    assert torch.isfinite(zonal.attention(q, k, v, operator)).all()  # type: ignore[arg-type]

@@ -1,0 +1,329 @@
+"""Plans: weights under constraints on what keys receive, as entropic transport finds them.
+
+With masses mu of queries and nu of keys, each summing to one, a plan is
+
+    P_ts = K_ts a_t b_s,   a_t = mu_t e^(f_t),  b_s = nu_s e^(g_s),   W = diag(mu)^-1 P,
+
+the closest to K = e^L in relative entropy under what is asked of its sums m = P 1 and n = P^T 1. Each side has a rule that makes its potential from
+l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t): f = -l fixes the sum at the mass; f = -rho / (1 + rho) l pulls it there with weight
+rho KL(m | mu); f = clamp(0, log low - l, log high - l) keeps it in a range. The two rules in turn are Sinkhorn's iteration.
+
+Only a_t and b_s are kept, and the gradient goes through the fixed point: with lambda = -df/dl a side and r_t = sum_s P_ts dW_ts / mu_t, c_s likewise,
+(alpha, beta) solves
+
+    [ m / lambda_1    P         ] [alpha]   [r]
+    [ P^T             n / lambda_2 ] [beta ] = [c],          dL_ts = P_ts (dW_ts / mu_t - alpha_t - beta_s).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.anchor.base import Anchor, Blocks, Masses, Potentials
+from zonal.algebra.declaration import Derived, Move, require, require_whole
+from zonal.errors import ConvergenceError, NonFiniteError
+
+ABSENT = -1e30
+"""The log mass of a query or key that takes no part: its exponential is zero, and its sums with scores stay finite."""
+# how many steps back are mixed, by how much an error may rise before they are forgotten, and what keeps their weights small, in roundings
+_PAST, _RISE, _REGULAR = 10, 2.0, 10.0
+# the longest way of a mixed step, in those before it, and the coarsest rounding with which an error means something: where no plan exists, potentials
+# grow without bound until a step is less than their rounding
+_FAR, _COARSE = 1e4, 1e-2
+
+
+class Step(NamedTuple):
+    """What a rule makes of l: the potential, and -d potential / dl."""
+
+    potential: Tensor
+    slope: Tensor
+
+
+def present(log_mass: Tensor) -> Tensor:
+    """Which tokens take part, bool."""
+    return log_mass > ABSENT / 2
+
+
+def weighted(log_mass: Tensor, potential: Tensor) -> Tensor:
+    """log a or log b, ABSENT where there is no mass."""
+    return torch.where(present(log_mass), log_mass + potential, ABSENT)
+
+
+def slack(mass: Tensor, change: Tensor) -> Tensor:
+    """The part of a head's mass that a change of potentials moves, (B, H); of a far too large one no more than a number."""
+    return (mass * torch.expm1(change.detach().clamp_max(60)).abs()).sum(-1)
+
+
+@dataclass(frozen=True)
+class PlanAnchor(Anchor):
+    """What all plans have in common.
+
+    tolerance: the iteration stops where one more moves at most this part of a head's mass; for a balanced plan that is sum_s |n_s - nu_s|, which rows
+    that sum to mu leave over. In float32 no less is asked than rounding allows. limit: iterations. on_limit: ``error``, or ``keep`` what there is: rows
+    are right then, keys receive what they receive. gradient: ``implicit`` (through the fixed point), or ``unrolled`` (through all steps; path
+    dense only, a check). learn: a layer makes the masses of queries and keys from its input.
+    """
+
+    couples: ClassVar[bool] = True
+    tolerance: float = 1e-5
+    limit: int = 1000
+    on_limit: Literal["error", "keep"] = "error"
+    gradient: Literal["implicit", "unrolled"] = "implicit"
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        require(self.tolerance > 0, f"{name}: tolerance (a part of the mass) must be > 0, received {self.tolerance}.")
+        require_whole(f"{name}: limit (of iterations)", self.limit)
+        require(self.on_limit in ("error", "keep"), f"{name}: on_limit must be 'error' or 'keep', received {self.on_limit!r}.")
+        require(self.gradient in ("implicit", "unrolled"), f"{name}: gradient must be 'implicit' or 'unrolled', received {self.gradient!r}.")
+        self.check_rules()
+
+    def check_rules(self) -> None:
+        """Raise ArgumentError for numbers of the two rules that make no sense."""
+
+    def query_step(self, met: Tensor) -> Step:
+        """f and its slope from l_t (B, H, T)."""
+        raise NotImplementedError(f"{type(self).__name__}.query_step")
+
+    def key_step(self, met: Tensor) -> Step:
+        """g and its slope from l_s (B, H, S)."""
+        raise NotImplementedError(f"{type(self).__name__}.key_step")
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where masses are strong wishes."""
+        raise NotImplementedError(f"{type(self).__name__}.centred")
+
+    def weights(self, blocks: Blocks) -> Tensor:
+        assert blocks.masses is not None
+        masses = blocks.masses
+        log_kernel = torch.where(blocks.qk == float("-inf"), ABSENT, blocks.qk)
+
+        def rows(a: Tensor, b: Tensor) -> Tensor:
+            return (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-1)
+
+        def columns(a: Tensor, b: Tensor) -> Tensor:
+            return (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-2)
+
+        if self.gradient == "unrolled":
+            at = self.potentials(masses, rows, columns)
+            f, g = self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True).potential, at.key
+        else:
+            with torch.no_grad():
+                at = self.potentials(masses, rows, columns)
+            f, g = self._implicit(log_kernel, masses, at, rows, columns)
+        log_weights = log_kernel + torch.where(present(masses.query), f, ABSENT)[..., None] + weighted(masses.key, g)[..., None, :]
+        return log_weights.exp()
+
+    def stepped(
+        self, rule: Callable[[Tensor], Step], sums: Callable[[Tensor, Tensor], Tensor], own: Tensor, other: Tensor, mine: Tensor, theirs: Tensor, query: bool
+    ) -> Step:
+        """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs: potentials."""
+        near, far = weighted(own, mine), weighted(other, theirs)
+        total = sums(near, far) if query else sums(far, near)
+        step = rule(torch.where(present(own), total - near, 0))
+        return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
+
+    @torch.compiler.disable
+    def potentials(
+        self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+    ) -> Potentials:
+        """Both rules in turn until they agree.
+
+        Args:
+            rows: (log a, log b) -> log m (B, H, T). columns: the same -> log n (B, H, S).
+
+        Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError for scores that are no numbers.
+        """
+        start = masses.start
+        f, g = (torch.zeros_like(masses.query), torch.zeros_like(masses.key)) if start is None else (start.query.to(masses.query), start.key.to(masses.key))
+        if not f.numel() or not g.numel():
+            return Potentials(f, g, 0, 0.0)
+        nu = masses.key.detach().exp()
+        mixing, worst = _Mixing(nu), math.inf
+        for iteration in range(1, self.limit + 1):
+            f = self.stepped(self.query_step, rows, masses.query, masses.key, f, g, True).potential
+            new = self.stepped(self.key_step, columns, masses.key, masses.query, g, f, False).potential
+            new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
+            error = slack(nu, g - new)
+            worst = float(error.max())
+            if math.isnan(worst):
+                raise NonFiniteError(f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias.")
+            reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
+            if reach <= _COARSE and worst <= max(self.tolerance, reach):
+                return Potentials(f, new, iteration, worst)
+            g = new if torch.is_grad_enabled() else mixing.next(g, new, error)
+        if self.on_limit == "keep":
+            return Potentials(f, g, self.limit, worst)
+        raise ConvergenceError(
+            f"{type(self).__name__}: no plan within limit={self.limit} iterations; the last one still moved {worst:.3g} of the mass, tolerance={self.tolerance:g} was "
+            "asked for. Where the mask lets keys receive their masses at all: raise limit or tolerance, or make scores smaller (a smaller scale, a larger "
+            "temperature). Where it does not: give other masses (query_mass, key_mass) or use anchor.UnbalancedPlan. on_limit='keep' takes what there is."
+        )
+
+    def _implicit(
+        self, log_kernel: Tensor, masses: Masses, at: Potentials, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The potentials with the derivative of the fixed point: one Newton step whose matrix is a constant."""
+        first = self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True)
+        if not first.potential.requires_grad:
+            return first.potential, at.key
+        second = self.stepped(self.key_step, columns, masses.key, masses.query, at.key, at.query, False)
+        with torch.no_grad():
+            plan = (log_kernel + weighted(masses.query, at.query)[..., None] + weighted(masses.key, at.key)[..., None, :]).double().exp()
+            left, right = (torch.where(total > 0, (step.slope / total).sqrt(), 0) for step, total in ((first, plan.sum(-1)), (second, plan.sum(-2))))
+            half = left[..., None] * plan * right[..., None, :]
+            system = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device) - half.mT @ half
+            # a constant that one side gives and the other takes changes no plan: such directions are left out
+            inverse = torch.linalg.pinv(system, rtol=1e3 * torch.finfo(half.dtype).eps, hermitian=True)
+            solve = right[..., None] * inverse * torch.where(right > 0, 1 / right, 0)[..., None, :]
+        df, dg = ((step.potential - old).double() for step, old in ((first, at.query), (second, at.key)))
+        g = _times(solve, dg - right.square() * _times(plan.mT, df))
+        f = df - left.square() * _times(plan, g)
+        return at.query + f.to(at.query), at.key + g.to(at.key)
+
+
+def _times(matrix: Tensor, x: Tensor) -> Tensor:
+    return (matrix @ x[..., None]).squeeze(-1)
+
+
+class _Mixing:
+    """The next potential of keys from the last few, a head: Anderson's acceleration of the fixed point.
+
+    With r = T(g) - g at each of them, the mean of T(g) under the weights (of sum one) whose mean r is least. Where the error rises the past is forgotten, and
+    a plain step follows, from where the iteration converges by itself.
+    """
+
+    def __init__(self, mass: Tensor) -> None:
+        self._mass, self._history = mass, []
+        self._before: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def next(self, at: Tensor, new: Tensor, error: Tensor) -> Tensor:
+        """From T(at) = new, both (B, H, S), and the error (B, H) of ``at``."""
+        residual = new - at
+        if self._before is not None:
+            before, left, least = self._before
+            keep = (error <= _RISE * least)[..., None]
+            self._history = [(moved * keep, changed * keep) for moved, changed in [*self._history, (at - before, residual - left)][-_PAST:]]
+        self._before = at, residual, error
+        if not self._history:
+            return new
+        moved, changed = (torch.stack(side, -1) for side in zip(*self._history, strict=True))  # (B, H, S, past)
+        weighed = (changed * self._mass[..., None]).mT.double()
+        gram, wanted = weighed @ changed.double(), weighed @ residual[..., None].double()
+        size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+        least = _REGULAR * torch.finfo(at.dtype).eps * size + torch.finfo(at.dtype).tiny
+        mix = torch.linalg.solve(gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), wanted).to(at)
+        mix = torch.where(mix.abs().sum(-2, keepdim=True) <= _FAR, mix, 0)
+        return new - ((moved + changed) @ mix).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Plan(PlanAnchor):
+    """The balanced plan: queries give mu, keys receive nu exactly. min KL(P | K) subject to P 1 = mu, P^T 1 = nu.
+
+    With equal masses rows of W sum to one and its columns to T / S. Bidirectional only. Source: Geometric Attention, definition 2.18.
+    """
+
+    normalises: ClassVar[bool] = True
+
+    def query_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
+
+    def key_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        return g
+
+    def moves(self) -> tuple[Move, ...]:
+        gauge = (Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge"), Derived("column gauge", "hence K and K b are, too: column gauge"))
+        sums = Derived("plan sums", "hence rows of weights sum to one, and with equal masses their columns to queries over keys")
+        return (
+            Move("quotient", "anchor", "plan probe", "only the plan with given masses of queries and keys is observed", gauge),
+            Move("section", "anchor", "balanced", "of all a K b the one in which queries give their masses and keys receive theirs", (sums,)),
+        )
+
+
+@dataclass(frozen=True)
+class UnbalancedPlan(PlanAnchor):
+    """Masses as a wish: min KL(P | mu nu^T K) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m + mu.
+
+    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention with log nu added to its scores. A query that finds
+    little gives little: rows of W sum to m / mu. Source: Geometric Attention, definition 2.19, with the masses in the reference.
+    """
+
+    rho: tuple[float | None, float | None] = (1.0, 1.0)
+
+    def check_rules(self) -> None:
+        require(
+            isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
+            f"UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received {self.rho!r}.",
+        )
+
+    def query_step(self, met: Tensor) -> Step:
+        return self._pulled(met, self.rho[0])
+
+    def key_step(self, met: Tensor) -> Step:
+        return self._pulled(met, self.rho[1])
+
+    def _pulled(self, met: Tensor, rho: float | None) -> Step:
+        slope = 1.0 if rho is None else rho / (1 + rho)
+        return Step(-slope * met, torch.full_like(met, slope))
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        if not self.rho[0] or not self.rho[1]:
+            return g  # one side is met exactly, or not at all
+        # in float64: large rho magnify what rounding leaves
+        sides = ((masses.query, f, self.rho[0]), (masses.key, g, self.rho[1]))
+        give, take = ((mass.double() - potential.double() / rho).logsumexp(-1, keepdim=True) for mass, potential, rho in sides)
+        return g - ((give - take) * self.rho[0] * self.rho[1] / (self.rho[0] + self.rho[1])).to(g)
+
+    def moves(self) -> tuple[Move, ...]:
+        sides = [f"{side} {'exactly' if rho is None else f'with weight {rho:g}'}" for side, rho in zip(("queries give their mass", "keys receive theirs"), self.rho, strict=True)]
+        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
+        return (
+            Move("quotient", "anchor", "unbalanced plan probe", "only the plan that is drawn to given masses of queries and keys is observed", (gauge,) if self.rho[0] is None else ()),
+            Move("section", "anchor", "drawn to masses", ", ".join(sides)),
+        )
+
+
+@dataclass(frozen=True)
+class BoundedPlan(PlanAnchor):
+    """Softmax attention in which no key receives less than low nu_s or more than high nu_s: the closest to it in relative entropy, weighed by mu.
+
+    low <= 1 <= high. Rows sum to one. low = 0, high = c is a capacity of c times its share for every key; keys inside the range are left alone.
+    """
+
+    normalises: ClassVar[bool] = True
+
+    low: float = 0.0
+    high: float = 2.0
+
+    def check_rules(self) -> None:
+        require(0 <= self.low <= 1 <= self.high, f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.")
+
+    def query_step(self, met: Tensor) -> Step:
+        return Step(-met, torch.ones_like(met))
+
+    def key_step(self, met: Tensor) -> Step:
+        lowest, highest = math.log(self.low) - met if self.low else torch.full_like(met, ABSENT), math.log(self.high) - met
+        return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
+
+    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+        return g
+
+    def moves(self) -> tuple[Move, ...]:
+        gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
+        held = Derived("held sums", "hence rows of weights sum to one, and with equal masses a key's column stays in that range")
+        return (
+            Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
+            Move("section", "anchor", "nearest in a range", f"the nearest to it in which keys receive from {self.low:g} to {self.high:g} times their share", (held,)),
+        )
+
+
+__all__ = ["ABSENT", "BoundedPlan", "Plan", "PlanAnchor", "Step", "UnbalancedPlan", "present", "weighted"]

@@ -1,0 +1,37 @@
+"""Conjugate gradients for many symmetric systems at once, each given by what it does to a vector."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Apply = Callable[[Tensor], Tensor]
+
+
+def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
+    """x with A x ≈ q by ``steps`` steps of conjugate gradients from q / diagonal, the diagonal of A.
+
+    A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; with a tolerance the iteration ends
+    when all do. In exact arithmetic N steps solve a system of size N.
+    """
+    # gradients come in any size, and their squares would underflow
+    scale = q.abs().amax(-1, keepdim=True)
+    q = q / scale.clamp_min(torch.finfo(q.dtype).tiny)
+    x = q / diagonal
+    r = q - apply(x)
+    p, square = r, r.square().sum(-1, keepdim=True)
+    least = max(tolerance, torch.finfo(q.dtype).eps) ** 2 * q.square().sum(-1, keepdim=True)
+    for _ in range(steps):
+        going = square > least
+        if tolerance and not bool(going.any()):
+            break
+        image = apply(p)
+        step = torch.where(going, square / (p * image).sum(-1, keepdim=True), 0)
+        x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, image, value=-1)
+        after = r.square().sum(-1, keepdim=True)
+        p = torch.addcmul(r, torch.where(going, after / square, 0), p)
+        square = torch.where(going, after, square)
+    return x * scale
+
+
+__all__ = ["Apply", "conjugate_gradients"]

@@ -1,0 +1,306 @@
+"""Plans by tiles: potentials by sums over rows and columns of scores that are made, used and forgotten; no plan is ever in memory.
+
+A pass gives, for values x of keys, sum_s P_ts x_s / m_t and log m_t (rows), or the same for values of queries and sums n_s (columns): row attention
+with log b, or log a, added to the scores. An iteration is a pass of each kind; the output is one more. Backward solves
+
+    (I - Q^T Q) x = s (c - P^T (lambda_1 r / m)),   Q = sqrt(lambda_1 / m) P s,  s = sqrt(lambda_2 / n),  beta = s x,  alpha = lambda_1 (r - P beta) / m
+
+by conjugate gradients, two passes an iteration, with r_t = dy_t . y_t and c_s = v_s . dv_s. What is left,
+
+    dL_ts = P_ts (dy_t . v_s / mu_t - alpha_t - beta_s) = A_ts ([m_t / mu_t dy_t, -m_t] . [v_s, beta_s] - m_t alpha_t),   A = diag(m)^-1 P,
+
+is the backward pass of row attention with one more number a value. So T and S meet in no array, forward or backward.
+"""
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Masses, PlanAnchor, Potentials, Row
+from zonal.algebra.anchor.plan import ABSENT, present, weighted
+from zonal.algebra.prior import Bias, Intervals, Visibility, Window
+from zonal.algebra.score import Score
+from zonal.algebra.solvers import conjugate_gradients
+from zonal.errors import ArgumentError, ConvergenceError, PathError
+from zonal.execution import native, tiled
+from zonal.execution.call import Call, prepare
+from zonal.kernels.cpp import library
+from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.spec import TileSpec
+
+# of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
+_UNSOLVED = 0.01
+
+
+def without_kernel(call: Call) -> str | None:
+    """Why torch's tiles make the passes in the compiled kernel's place, or None."""
+    if call.device.type not in ("cpu", "meta"):
+        return f"passes over rows and columns have no kernel for device {call.device.type!r}"
+    if not call.bound.score.bilinear:
+        return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
+    # log a and log b travel as two numbers of each query and key, beta as one of each value
+    wide = max(call.shape[4] + 2, call.shape[5] + 1)
+    if wide > native.LARGEST:
+        return f"key dimensions must be at most {native.LARGEST - 2} and value dimensions {native.LARGEST - 1}, this call has {call.shape[4]} and {call.shape[5]}"
+    return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
+
+
+@torch.compiler.disable
+def transported(call: Call) -> Tensor:
+    """y (B, H, T, P) of a call whose anchor is a plan."""
+    anchor, masses = call.bound.anchor, call.masses
+    assert isinstance(anchor, PlanAnchor)
+    assert masses is not None
+    q, k, v = _present(call)
+    y = _Transport.apply(q, k, v, _column(call), masses.query, masses.key, call)
+    return call.scaled(y)
+
+
+@torch.no_grad()
+def potentials(
+    q: Tensor,
+    k: Tensor,
+    operator: Operator,
+    *,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    query_mass: Tensor | None = None,
+    key_mass: Tensor | None = None,
+    start: Potentials | None = None,
+) -> Potentials:
+    """The potentials f (B, H, T) and g (B, H, S) of an operator's plan, with the number of iterations and what the last one moved, in memory O(T + S).
+
+    Arguments are those of ``zonal.attention``. start: potentials of a plan that was near this one, such as that of the step before.
+
+    Raises: ArgumentError as ``zonal.attention``, and for an operator without a plan; ConvergenceError at the limit of iterations.
+    """
+    call = prepare(
+        operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, key_bias=key_bias,
+        query_mass=query_mass, key_mass=key_mass, start=start,
+    )  # fmt: skip
+    anchor = call.bound.anchor
+    if not isinstance(anchor, PlanAnchor) or call.masses is None:
+        raise ArgumentError(f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan()).")
+    q, k, _ = _present(call)
+    return _solved(_passes(call, q, k), anchor, call.masses, _column(call))
+
+
+def _present(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with a key head for each query head; what takes no part is zero, so that nothing in it can spread."""
+    assert call.masses is not None
+    q = torch.where(present(call.masses.query)[..., None], call.q, 0)
+    there = present(call.masses.key)[..., None]
+    return q, torch.where(there, call.expand(call.k), 0), torch.where(there, call.expand(call.v), 0)
+
+
+def _column(call: Call) -> Tensor:
+    """The key bias (B, H, S) in the computing type, zero without one."""
+    assert call.masses is not None
+    col = call.bias.col
+    return torch.zeros_like(call.masses.key) if col is None else col.to(call.masses.key).expand_as(call.masses.key).clamp_min(ABSENT)
+
+
+class _Passes(Protocol):
+    """Row attention in both directions; a, b: log a (B, H, T) and log b (B, H, S), key biases included."""
+
+    def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values (B, H, S, n) -> their means under each query's part of the plan (B, H, T, n), and log m (B, H, T)."""
+        ...
+
+    def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """values (B, H, T, n) -> their means under each key's part of the plan (B, H, S, n), and log n (B, H, S)."""
+        ...
+
+    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and b of row attention that gave y and log_mass, for dy; its D_t is dy_t . y_t."""
+        ...
+
+
+def _passes(call: Call, q: Tensor, k: Tensor) -> _Passes:
+    if without_kernel(call) is None:
+        code = native.code_of(call.bound.link)
+        assert code is not None
+        try:
+            library.load(code)
+            return _Compiled(call, q, k)
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
+    return _Torch(call, q, k)
+
+
+class _Compiled:
+    """Passes by the tile kernel: log a and log b as two more numbers, (q, 1, log a) . (k, log b, 1) = S + log b + log a."""
+
+    def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
+        one, dim = q.new_ones(1), q.shape[3]
+        self._q, self._k = q.new_empty(*q.shape[:3], dim + 2), k.new_empty(*k.shape[:3], dim + 2)
+        for whole, part, at in ((self._q, q, dim), (self._k, k, dim + 1)):
+            whole[..., :dim].copy_(part)
+            whole[..., at].copy_(one)
+        self._dim, self._scale = dim, q.new_ones(q.shape[1])
+        self._none, self._empty = q.new_zeros(q.shape[1], 0), q.new_empty(0)
+        seen, code = call.visibility, native.code_of(call.bound.link)
+        assert code is not None
+        window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
+        left, right = (None, None) if window is None else (window.left, seen.keys if window.right is None else window.right)
+        self._edges = seen.edges if seen.packed else None
+        self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
+        self._along = replace(self._across, left=right, right=left)
+
+    def _set(self, a: Tensor, b: Tensor) -> None:
+        self._q[..., -1].copy_(a)
+        self._k[..., -2].copy_(b)
+
+    def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._set(a, b)
+        return library.forward(self._q, self._k, values, self._scale, self._none, None, self._edges, self._across)[:2]
+
+    def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._set(a, b)
+        return library.forward(self._k, self._q, values, self._scale, self._none, None, self._edges, self._along)[:2]
+
+    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._set(a, b)
+        dq, dk, *_ = library.backward(
+            dy, self._q, self._k, v, y, log_mass.contiguous(), self._empty, self._scale, self._none, None, self._edges, self._across, 0, False
+        )
+        return dq[..., : self._dim], dk[..., : self._dim], dk[..., self._dim]
+
+
+@dataclass(frozen=True)
+class _Turned(Score):
+    """A score with queries and keys in each other's place."""
+
+    inner: Score
+
+    @property
+    def bound(self) -> float | None:
+        return self.inner.bound
+
+    def pair(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.inner.pair(k, q).mT
+
+
+class _Torch:
+    """Passes by torch's tiles, for every score."""
+
+    def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
+        score, seen = call.bound.score, replace(call.visibility, key_mask=None)
+        self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bias.slope
+        self._across = tiled.Parts(score, call.bound.link, Row(), None, True, seen, self._slope, 1)
+        self._along = self._across._replace(score=score if score.bilinear else _Turned(score), visibility=turned(seen))
+
+    def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        y, total, _ = tiled.run_forward(self._across, Bias(col=b, slope=self._slope), self._q, self._k, values, self._c)
+        return y, a + _log(total)
+
+    def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        y, total, _ = tiled.run_forward(self._along, Bias(col=a, slope=self._slope), self._k, self._q, values, self._c)
+        return y, b + _log(total)
+
+    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = torch.where(present(log_mass), log_mass - a, float("inf"))[..., None]
+        tensors = (self._q, self._k, v, self._c, y, total, dy, y.new_empty(*y.shape[:2], 0, 1))
+        found = tiled.run_backward(self._across, Bias(col=b, slope=self._slope), tensors, (False, False, True))
+        assert found.col is not None
+        return found.q, found.k, found.col
+
+
+def _log(total: Tensor) -> Tensor:
+    """The log sums of rows that tiles give as +inf where nothing is seen."""
+    return torch.where(torch.isinf(total), ABSENT, total).squeeze(-1)
+
+
+def turned(seen: Visibility) -> Visibility:
+    """Which queries each key is seen by, for rules whose intervals only ever move forward: all but causal ones."""
+    now = seen.intervals
+    keys = torch.arange(seen.keys)
+    lo, hi = torch.searchsorted(now.hi, keys, right=True), torch.searchsorted(now.lo, keys, right=True)
+    offset = int(now.position[0]) if now.position.numel() else 0
+    return Visibility(Intervals(lo, hi, torch.zeros_like(keys), keys - offset), now.lo.shape[0], None, seen.edges)
+
+
+def _solved(passes: _Passes, anchor: PlanAnchor, masses: Masses, col: Tensor) -> Potentials:
+    per_key, per_query = (torch.ones_like(x[:1, :1, :1, None]).expand(*x.shape, 1) if x.numel() else x[..., None] for x in (masses.key, masses.query))
+    return anchor.potentials(
+        masses, lambda a, b: passes.rows(a, b + col, per_key)[1], lambda a, b: passes.columns(a, b + col, per_query)[1]
+    )
+
+
+class _Transport(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, col: Tensor, log_mu: Tensor, log_nu: Tensor, call: Call
+    ) -> Tensor:
+        anchor = call.bound.anchor
+        assert isinstance(anchor, PlanAnchor)
+        assert call.masses is not None
+        passes = _passes(call, q, k)
+        at = _solved(passes, anchor, call.masses._replace(query=log_mu, key=log_nu), col)
+        a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
+        y, log_m = passes.rows(a, b + col, v)
+        there = present(log_mu)
+        f = torch.where(there, anchor.query_step(torch.where(there, log_m - a, 0)).potential, 0)  # once more: rows are exact
+        log_m = torch.where(there, log_m - at.query + f, ABSENT)
+        y.mul_(torch.where(there, (log_m - log_mu).exp(), 0)[..., None])
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, col, log_mu, log_nu, y, f, at.key, log_m)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise PathError("attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. Use path='dense' with gradient='unrolled' where you need create_graph=True.")
+        q, k, v, col, log_mu, log_nu, y, f, g, log_m = ctx.saved_tensors
+        if not log_mu.numel() or not log_nu.numel():
+            return *(torch.zeros_like(x) for x in (q, k, v, col, log_mu, log_nu)), None
+        anchor: PlanAnchor = ctx.call.bound.anchor
+        passes = _passes(ctx.call, q, k)
+        there, a, b = present(log_mu), weighted(log_mu, f), weighted(log_nu, g)
+        m, inverse = log_m.exp(), torch.where(there, (-log_m).exp(), 0)
+        over_mu = torch.where(there, (-log_mu).exp(), 0)
+        mean, log_n = passes.columns(a, b + col, dy * over_mu[..., None])
+        n = torch.where(present(log_nu), log_n.exp(), 0)
+        dv = n[..., None] * mean
+        r, c = (dy * y).sum(-1), (dv * v).sum(-1)
+        slope_m, slope_n = anchor.query_step(torch.where(there, log_m - a, 0)).slope, anchor.key_step(torch.where(present(log_nu), log_n - b, 0)).slope
+
+        def across(x: Tensor) -> Tensor:
+            return torch.where(there, passes.rows(a, b + col, x[..., None])[0].squeeze(-1), 0)
+
+        def along(x: Tensor) -> Tensor:
+            return n * passes.columns(a, b + col, x[..., None])[0].squeeze(-1)
+
+        scale = torch.where(n > 0, (slope_n / n).sqrt(), 0)
+        wanted = scale * (c - along(slope_m * r * inverse))
+        tolerance = max(min(anchor.tolerance, 1e-5), 4 * torch.finfo(y.dtype).eps)
+        beta = scale * conjugate_gradients(lambda x: x - scale * along(slope_m * across(scale * x)), wanted, torch.ones_like(wanted), anchor.limit, tolerance)
+        met = across(beta)
+        alpha = slope_m * (r * inverse - met)
+        # dy . y of the widened values is to be m alpha: for a balanced plan it is so by itself, with P beta / m as the last number of y
+        wide = torch.cat([y * torch.where(there, (log_mu - log_m).exp(), 0)[..., None], (r * inverse - alpha)[..., None]], -1)
+        tall = torch.cat([dy * (m * over_mu)[..., None], -m[..., None]], -1)
+        dq, dk, dcol = passes.backward(a, b + col, torch.cat([v, beta[..., None]], -1), wide, log_m, tall)
+        if anchor.on_limit == "error":
+            _check_solved(anchor, torch.where(slope_n > 0, dcol - n * beta * (1 / slope_n - 1), 0), c)
+        return dq, dk, dv, dcol, -m * met, dcol + n * beta, None
+
+
+def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
+    """Raise ConvergenceError where the columns of dL, which the gradient's system fixes, are not what it fixes them to."""
+    worst = float((left.abs().sum(-1) / c.abs().sum(-1).clamp_min(torch.finfo(c.dtype).tiny)).amax()) if c.numel() else 0.0
+    if worst > _UNSOLVED:
+        raise ConvergenceError(
+            f"{type(anchor).__name__}: the linear system of the gradient is solved to {worst:.2g} only, within limit={anchor.limit} iterations. Raise limit, make "
+            "scores smaller (a smaller scale, a larger temperature), or take what there is with on_limit='keep'."
+        )
+
+
+
+__all__ = ["potentials", "transported", "turned", "without_kernel"]

@@ -1,0 +1,47 @@
+"""Sinkhorn attention: softmax attention under constraints on what keys receive; and hierarchical attention, under ties of blocks.
+
+y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns. Bidirectional.
+Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations. Paper: Geometric Attention (003), section 2.7; Sander et al. 2022.
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import BoundedPlan, Hierarchical, Plan, UnbalancedPlan
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Exp
+from zonal.algebra.prior import Prior
+from zonal.algebra.score import Dot
+
+
+def sinkhorn(
+    rho: tuple[float | None, float | None] | None = None,
+    bounds: tuple[float, float] | None = None,
+    scale: float | None = None,
+    learn: bool = False,
+    tolerance: float = 1e-5,
+    limit: int = 1000,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with ``bounds`` in a range.
+
+    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a key receives at least and at most,
+    in units of its share. learn: a layer makes the masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
+
+    Raises: ArgumentError for both rho and bounds, and for numbers out of range.
+    """
+    require(rho is None or bounds is None, f"sinkhorn: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.")
+    if bounds is not None:
+        require(isinstance(bounds, tuple) and len(bounds) == 2, f"sinkhorn: bounds must be two numbers (low, high), received {bounds!r}.")
+        anchor = BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
+    elif rho is not None:
+        anchor = UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
+    else:
+        anchor = Plan(tolerance, limit, learn=learn)
+    return Operator(Dot(scale=scale), Exp(), anchor, prior, name="sinkhorn")
+
+
+def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
+    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks. sizes: of the tree, upward.
+
+    Raises: ArgumentError for sizes below 2.
+    """
+    return Operator(Dot(scale=scale), Exp(), Hierarchical(sizes), name="hierarchical")

@@ -1,0 +1,102 @@
+"""An encoder of text: every layer sees the whole of it, so that anchors which couple queries (plans, hierarchies) have a place, too."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zonal.errors import ArgumentError
+from zonal.models.config import ModelConfig
+from zonal.models.cross_entropy import cross_entropy_sum
+from zonal.models.layers import operators_in
+from zonal.models.mlp import mlp_of
+from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary
+
+_UNSUPERVISED = -100
+
+
+class TextEncoder(nn.Module):
+    """Embedding, pre-norm blocks of bidirectional attention, norm, and a head that is the embedding unless untied.
+
+    Args:
+        config: as of ``CausalLM``. Layers must be operators: recurrences and short convolutions read in one direction.
+        seed: of the initial weights, each drawn from a stream named by its qualified name; None = torch's global generator.
+
+    Raises: ArgumentError for layers that read in one direction.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None = None) -> None:
+        super().__init__()
+        one_way = [spec for spec in config.layers if operators_in(spec) != (spec,)]
+        if one_way or any(config.conv_widths):
+            raise ArgumentError(
+                f"TextEncoder: layers must see both ways, which {one_way[0] if one_way else f'conv={config.conv}'} does not. Use operators such as 'softmax' or 'sinkhorn' in layers, and conv=0."
+            )
+        self.config = config
+        rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(
+                    config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.size_of_head, qk_dim=config.qk_dim, rotary=rotary,
+                    qk_norm=config.qk_norm, causal=False,
+                ),
+                mlp_of(config),
+                config.norm_eps,
+            )
+            for spec in config.layers
+        )  # fmt: skip
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights but the operators' own."""
+        config = self.config
+        draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
+        draws.normal_(self.embedding.weight, "embedding.weight")
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            block.reset_parameters(draws.child(f"blocks.{index}"))
+        self.norm.reset_parameters()
+        if self.head is not None:
+            draws.normal_(self.head.weight, "head.weight")
+
+    def hidden(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto") -> Tensor:
+        """tokens (B, T) -> (B, T, dim). Masks and path as in ``nn.Attention``.
+
+        Raises: ArgumentError for what are no tokens.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto") -> Tensor:
+        """tokens (B, T) -> logits (B, T, V) of what stands, or stood, at each position."""
+        return F.linear(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path), self._head_weight())
+
+    def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, path: str = "auto") -> Tensor:
+        """tokens (B, T) -> the mean over real tokens, (B, dim)."""
+        x = self.hidden(tokens, key_padding_mask=key_padding_mask, path=path)
+        if key_padding_mask is None:
+            return x.mean(1)
+        real = key_padding_mask[..., None]
+        return torch.where(real, x, 0).sum(1) / real.sum(1).clamp_min(1)
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+    ) -> tuple[Tensor, int]:
+        """Cross-entropy where ``targets`` (B, T) is not -100: the sum in nats and the number of such positions, as in ``CausalLM.loss``."""
+        if targets.shape != tokens.shape or targets.dtype != torch.int64:
+            raise ArgumentError(f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}.")
+        supervised = targets != _UNSUPERVISED
+        rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
+        return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]
+
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+
+__all__ = ["TextEncoder"]
