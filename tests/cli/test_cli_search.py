@@ -30,7 +30,7 @@ def run(words, capsys):
 
 
 def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
-    words = f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --seeds 1 --moves score,learning_rate --measure loss --threshold 1"
+    words = f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --seeds 1 --moves learning_rate --measure loss --threshold 1"
     code, out, err = run(words, capsys)
     assert (code, err) == (0, "")
     (folder,) = (here / "runs").iterdir()
