@@ -185,9 +185,13 @@ def forbidden(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"global {', '.join(node.names)}: no mutable globals"
 
 
+FOREIGN = ("zonal.models.hugging_face", "**others")
+"""transformers calls what is there with names that change from version to version."""
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_forbidden(name: str) -> None:
-    found = [f"{FILES[name].relative_to(ROOT)}:{line} {what}" for line, what in forbidden(TREES[name])]
+    found = [f"{FILES[name].relative_to(ROOT)}:{line} {what}" for line, what in forbidden(TREES[name]) if (name, what.partition(":")[0]) != FOREIGN]
     assert not found, "\n".join(found)
 
 

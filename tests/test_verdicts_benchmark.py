@@ -72,6 +72,6 @@ def test_the_page_has_every_number(rows, tmp_path):
     charts = json.loads(found[1])
     drawn = sum(len(series["y"]) for chart in charts for series in chart["series"])
     assert drawn == len(flat) + 2 * len(rows["filling"])  # three numbers a row there
-    assert {chart["scale"] for chart in charts} == {"log", "linear", "category"}
+    assert {chart["axis"] for chart in charts} == {"log", "linear", "category"}
     assert "Acceptances taken back while 128 pairs came: 0 under one criterion" in text
     assert all(verdicts.show(row).startswith(row["part"]) for row in flat)

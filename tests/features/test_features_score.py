@@ -128,4 +128,4 @@ def test_mistakes_are_said() -> None:
     with pytest.raises(ArgumentError, match="must be a FeatureMap"):
         Features("slay")  # type: ignore[arg-type]
     page = str(zonal.explain(m.slay(dim=8), (1, 4, 64, 8), causal=True))
-    assert "features of Slay (biased)" in page
+    assert "Slay features: the kernel is meant, not exact (biased)" in page

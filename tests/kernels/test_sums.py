@@ -54,7 +54,7 @@ def call_of(operator: Operator, data: Inputs) -> Call:
 
 def taken(operator: Operator, case: Case) -> bool:
     """Whether the kernel runs this pair in float32."""
-    if operator.tags.solves or (operator.tags.decays and not case.causal):
+    if operator.tags.solves or operator.tags.couples or (operator.tags.decays and not case.causal):
         return False
     call = call_of(operator, inputs(case).to(torch.float32))
     return chunked_refusal(call) is None and native_sums.refusal(call) is None

@@ -44,7 +44,7 @@ def test_layers_do_what_the_anchor_needs(anchor, readout, start):
         ({"score": "cosin"}, "unknown operator 'cosin'. Did you mean 'cosine'"),
         ({"anchor": "ridge(epsilon=1)"}, "unknown argument 'epsilon'. Did you mean 'eps'"),
         ({"anchor": "ridge(eps=-1.0)"}, "eps \\(the ridge\\) must be > 0"),
-        ({"score": "negative_distance(metric='euclid')"}, "wrong type|unknown"),
+        ({"score": "negative_distance(metric='euclid')"}, "metric must be a metric such as metric.Sphere"),
         ({"prior": "alibi"}, "prior must be a tuple of texts"),
         ({"rank": 0}, "regime: rank must be a whole number >= 1"),
         ({"readout": "heads"}, "readout must be"),

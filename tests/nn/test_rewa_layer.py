@@ -151,5 +151,5 @@ def test_adaptive_weights() -> None:
     first, memory = layer(x[:, :7], return_memory=True)
     rest, _ = layer(x[:, 7:], memory)
     assert torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="need vectors of 12 numbers, received 9"):
+    with pytest.raises(ArgumentError, match="need vectors of 12 numbers after 3 that weigh the factors, received 12"):
         Attention(48, 4, m.rewa(adaptive=True, parts=(4, 4, 4)), qk_dim=12)

@@ -13,6 +13,7 @@ is the backward pass of row attention with one more number a value. So T and S m
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from zonal.algebra.anchor.plan import ABSENT, present, weighted
 from zonal.algebra.prior import Bias, Intervals, Visibility, Window
 from zonal.algebra.score import Score
 from zonal.algebra.solvers import conjugate_gradients
-from zonal.errors import ArgumentError, ConvergenceError, PathError
+from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution import native, tiled
 from zonal.execution.call import Call, prepare
 from zonal.kernels.cpp import library
@@ -49,15 +50,22 @@ def without_kernel(call: Call) -> str | None:
     return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
 
 
-@torch.compiler.disable
 def transported(call: Call) -> Tensor:
     """y (B, H, T, P) of a call whose anchor is a plan."""
+    return _iterated(call)
+
+
+def _apart(call: Call) -> Tensor:
     anchor, masses = call.bound.anchor, call.masses
     assert isinstance(anchor, PlanAnchor)
     assert masses is not None
     q, k, v = _present(call)
     y = _Transport.apply(q, k, v, _column(call), masses.query, masses.key, call)
     return call.scaled(y)
+
+
+# how often it goes round depends on numbers, which a tracer does not have
+_iterated: Callable[[Call], Tensor] = torch.compiler.disable(_apart)  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -191,6 +199,8 @@ class _Torch:
     """Passes by torch's tiles, for every score."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
+        if not bool(q.isfinite().all() and k.isfinite().all()):  # a tile's row that is no number looks like one that sees nothing
+            raise NonFiniteError(f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q and k.")
         score, seen = call.bound.score, replace(call.visibility, key_mask=None)
         self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bias.slope
         self._across = tiled.Parts(score, call.bound.link, Row(), None, True, seen, self._slope, 1)

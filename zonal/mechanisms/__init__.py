@@ -41,7 +41,9 @@ def resolve(spec: str) -> Operator:
 
     Raises: ArgumentError naming the valid names, arguments, and the nearest.
     """
-    operator = specs.made(spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=("prior",))
+    # priors are declarations, which only a regime names by texts
+    hidden = () if specs.name_of(spec) == regime.__name__ else ("prior",)
+    operator = specs.made(spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=hidden)
     operator.spec = " ".join(spec.split())
     return operator
 

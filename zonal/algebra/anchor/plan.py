@@ -128,7 +128,6 @@ class PlanAnchor(Anchor):
         step = rule(torch.where(present(own), total - near, 0))
         return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
 
-    @torch.compiler.disable
     def potentials(
         self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
     ) -> Potentials:
@@ -139,6 +138,9 @@ class PlanAnchor(Anchor):
 
         Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError for scores that are no numbers.
         """
+        return _iterated(self, masses, rows, columns)
+
+    def _iterated(self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]) -> Potentials:
         start = masses.start
         f, g = (torch.zeros_like(masses.query), torch.zeros_like(masses.key)) if start is None else (start.query.to(masses.query), start.key.to(masses.key))
         if not f.numel() or not g.numel():
@@ -151,9 +153,9 @@ class PlanAnchor(Anchor):
             new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
             error = slack(nu, g - new)
             worst = float(error.max())
-            if math.isnan(worst):
-                raise NonFiniteError(f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias.")
             reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
+            if math.isnan(worst) or math.isnan(reach):
+                raise NonFiniteError(f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias.")
             if reach <= _COARSE and worst <= max(self.tolerance, reach):
                 return Potentials(f, new, iteration, worst)
             g = new if torch.is_grad_enabled() else mixing.next(g, new, error)
@@ -185,6 +187,10 @@ class PlanAnchor(Anchor):
         g = _times(solve, dg - right.square() * _times(plan.mT, df))
         f = df - left.square() * _times(plan, g)
         return at.query + f.to(at.query), at.key + g.to(at.key)
+
+
+# how often it goes round depends on numbers, which a tracer does not have
+_iterated: Callable[[PlanAnchor, Masses, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials] = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:

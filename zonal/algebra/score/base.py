@@ -315,6 +315,7 @@ class NegativeDistance(Score):
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
         require_whole("NegativeDistance: neighbours", self.neighbours, 0)
+        require(isinstance(self.metric, Metric), f"NegativeDistance: metric must be a metric such as metric.Sphere(), received {self.metric!r}.")
         kind = type(self.metric).__name__
         require(self.dot is None or self.metric.keeps_keys, f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.")
 
