@@ -44,7 +44,7 @@ def test_same_bits(make, path, seen):
         expected = zonal.attention(q2, k2, v2, make(), causal=True, path=path)
         assert torch.equal(got, expected)
         assert not torch.equal(got, first)
-    kept = path == "chunked" or operator in repeated._kept  # the planner may think another path cheaper
+    kept = path == "chunked" or id(operator) in repeated._kept  # the planner may think another path cheaper
     assert seen == [False, kept, False, kept, False]
 
 

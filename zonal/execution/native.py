@@ -19,6 +19,9 @@ from zonal.kernels.cpp import build, library
 from zonal.kernels.spec import TileSpec
 
 VARIABLE = "ZONAL_KERNELS"
+# to look these up among all that torch has takes longer than to call them, where other work has swept the caches
+_compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
+_modes, _transformed = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
 LARGEST = 256
 
 
@@ -137,9 +140,7 @@ def tiled(call: Call) -> Tensor:
 
 def plain(*tensors: Tensor) -> bool:
     """Whether these are tensors of the CPU and nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if _compiling() or _tracing() is not None or _modes() or _transformed():
         return False
     for x in tensors:  # noqa: SIM110 (``all`` takes twice as long, a good part of a short call)
         if type(x) is not Tensor or not x.is_cpu:

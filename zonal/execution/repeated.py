@@ -2,7 +2,7 @@
 time that the compiled kernels of the chunked path run."""
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class _Kept(NamedTuple):
     planned: Constants | None
 
 
-# of each operator, by the shapes of q, k and v, causality, scale and whether the planner chose
-_kept: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
+# of each operator that lives, by its id, by the shapes of q, k and v, causality, scale and whether the planner chose
+_kept: dict[int, dict[tuple[object, ...], _Kept]] = {}
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -47,7 +47,10 @@ def keep(call: Call, scale: float | None, planned: Constants | None) -> None:
         run = kernel.runner(call)
     if run is None:
         return
-    known = _kept.setdefault(call.operator, {})
+    known = _kept.get(id(call.operator))
+    if known is None:
+        known = _kept[id(call.operator)] = {}
+        finalize(call.operator, _kept.pop, id(call.operator), None)
     if len(known) >= _KEPT:
         known.clear()
     q, k, v = call.raw[:3]
@@ -59,7 +62,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, sca
 
     chosen: whether the planner is to choose the path.
     """
-    known = _kept.get(operator) if isinstance(operator, Operator) else None
+    known = _kept.get(id(operator))
     kept = None if known is None or not _plain(q, k, v) else known.get((q.shape, k.shape, v.shape, causal, scale, chosen))
     if kept is None or (chosen and calibration.constants_for(q.device) is not kept.planned):
         return None
