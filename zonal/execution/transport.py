@@ -55,7 +55,7 @@ def transported(call: Call) -> Tensor:
     return _iterated(call)
 
 
-def _apart(call: Call) -> Tensor:
+def _by_passes(call: Call) -> Tensor:
     anchor, masses = call.bound.anchor, call.masses
     assert isinstance(anchor, PlanAnchor)
     assert masses is not None
@@ -65,7 +65,7 @@ def _apart(call: Call) -> Tensor:
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[[Call], Tensor] = torch.compiler.disable(_apart)  # type: ignore[assignment]
+_iterated: Callable[[Call], Tensor] = torch.compiler.disable(_by_passes)  # type: ignore[assignment]
 
 
 @torch.no_grad()
