@@ -1,13 +1,16 @@
 """The public entry: agreement with torch, and what it says about bad input."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import OPERATORS, Case, inputs
 
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, PathError
 
 
 def qkv(batch: int = 2, heads: int = 4, tokens: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -153,3 +156,15 @@ def test_bad_cu_seqlens(edges: list[int]) -> None:
     q, k, v = qkv(batch=1)
     with pytest.raises(ArgumentError, match="cu_seqlens must start at 0"):
         zonal.attention(q, k, v, m.softmax(), cu_seqlens=torch.tensor(edges))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_batch_of_none(name: str) -> None:
+    operator = OPERATORS[name]()
+    given = inputs(Case(batch=0, causal=not operator.tags.couples))
+    for path in ("auto", "dense", "tiled", "chunked", "streaming"):
+        with contextlib.suppress(PathError):  # where it has such a path
+            y = given.run(operator, path)
+            y.sum().backward()
+            assert y.shape == (0, 4, 17, 3)
+            assert all(x.grad is not None and x.grad.shape == x.shape for x in (given.q, given.k, given.v))

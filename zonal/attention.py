@@ -132,7 +132,7 @@ def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constant
 
 
 def _run(call: Call, path: str) -> Tensor:
-    if path == "dense":
+    if path == "dense" or call.shape[0] == 0:  # a batch of no rows: nothing to sum or to keep, which kernels and memories need not know
         return dense(call)
     if path == "tiled" and call.tags.couples:
         return hierarchical(call) if isinstance(call.bound.anchor, Hierarchical) else transported(call)
