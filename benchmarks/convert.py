@@ -261,7 +261,7 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     learned = [row for row in rows if row["part"] == "trained" and "text" in row]
     if learned:
         arms = {row["form"]: row for row in learned}
-        about = "; ".join(f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of the {texts[0]}, Adam, rate {row['rate']:g}" for form, row in arms.items())
+        about = "; ".join(f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of {texts[0]}, Adam, rate {row['rate']:g}" for form, row in arms.items())
         made.append(page.Table("After a few steps of training", f"{about}. The differences are from the model as it came.", ["form", *texts], [[form, *(cell(found[form, text, "trained"]) for text in texts)] for form in arms]))
     return made
 

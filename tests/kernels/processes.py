@@ -70,3 +70,31 @@ def shared(name: str, makes: list[Callable[[], Any]], factory: pytest.TempPathFa
                     path.write_text(json.dumps(make()), encoding="utf-8")
                 found[index] = json.loads(path.read_text(encoding="utf-8"))
     return [found[index] for index in range(len(makes))]
+
+
+def ahead(module: str, wanted: dict[tuple[Any, ...], set[str]], factory: pytest.TempPathFactory) -> list[dict]:
+    """What became of a sample of what ``python -m zonal.kernels.triton.<module>`` compiles. wanted: kernels by (link, mask, type, size, device)."""
+
+    def compile_sample() -> list[dict]:
+        folder = factory.mktemp("ahead")
+        code = (
+            f"from pathlib import Path; from zonal.kernels.triton import compile, {module} as family\n"
+            f"rows = [row for each, kernels in {wanted}.items() for row in family.compiled_all(compile.Variant(*each), kernels)]\n"
+            f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
+        )
+        done = python("-c", code, interpret=False, cache=folder / "cache")
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
+
+    return shared(f"{module}-ahead", [compile_sample], factory)[0]
+
+
+def fitting(compiled: list[dict], variant: tuple[Any, ...], titles: set[str]) -> list[dict]:
+    """The rows of a variant: the kernels named, none of which spills or takes more than its device has."""
+    rows = {row["kernel"]: row for row in compiled if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
+    assert set(rows) == titles
+    for row in rows.values():
+        assert row["spills"] == row["stack"] == 0, row
+        assert 0 < row["registers"] <= 255, row
+        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+    return list(rows.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import documented
-from kernels.processes import CUDA, ROOT, judged, no_device, python, shared
+from kernels.processes import CUDA, ROOT, fitting, judged, no_device, python, shared
 from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, REST
 
 BROKEN = "polynomial_square-count-strict-float32-broken"
@@ -137,12 +137,7 @@ def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize("variant", AHEAD)
 def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
     """Nothing spills up to D = 128, tiles fit the device's shared memory, and Hopper's matrix instruction is used."""
-    rows = {row["kernel"]: row for row in compiled[:-1] if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
-    assert set(rows) == set(KERNELS)
-    for row in rows.values():
-        assert row["spills"] == row["stack"] == 0, row
-        assert 0 < row["registers"] <= 255, row
-        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+    rows = {row["kernel"]: row for row in fitting(compiled[:-1], variant, set(KERNELS))}
     if variant[4] == 90:
         assert all(rows[name]["wgmma"] for name in ("forward", "keys", "queries"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.processes import CUDA, ROOT, judged, no_device, python, shared
+from kernels.processes import CUDA, ROOT, ahead, fitting, judged, no_device, python
 from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 
 import zonal
@@ -154,32 +154,15 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return shared("test_triton_sums-ahead", [lambda: compile_sample(tmp_path_factory)], tmp_path_factory)[0]
-
-
-def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("ahead")
-    code = (
-        "from pathlib import Path; from zonal.kernels.triton import compile, compile_sums\n"
-        f"rows = [row for each, kernels in {AHEAD}.items() for row in compile_sums.compiled_all(compile.Variant(*each), kernels)]\n"
-        f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
-    )
-    done = python("-c", code, interpret=False, cache=folder / "cache")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
+    return ahead("compile_sums", AHEAD, tmp_path_factory)
 
 
 @pytest.mark.parametrize("variant", AHEAD)
 def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> None:
     """Nothing spills, strips fit the device's shared memory, and Hopper's matrix instruction is used."""
-    rows = {row["kernel"]: row for row in compiled if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
-    assert set(rows) == AHEAD[variant]
-    for row in rows.values():
-        assert row["spills"] == row["stack"] == 0, row
-        assert 0 < row["registers"] <= 255, row
-        assert row["shared"] <= {80: 163, 90: 227}[row["device"]] * 1024, row
+    rows = fitting(compiled, variant, AHEAD[variant])
     if variant[4] == 90:
-        assert all(row["wgmma"] for row in rows.values())
+        assert all(row["wgmma"] for row in rows)
 
 
 def test_the_committed_report() -> None:

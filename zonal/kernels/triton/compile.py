@@ -16,9 +16,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -229,9 +229,15 @@ def name_of(launch: tiles.Launch) -> str:
     return launch.kernel.fn.__name__.removesuffix("_kernel")
 
 
+def compiled_of(found: Iterable[tiles.Launch], variant: Variant, title: Callable[[tiles.Launch], str], kernels: Iterable[str] | None) -> list[Compiled]:
+    """Compile a variant's kernels, or those whose titles begin as one that is named."""
+    wanted = ("",) if kernels is None else tuple(kernels)
+    return [replace(compiled(launch, variant), kernel=title(launch)) for launch in found if title(launch).startswith(wanted)]
+
+
 def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
     """Compile a variant's kernels, or those named."""
-    return [compiled(launch, variant) for launch in launches(variant) if kernels is None or name_of(launch) in kernels]
+    return compiled_of(launches(variant), variant, name_of, kernels)
 
 
 def summary(rows: list[Compiled]) -> str:
@@ -257,24 +263,44 @@ def write(out: Path, rows: list[Compiled]) -> None:
     out.write_text(f'{head[:-2]},\n "kernels": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
-def main(arguments: list[str]) -> int:
+class Family(NamedTuple):
+    """What a command compiles. about: of its kernels; links, masks and dims: what may be chosen (None: any size); kernels: for the help; cover: the variants of a
+    choice; compiled: a variant's kernels, or those named; sample: the variants that ``--sample`` stands for."""
+
+    module: str
+    about: str
+    links: Collection[str]
+    masks: Collection[str]
+    dims: Collection[int]
+    kernels: str
+    cover: Callable[[Iterable[str], Iterable[str] | None, Iterable[str], Iterable[int], Iterable[int]], list[Variant]]
+    compiled: Callable[[Variant, Iterable[str] | None], list[Compiled]]
+    sample: Callable[[], list[Variant]] | None = None
+
+
+def command(family: Family, arguments: list[str]) -> int:
     """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
-    parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile", description="Compile the tile kernels ahead of time.")
+    parser = argparse.ArgumentParser(prog=f"python -m {family.module}", description=f"Compile {family.about} ahead of time.")
     parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
     parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
-    parser.add_argument("--link", choices=list(LINKS), action="append")
-    parser.add_argument("--mask", choices=list(MASKS), action="append")
+    parser.add_argument("--link", choices=list(family.links), action="append")
+    parser.add_argument("--mask", choices=list(family.masks), action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
-    parser.add_argument("--dim", type=int, action="append")
-    parser.add_argument("--kernel", action="append", help="forward, decode, combine, keys, queries or row_products")
+    parser.add_argument("--dim", type=int, action="append", help=f"by default {', '.join(map(str, family.dims))}")
+    parser.add_argument("--kernel", action="append", help=family.kernels)
+    if family.sample is not None:
+        parser.add_argument("--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
+    if family.sample is not None and chosen.sample:
+        wanted = family.sample()
+    else:
+        wanted = family.cover(chosen.link or family.links, chosen.mask, chosen.dtype or DTYPES, chosen.dim or family.dims, chosen.device or DEVICES)
     with contextlib.ExitStack() as stack:
         spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
-        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
+        rows = list(itertools.chain.from_iterable(spread(family.compiled, wanted, itertools.repeat(chosen.kernel))))
     sys.stdout.write(summary(rows) + "\n")
     misfits = [row for row in rows if not row.fits]
     for row in misfits:
@@ -283,6 +309,12 @@ def main(arguments: list[str]) -> int:
     if chosen.out is not None:
         write(chosen.out, rows)
     return 1 if misfits else 0
+
+
+def main(arguments: list[str]) -> int:
+    """``command`` with the tile kernels."""
+    kernels = "forward, decode, combine, keys, queries or row_products"
+    return command(Family("zonal.kernels.triton.compile", "the tile kernels", LINKS, MASKS, DIMS, kernels, cover, compiled_all), arguments)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,19 @@
 Without choices in every type and size a causal call of each kind, and in bfloat16 the first kind with every mask, for every device.
 """
 
-import argparse
-import contextlib
 import itertools
-import os
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
+from zonal.errors import ArgumentError
 from zonal.formula import FORMULAS, Term
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.spec import TileSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.compile import DEVICES, DTYPES, MASKS, Compiled, Variant, compiled, name_of, summary, write
+from zonal.kernels.triton.compile import MASKS, Compiled, Family, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.distance_backward import backward
 from zonal.kernels.triton.distance_forward import forward
 
@@ -36,6 +29,9 @@ KINDS = {"rewa": (False, 0), "rewa-dot": (True, 0), "rewa_oscillatory": (False, 
 
 def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
     """All combinations of what was chosen; where no mask was, all kinds with the first, and with every mask the first kind in the first type."""
+    dims = list(dims)
+    if not set(dims) <= set(PARTS):
+        raise ArgumentError(f"compile_distance: the size of a point must be one of {', '.join(map(str, PARTS))}, received {dims}.")
     chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
     if masks is not None:
         kinds = list(itertools.product(chosen, masks, types))
@@ -78,37 +74,13 @@ def title(launch: tiles.Launch) -> str:
 
 def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
     """Compile a variant's kernels, or those named."""
-    return [
-        replace(compiled(launch, variant), kernel=title(launch)) for launch in launches(variant) if kernels is None or title(launch) in kernels
-    ]  # fmt: skip
+    return compiled_of(launches(variant), variant, title, kernels)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile, print the table, write the report, and return 1 when a kernel spills or is too large for its device."""
-    parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile_distance", description="Compile the kernels for attention by distance ahead of time.")
-    parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
-    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
-    parser.add_argument("--link", choices=list(KINDS), action="append")
-    parser.add_argument("--mask", choices=list(MASKS), action="append")
-    parser.add_argument("--dtype", choices=DTYPES, action="append")
-    parser.add_argument("--dim", type=int, action="append", choices=list(PARTS), help="of a point; the sizes of its parts follow")
-    parser.add_argument("--kernel", action="append", help="notes, forward, decode, keys, queries, combine or row_products")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
-    chosen = parser.parse_args(arguments)
-    # the default of fusing a multiplication and an addition differs between versions
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = cover(chosen.link or KINDS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or PARTS, chosen.device or DEVICES)
-    with contextlib.ExitStack() as stack:
-        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
-        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
-    sys.stdout.write(summary(rows) + "\n")
-    misfits = [row for row in rows if not row.fits]
-    for row in misfits:
-        sys.stdout.write(f"does not fit: {row}\n")
-    sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
-    if chosen.out is not None:
-        write(chosen.out, rows)
-    return 1 if misfits else 0
+    """``command`` with these kernels."""
+    kernels = "notes, forward, decode, keys, queries, combine or row_products"
+    return command(Family("zonal.kernels.triton.compile_distance", "the kernels for attention by distance", KINDS, MASKS, PARTS, kernels, cover, compiled_all), arguments)
 
 
 if __name__ == "__main__":

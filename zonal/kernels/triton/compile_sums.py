@@ -6,25 +6,18 @@ Without choices every link with the causal mask, and with every mask the link wi
 --sample: what results/benchmarks/triton_sums_aot.json holds, some twenty minutes of two cores.
 """
 
-import argparse
-import contextlib
 import itertools
-import os
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from zonal.formula import FORMULAS
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import tiles
-from zonal.kernels.triton.compile import DEVICES, DTYPES, Compiled, Link, Variant, compiled, name_of, summary, write
+from zonal.kernels.triton.compile import DEVICES, DTYPES, Compiled, Family, Link, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.sums_backward import backward
 from zonal.kernels.triton.sums_forward import forward
 
@@ -93,40 +86,14 @@ def title(launch: tiles.Launch) -> str:
 
 
 def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
-    """Compile a variant's kernels, or those whose titles begin so."""
-    return [
-        replace(compiled(launch, variant), kernel=title(launch))
-        for launch in launches(variant) if kernels is None or any(title(launch).startswith(name) for name in kernels)
-    ]  # fmt: skip
+    """Compile a variant's kernels, or those named."""
+    return compiled_of(launches(variant), variant, title, kernels)
 
 
 def main(arguments: list[str]) -> int:
-    """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
-    parser = argparse.ArgumentParser(prog="python -m zonal.kernels.triton.compile_sums", description="Compile the kernels for sums over features ahead of time.")
-    parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
-    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
-    parser.add_argument("--link", choices=list(LINKS), action="append")
-    parser.add_argument("--mask", choices=MASKS, action="append")
-    parser.add_argument("--dtype", choices=DTYPES, action="append")
-    parser.add_argument("--dim", type=int, action="append")
-    parser.add_argument("--kernel", action="append", help="absorb, carry, read, read_back, keys_back or row_products")
-    parser.add_argument("--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
-    chosen = parser.parse_args(arguments)
-    # the default of fusing a multiplication and an addition differs between versions
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    wanted = sample() if chosen.sample else cover(chosen.link or LINKS, chosen.mask, chosen.dtype or DTYPES, chosen.dim or DIMS, chosen.device or DEVICES)
-    with contextlib.ExitStack() as stack:
-        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
-        rows = list(itertools.chain.from_iterable(spread(compiled_all, wanted, itertools.repeat(chosen.kernel))))
-    sys.stdout.write(summary(rows) + "\n")
-    misfits = [row for row in rows if not row.fits]
-    for row in misfits:
-        sys.stdout.write(f"does not fit: {row}\n")
-    sys.stdout.write(f"triton {triton.__version__}: {len(rows)} kernels compiled, {len(misfits)} do not fit\n")
-    if chosen.out is not None:
-        write(chosen.out, rows)
-    return 1 if misfits else 0
+    """``command`` with these kernels."""
+    kernels = "absorb, carry, read, read_back, keys_back or row_products"
+    return command(Family("zonal.kernels.triton.compile_sums", "the kernels for sums over features", LINKS, MASKS, DIMS, kernels, cover, compiled_all, sample), arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""Triton kernels in the place of C++ ones, under calls of ``zonal.attention``: what the families' runners (``*_interpreted.py``) share.
+
+A runner prints one line of JSON a case. With TRITON_INTERPRET=1 its kernels run in Triton's interpreter on tensors of the CPU, else on CUDA.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from kernels.interpreted import mend, poisoned
+from torch import Tensor
+from triton.runtime import interpreter
+
+from zonal.execution import native
+from zonal.kernels.triton import tiles
+
+BROKEN = "broken"
+
+
+def stand_in(ops: ModuleType) -> type[torch.autograd.Function]:
+    """An operation as ``ops`` registers it for CUDA, with the gradients it has. It counts its calls; memory that kernels do not write holds NaN."""
+
+    class OnCuda(torch.autograd.Function):
+        started = 0
+
+        @staticmethod
+        def forward(*given: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+            OnCuda.started += 1
+            with patch.object(torch, "empty", poisoned):
+                return ops.on_cuda(*given)
+
+        setup_context = staticmethod(ops._setup)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+            with patch.object(torch, "empty", poisoned):
+                return ops._backward(ctx, *gradients)
+
+    return OnCuda
+
+
+def here() -> bool:
+    """Whether kernels are interpreted, on the CPU."""
+    return isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction)
+
+
+def replaced(ops: ModuleType, name: str, kernel: type[torch.autograd.Function], execution: ModuleType, refusal: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Inside, calls on the CPU go to the Triton kernels. name: of the operation in ``ops``; refusal: in place of that of ``execution``."""
+    stack = ExitStack()
+    if here():
+        stack.enter_context(patch.object(execution, "refusal", refusal))
+        stack.enter_context(patch.object(native, "plain", lambda *tensors: False))
+        stack.enter_context(patch.object(ops, name, kernel.apply))
+        stack.enter_context(patch.object(ops, f"{name}_backward", ops.backward_on_cuda))
+    return stack
+
+
+def run(
+    arguments: list[str], calls: ModuleType, cases: dict[str, Any], path: str, kernel: Any, interpreted: Callable[[bool], AbstractContextManager[Any]],
+    spoil: Callable[[bool], None], twice: Callable[[Any], bool], prepare: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Run the named cases. --own: in the tiles that calls have, and not in small ones. spoil: breaks the kernels, or makes them right; twice: whether a case is to
+    run again for the same bits; prepare: what else the interpreter has to be told."""
+    device = "cpu" if here() else "cuda"
+    if device == "cpu":
+        mend()
+        prepare()
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+    for name in arguments:
+        if name == "--own":
+            continue
+        case = cases[name.removesuffix(f"/{BROKEN}")]
+        data = calls.inputs(case)
+        spoil(name.endswith(BROKEN))
+        with interpreted("--own" in arguments):
+            there = data.to(calls.DTYPES[case.dtype], device)
+            got = calls.attended(case, there, path)
+            again = calls.attended(case, there, path) if twice(case) else got
+        wrong = calls.failure(case, data, got)
+        if wrong is None and not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
+            wrong = f"{name}: another run gave other bits"
+        if device == "cpu" and not kernel.started:
+            wrong = f"{name}: the kernels did not run"
+        kernel.started = 0
+        sys.stdout.write(json.dumps({"name": name, "device": device, "wrong": wrong}) + "\n")
