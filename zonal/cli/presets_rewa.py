@@ -47,7 +47,7 @@ def _ablation(about: str, models: dict[str, str], *notes: str) -> Preset:
 PRESETS = {
     "rewa-sexpr": Preset(
         "experiment 2 of the REWA paper: the missing subtree of S-expressions of depth 5, 10 and 15",
-        _GEOMETRIES, "1", "3e-3", TaskOptions(task="sexpr", test_examples=50), dataclasses.replace(_MODEL, heads=4, tie_embeddings=False),
+        _GEOMETRIES, "2", "3e-3", TaskOptions(task="sexpr", test_examples=50), dataclasses.replace(_MODEL, heads=4, tie_embeddings=False),
         dataclasses.replace(_TRAINING, steps=1500, batch_size=32),
         Published(
             _SOURCE, (),
