@@ -247,3 +247,16 @@ def test_declarations_in_the_pages_of_slots() -> None:
     page = (ROOT / "docs" / "algebra.md").read_text(encoding="utf-8")
     missing = [name for name, kind in slots.items() if dataclasses.is_dataclass(kind) and f"`{name}`" not in page]
     assert not missing, f"docs/algebra.md does not name {', '.join(missing)}"
+
+
+def test_theorems_name_their_tests() -> None:
+    """Each row of docs/theorems.md ends with a verdict, and names tests that are there."""
+    page = ROOT / "docs" / "theorems.md"
+    rows = [line.strip("| ").split(" | ") for line in prose(page).splitlines() if line.startswith("|") and not line.startswith(("| paper", "|---"))]
+    assert len(rows) > 20
+    for row in rows:
+        assert row[-1] in ("holds", "corrected", "false"), row
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row[-2])
+        assert named, row
+        for path, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE), f"{path}::{name}"
