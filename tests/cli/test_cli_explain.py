@@ -1,6 +1,7 @@
 """``zonal explain`` prints what ``zonal.explain`` says."""
 
 import json
+import re
 import shlex
 from dataclasses import asdict
 
@@ -120,6 +121,16 @@ def test_heads_as_json(trained, capsys):
     assert isinstance(attention, Attention)
     assert layer["heads"] == json.loads(json.dumps([asdict(head) for head in forms(attention, x, (1, 2))]))
     assert layer["ledger"][1]["derives"][0]["theorem"] == "exponential link"
+
+
+def test_heads_as_a_page(trained, tmp_path, capsys):
+    code, out, err = run(f"--model {trained} --layer 4 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --out {tmp_path / 'page.html'}", capsys)
+    assert (code, err) == (0, "")
+    assert f"Page: {tmp_path / 'page.html'}" in out
+    drawn = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)[1])
+    assert drawn["tokens"] == ["3", "40", "5", "41", "3", "40", "7"]
+    assert set(drawn["maps"]) == {"4.1", "4.2"}
+    assert all(sum(head["spectrum"]) == pytest.approx(1, abs=1e-3) for head in drawn["heads"])
 
 
 @pytest.mark.parametrize(
