@@ -19,7 +19,7 @@ import torch
 from matrix import OPERATORS
 
 from zonal import mechanisms
-from zonal.cli import parse
+from zonal.cli import explain, parse
 from zonal.cli.app import COMMANDS
 from zonal.cli.options import option_names
 from zonal.models.layers import check, layer_list
@@ -247,6 +247,12 @@ def test_declarations_in_the_pages_of_slots() -> None:
     page = (ROOT / "docs" / "algebra.md").read_text(encoding="utf-8")
     missing = [name for name, kind in slots.items() if dataclasses.is_dataclass(kind) and f"`{name}`" not in page]
     assert not missing, f"docs/algebra.md does not name {', '.join(missing)}"
+
+
+def test_the_tree_is_that_of_all_mechanisms() -> None:
+    """docs/tree.md shows what the ledgers say now; `zonal explain --tree` prints it anew."""
+    (block,) = (block for block in blocks(ROOT / "docs" / "tree.md") if block.language == "text")
+    assert block.text == explain.tree(), "docs/tree.md is not what the ledgers say: put the output of `zonal explain --tree` into its block"
 
 
 def test_theorems_name_their_tests() -> None:

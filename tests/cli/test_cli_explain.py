@@ -79,6 +79,20 @@ def test_operations():
     assert [_operations(value) for value in (12, 1.5e6, 18.2e9)] == ["12 FLOP", "1.5 MFLOP", "18.2 GFLOP"]
 
 
+def test_the_tree(capsys):
+    code, out, _ = run("--tree", capsys)
+    assert code == 0
+    tree, legend = out.split("\n\n")
+    assert tree.splitlines()[0] == "all evidence between all records"
+    assert "= softmax, regime" in tree
+    assert "quotient [anchor] row probe: only the row-conditional of K is observed" in legend.splitlines()
+    names = {line.split("─ ")[1].split(": ")[1] for line in tree.splitlines() if ": " in line}
+    assert names == {line.split("] ")[1].split(": ")[0] for line in legend.splitlines()}
+    code, out, err = run("--tree --causal", capsys)
+    assert (code, out) == (2, "")
+    assert "--causal says nothing to the tree of all mechanisms; leave it out with --tree" in err
+
+
 # --- a trained model --------------------------------------------------------------------------------------------------
 
 TASK = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8"

@@ -29,6 +29,8 @@ The first call on a machine measures its speed, which takes some seconds.
 With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is gauge (a number a query, which
 its weights do not see), a field of the keys, and a dot product of few numbers; and by how much its weights change when only so much is kept. --out draws it.
 
+With --tree, by which moves one arrives at each mechanism from the full interaction of all tokens.
+
 Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
@@ -64,6 +66,8 @@ class Explain:
     """cpu, cuda or cuda:1."""
     json: bool = False
     """Print JSON instead of tables."""
+    tree: bool = False
+    """Of all mechanisms, by which moves one arrives at each: one tree, and what its moves assume."""
     look: ModelLook = field(default_factory=ModelLook)
 
 
@@ -134,8 +138,19 @@ def tables(found: Explanation) -> list[RenderableType]:
     ]
 
 
+def tree() -> str:
+    """The tree of all mechanisms and its legend."""
+    moves = {name: mechanisms.resolve(name).moves() for name in mechanisms.names()}
+    return f"{ledger.tree(moves)}\n\n{ledger.legend(moves)}"
+
+
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
+    if options.tree:
+        if (others := replace(options, tree=False)) != Explain():
+            raise ArgumentError(f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree of all mechanisms; leave it out with --tree.")
+        print(tree())
+        return 0
     looks = options.look.model is not None
     others = replace(options, look=ModelLook(), device="cpu", json=False) if looks else Explain(look=options.look)
     if others != Explain():
