@@ -54,7 +54,7 @@ def gated() -> float:
     tokens, worst = 96, 0.0
     q, k, _ = (x.double() for x in draw(tokens, 2.0))
     cost, uniform, one = -(q @ k.mT)[0, 0] / math.sqrt(DIM), torch.full((tokens,), 1 / tokens, dtype=torch.float64), torch.eye(tokens, dtype=torch.float64)[None, None]
-    peers: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+    peers: dict[str, tuple[Any, Callable[[], Any]]] = {
         "balanced": (None, lambda: ot.bregman.sinkhorn_log(uniform, uniform, cost, 1.0, stopThr=1e-14, numItermax=10_000)),
         "unbalanced": ((1.0, 0.5), lambda: ot.unbalanced.sinkhorn_unbalanced(uniform, uniform, cost, 1.0, (1.0, 0.5), stopThr=1e-14, numItermax=10_000)),
     }
