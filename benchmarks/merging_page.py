@@ -8,6 +8,7 @@ from benchmarks import charts as page
 from benchmarks.charts import Row
 from zonal.report import formats, style
 
+_BUSY = 1.1
 _LOOKS = {
     f"trained on {model}, {schedule}": style.LOOKS[place]
     for place, (model, schedule) in enumerate([("all tokens", "even"), ("merged tokens", "even"), ("all tokens", "early"), ("merged tokens", "early")])
@@ -63,6 +64,8 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
         f"A vision transformer of {summary['parameters']:,} parameters on Fashion-MNIST: patches of {sizes['patch']}, {sizes['layers']} layers of width {sizes['dim']}, {sizes['steps']} updates "
         f"of {sizes['batch']} images, one seed. A difference below about half a point is within what another seed or another set of test images would change."
     )
+    if (load := value["load_per_core"] or 0) > _BUSY:
+        about += f" Other work shared the cores (a load of {load:g} a core when it began): a machine of its own does more images a second. What is compared was timed in turns."
     page.write(path, page.html("Merging tokens", "Fewer tokens: what it costs, what it gains", about, findings(summary), charts(list(value["rows"])), value))
 
 

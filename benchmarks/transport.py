@@ -4,7 +4,8 @@ POT is given its cost matrix and makes the plan, as it does; Zonal is given quer
 the marginals of keys are off by the tolerance: POT looks at a Euclidean norm, which is given so that it ends where the sum of absolute errors, Zonal's measure,
 is about the same; both are measured again in float64 and shown. POT runs with torch tensors in float32 and float64 and with numpy's in float64, the fastest
 of those that reach the tolerance being the peer. Times are processor time, the least of two turns, which a machine shared with other work does not
-stretch. First of all plans in float64 are compared with POT's.
+stretch, with the clock's beside it. Memory is what a process of its own grows by at its peak, forward and with backward, inputs and gradients included.
+First of all plans in float64 are compared with POT's.
 """
 
 import functools
@@ -27,7 +28,7 @@ from zonal import mechanisms as m
 DIM = 64
 TOLERANCE = 1e-5
 # (tokens, standard deviation of scores); numpy's times are left out where they are long
-PROBLEMS = ((2048, 1.0), (2048, 3.0), (512, 1.0), (512, 3.0), (4096, 1.0))
+PROBLEMS = ((512, 1.0), (1024, 1.0), (2048, 1.0), (4096, 1.0), (512, 3.0), (2048, 3.0))
 NUMPY_TOKENS = 512
 
 
@@ -53,7 +54,7 @@ def gated() -> float:
     tokens, worst = 96, 0.0
     q, k, _ = (x.double() for x in draw(tokens, 2.0))
     cost, uniform, one = -(q @ k.mT)[0, 0] / math.sqrt(DIM), torch.full((tokens,), 1 / tokens, dtype=torch.float64), torch.eye(tokens, dtype=torch.float64)[None, None]
-    peers: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+    peers: dict[str, tuple[Any, Callable[[], Any]]] = {
         "balanced": (None, lambda: ot.bregman.sinkhorn_log(uniform, uniform, cost, 1.0, stopThr=1e-14, numItermax=10_000)),
         "unbalanced": ((1.0, 0.5), lambda: ot.unbalanced.sinkhorn_unbalanced(uniform, uniform, cost, 1.0, (1.0, 0.5), stopThr=1e-14, numItermax=10_000)),
     }
@@ -85,17 +86,17 @@ def measure(tokens: int, width: float, turns: int = 2) -> dict[str, Any]:
     for name, (given, uniform) in peers.items():
         works[name] = functools.partial(pot, given, uniform, euclidean)
         left[name] = off(torch.as_tensor(works[name]()))
-    seconds = dict.fromkeys(works, math.inf)
+    seconds, elapsed = dict.fromkeys(works, math.inf), dict.fromkeys(works, math.inf)
     for _ in range(turns):
         for name, work in works.items():
-            before = time.process_time()
+            before, clock = time.process_time(), time.perf_counter()
             work()
-            seconds[name] = min(seconds[name], time.process_time() - before)
+            seconds[name], elapsed[name] = min(seconds[name], time.process_time() - before), min(elapsed[name], time.perf_counter() - clock)
     fair = [name for name in peers if left[name] <= 2 * max(TOLERANCE, left["zonal"])]
     best = min(fair, key=lambda name: seconds[name])
     return {
         "tokens": tokens, "width": width, "iterations": zonal.potentials(q, k, operator).iterations, "peer": best, "faster": seconds[best] / seconds["zonal"],
-        "seconds": seconds, "off": left,
+        "seconds": seconds, "elapsed": elapsed, "off": left,
     }  # fmt: skip
 
 
@@ -110,25 +111,28 @@ def received(q: Tensor, k: Tensor, operator: zonal.Operator) -> float:
     return float((total - 1 / tokens).abs().sum())
 
 
-_PEAK = """
-import resource, sys, torch, zonal
-from zonal import mechanisms as m
-from benchmarks.transport import draw, TOLERANCE
-tokens, backward = int(sys.argv[1]), sys.argv[2] == "backward"
-def run(n):
-    q, k, v = (x.requires_grad_(backward) for x in draw(n, 1.0))
+def transported(tokens: int, backward: bool) -> None:
+    """One call on inputs of its own, whose peak is measured."""
+    q, k, v = (x.requires_grad_(backward) for x in draw(tokens, 1.0))
     y = zonal.attention(q, k, v, m.sinkhorn(tolerance=TOLERANCE), path="tiled")
-    y.sum().backward() if backward else None
-run(64)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run(tokens)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    if backward:
+        y.sum().backward()
+
+
+_PEAK = """
+import functools, sys, torch
+from benchmarks.recurrence import peak_bytes
+from benchmarks.transport import transported
+torch.set_num_threads(int(sys.argv[3]))
+tokens, backward = int(sys.argv[1]), sys.argv[2] == "backward"
+transported(64, backward)  # what libraries and the kernel take once
+print(peak_bytes(functools.partial(transported, tokens, backward)))
 """
 
 
 def peak(tokens: int, what: str) -> int:
-    """Bytes that a process grew by at most, inputs included, in a process of its own."""
-    made = subprocess.run([sys.executable, "-c", _PEAK, str(tokens), what], capture_output=True, text=True, check=True)
+    """Bytes that a process grew by at most, in a process of its own (one that has run POT's arrays has their room left)."""
+    made = subprocess.run([sys.executable, "-c", _PEAK, str(tokens), what, str(torch.get_num_threads())], capture_output=True, text=True, check=True)
     return int(made.stdout)
 
 
@@ -139,14 +143,14 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(device)
     error = gated()
     problems = ((128, 1.0),) if options.quick else PROBLEMS
-    settings = {"heads": 1, "dim": DIM, "tolerance": TOLERANCE, "dtype": "float32", "clock": "processor time", "threads": torch.get_num_threads()}
+    settings = {"heads": 1, "dim": DIM, "tolerance": TOLERANCE, "dtype": "float32", "clock": "processor time, and elapsed", "threads": torch.get_num_threads()}
     rows: list[dict[str, Any]] = []
     memory: dict[str, int] = {}
     for tokens, width in problems:
         rows.append(measure(tokens, width))
         if width == 1.0:
             memory |= {f"{what} {tokens}": peak(tokens, what) for what in ("forward", "backward")}
-        print(common.table([shown(rows[-1])], ["tokens", "width", "iterations", "zonal", "peer", "faster", "off", "peer off"]), flush=True)
+        print(common.table([shown(rows[-1])], ["tokens", "width", "iterations", "zonal", "clock", "peer", "faster", "off", "peer off"]), flush=True)
         summary = {"faster": {f"{row['tokens']}, width {row['width']:g}": row["faster"] for row in rows}, "peak_bytes": memory, "gate_error": error}
         # after each, since the longest take a minute
         common.report(options.out, "transport", (__doc__ or "").strip(), settings, rows, summary, start)
@@ -157,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 def shown(row: dict[str, Any]) -> list[str]:
     off = row["off"]
     return [
-        str(row["tokens"]), f"{row['width']:g}", str(row["iterations"]), common.milliseconds(row["seconds"]["zonal"]), row["peer"], f"{row['faster']:.2f}x",
+        str(row["tokens"]), f"{row['width']:g}", str(row["iterations"]), common.milliseconds(row["seconds"]["zonal"]), common.milliseconds(row["elapsed"]["zonal"]), row["peer"], f"{row['faster']:.2f}x",
         f"{off['zonal']:.1e}", f"{off[row['peer']]:.1e}",
     ]  # fmt: skip
 

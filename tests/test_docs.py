@@ -19,7 +19,7 @@ import torch
 from matrix import OPERATORS
 
 from zonal import mechanisms
-from zonal.cli import parse
+from zonal.cli import explain, parse
 from zonal.cli.app import COMMANDS
 from zonal.cli.options import option_names
 from zonal.models.layers import check, layer_list
@@ -247,3 +247,22 @@ def test_declarations_in_the_pages_of_slots() -> None:
     page = (ROOT / "docs" / "algebra.md").read_text(encoding="utf-8")
     missing = [name for name, kind in slots.items() if dataclasses.is_dataclass(kind) and f"`{name}`" not in page]
     assert not missing, f"docs/algebra.md does not name {', '.join(missing)}"
+
+
+def test_the_tree_is_that_of_all_mechanisms() -> None:
+    """docs/tree.md shows what the ledgers say now; `zonal explain --tree` prints it anew."""
+    (block,) = (block for block in blocks(ROOT / "docs" / "tree.md") if block.language == "text")
+    assert block.text == explain.tree(), "docs/tree.md is not what the ledgers say: put the output of `zonal explain --tree` into its block"
+
+
+def test_theorems_name_their_tests() -> None:
+    """Each row of docs/theorems.md ends with a verdict, and names tests that are there."""
+    page = ROOT / "docs" / "theorems.md"
+    rows = [line.strip("| ").split(" | ") for line in prose(page).splitlines() if line.startswith("|") and not line.startswith(("| paper", "|---"))]
+    assert len(rows) > 20
+    for row in rows:
+        assert row[-1] in ("holds", "corrected", "false"), row
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row[-2])
+        assert named, row
+        for path, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE), f"{path}::{name}"

@@ -1,6 +1,7 @@
 """``zonal explain`` prints what ``zonal.explain`` says."""
 
 import json
+import re
 import shlex
 from dataclasses import asdict
 
@@ -78,6 +79,20 @@ def test_operations():
     assert [_operations(value) for value in (12, 1.5e6, 18.2e9)] == ["12 FLOP", "1.5 MFLOP", "18.2 GFLOP"]
 
 
+def test_the_tree(capsys):
+    code, out, _ = run("--tree", capsys)
+    assert code == 0
+    tree, legend = out.split("\n\n")
+    assert tree.splitlines()[0] == "all evidence between all records"
+    assert "= softmax, regime" in tree
+    assert "quotient [anchor] row probe: only the row-conditional of K is observed" in legend.splitlines()
+    names = {line.split("─ ")[1].split(": ")[1] for line in tree.splitlines() if ": " in line}
+    assert names == {line.split("] ")[1].split(": ")[0] for line in legend.splitlines()}
+    code, out, err = run("--tree --causal", capsys)
+    assert (code, out) == (2, "")
+    assert "--causal says nothing to the tree of all mechanisms; leave it out with --tree" in err
+
+
 # --- a trained model --------------------------------------------------------------------------------------------------
 
 TASK = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8"
@@ -120,6 +135,16 @@ def test_heads_as_json(trained, capsys):
     assert isinstance(attention, Attention)
     assert layer["heads"] == json.loads(json.dumps([asdict(head) for head in forms(attention, x, (1, 2))]))
     assert layer["ledger"][1]["derives"][0]["theorem"] == "exponential link"
+
+
+def test_heads_as_a_page(trained, tmp_path, capsys):
+    code, out, err = run(f"--model {trained} --layer 4 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --out {tmp_path / 'page.html'}", capsys)
+    assert (code, err) == (0, "")
+    assert f"Page: {tmp_path / 'page.html'}" in out
+    drawn = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)[1])
+    assert drawn["tokens"] == ["3", "40", "5", "41", "3", "40", "7"]
+    assert set(drawn["maps"]) == {"4.1", "4.2"}
+    assert all(sum(head["spectrum"]) == pytest.approx(1, abs=1e-3) for head in drawn["heads"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from zonal import mechanisms as m
 from zonal.algebra.anchor import Count, Row
 from zonal.errors import ArgumentError, PathError
 from zonal.features import Features
+from zonal.features.quadrature import _laguerre
+from zonal.features.score import _drawn
 from zonal.memory import Memory
 from zonal.models import CausalLM, ModelConfig
 from zonal.nn import Attention
@@ -85,6 +87,17 @@ def test_what_is_drawn_is_saved_and_never_drawn_again() -> None:
     # swapping another part keeps them, too
     counted = other.operator.replace(anchor=Count())
     assert all(torch.equal(a, b) for a, b in zip(counted.buffers(), layer.operator.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_model_made_for_its_shapes_leaves_nothing_behind(spec: str) -> None:
+    """What is drawn is kept for the next layer that asks, which may be one with weights."""
+    for kept in (_drawn, _laguerre):
+        kept.cache_clear()
+    with torch.device("meta"):
+        Attention(24, 3, spec)
+    layer = Attention(24, 3, spec)
+    assert layer(torch.randn(1, 5, 24)).isfinite().all()
 
 
 @pytest.mark.parametrize("spec", ["slay(scale='small')", "hedgehog(size=16)", "polynomial_square(degree=2, d_qk=6)", "squared_affine(d_qk=4)"])

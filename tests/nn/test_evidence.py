@@ -11,7 +11,7 @@ from zonal import nn, prior, probe
 from zonal.errors import ArgumentError
 from zonal.execution import dense
 from zonal.execution.call import prepare
-from zonal.nn.evidence import forms
+from zonal.nn.evidence import forms, maps
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -90,3 +90,26 @@ def test_an_empty_first_row_counts_for_nothing() -> None:
 def test_ranks_must_rise_and_fit(ranks: tuple[int, ...], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         forms(layer(), inputs(1, 8, 12), ranks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_maps_add_up_to_the_form(causal: bool) -> None:
+    """The first sequence alone; the interaction is the evidence without its fields, its energy has the spectrum, and the product is the nearest of its rank."""
+    made, x = layer(causal=causal).double(), inputs(2, 9, 12).double()
+    form, *_ = forms(made, x[:1], (2,))
+    drawn, *_ = maps(made, x, 2)
+    forbidden = drawn.evidence.isneginf()
+    assert bool(forbidden.any()) == causal
+    assert all(torch.equal(each.isneginf(), forbidden) for each in drawn)
+    weights, interaction, product = (each.masked_fill(forbidden, 0) for each in (drawn.weights, drawn.interaction, drawn.product))
+    assert torch.allclose(weights.sum(-1), torch.ones(9).double())
+    fields = probe.centred(drawn.evidence)
+    assert torch.allclose((drawn.evidence - fields.rows[:, None] - fields.columns).masked_fill(forbidden, 0), interaction)
+    assert torch.allclose(torch.tensor(form.spectrum).double(), torch.linalg.svdvals(interaction).square() / interaction.square().sum())
+    assert math.isclose(form.explained[0], float(1 - (interaction - product).square().sum() / interaction.square().sum()), rel_tol=1e-6)
+    assert form.explained[0] >= sum(form.spectrum[:2]) - 1e-9
+
+
+def test_maps_of_a_rank_that_is_none() -> None:
+    with pytest.raises(ArgumentError, match=r"nn.evidence.maps: a rank up to the number of tokens, 5, is required, received 6"):
+        maps(layer(), inputs(1, 5, 12), 6)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from zonal import anchor, prior
 from zonal import mechanisms as m
-from zonal import prior
 from zonal.errors import ArgumentError
 from zonal.nn import Attention, Block, Draws, Mamba2, Merged, MergeSchedule, SwiGLU
 from zonal.nn.merging import matched
@@ -23,6 +23,36 @@ def layer(spec="softmax", **options):
     for linear in (made.query, made.key, made.value, made.output):
         torch.nn.init.normal_(linear.weight, 0.0, 0.5)
     return made
+
+
+def plans():
+    """Each kind of plan, iterated until nothing moves; one learns the masses of its tokens."""
+    exact = {"tolerance": 1e-13, "limit": 20_000}
+    return {
+        "balanced": anchor.Plan(**exact),
+        "learned": anchor.Plan(learn=True, **exact),
+        "rows exact": anchor.UnbalancedPlan(rho=(None, 0.7), **exact),
+        "both wished": anchor.UnbalancedPlan(rho=(1.5, 0.7), **exact),
+        "in a range": anchor.BoundedPlan(low=0.5, high=1.5, **exact),
+    }
+
+
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+@pytest.mark.parametrize("name", plans())
+def test_the_mass_of_a_bucket_is_its_part_of_a_plan(name, path):
+    """The plan is unique, so that equal tokens have equal parts of it, and their bucket the sum: to 1e-9, gradients too; without masses it is another plan."""
+    made, x, counts = layer(m.softmax().replace(anchor=plans()[name])), (tokens(1, 5) / 2).requires_grad_(), torch.tensor([1, 3, 1, 2, 4])
+    if made.query_mass is not None:
+        for gate in (made.query_mass, made.key_mass):
+            torch.nn.init.normal_(gate.projection.weight, 0.0, 0.3, generator=torch.Generator().manual_seed(5))
+    whole, bucketed = made(x.repeat_interleave(counts, 1), path=path), made(x, mass=counts[None].double(), path=path)
+    torch.testing.assert_close(bucketed.repeat_interleave(counts, 1), whole, rtol=1e-9, atol=1e-9)
+    weight = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    wanted = torch.autograd.grad((whole * weight).sum(), (x, *made.parameters()))
+    found = torch.autograd.grad((bucketed.repeat_interleave(counts, 1) * weight).sum(), (x, *made.parameters()))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+    assert (made(x, path=path).repeat_interleave(counts, 1) - whole).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -48,6 +78,9 @@ def test_a_mass_of_zero_is_padding():
     count, none = layer("sko"), torch.zeros(2, 13, dtype=torch.float64)
     torch.testing.assert_close(count(x, mass=mask.double()), count(x, key_padding_mask=mask), **TOLERANCE)
     assert count(x, mass=none).isfinite().all()
+    plan = layer("sinkhorn")
+    torch.testing.assert_close(plan(x, mass=mask.double()), plan(x, key_padding_mask=mask), **TOLERANCE)
+    assert plan(x, mass=none).isfinite().all()
 
 
 def test_equal_tokens_merge_first_and_nothing_is_lost():

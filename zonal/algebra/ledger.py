@@ -38,6 +38,12 @@ def tree(operators: Mapping[str, Sequence[Move]]) -> str:
     return "\n".join([ROOT, *_branches([(name, tuple(moves)) for name, moves in operators.items()], "")])
 
 
+def legend(operators: Mapping[str, Sequence[Move]]) -> str:
+    """What each move of a tree assumes, once, in its order of steps; parameters of operators stand in what is assumed, so that a name may come with several."""
+    moves = {(move.step, move.name, move.assumes): move for each in operators.values() for move in each}
+    return "\n".join(f"{move.step} [{move.slot}] {move.name}: {move.assumes}" for move in ordered(tuple(moves.values())))
+
+
 def _branches(paths: Sequence[tuple[str, tuple[Move, ...]]], indent: str) -> list[str]:
     groups: dict[tuple[str, str, str], list[tuple[str, tuple[Move, ...]]]] = {}
     for name, moves in paths:

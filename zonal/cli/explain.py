@@ -27,13 +27,15 @@ and why, the memory one sequence leaves, and the ledger of what the operator ass
 The first call on a machine measures its speed, which takes some seconds.
 
 With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is gauge (a number a query, which
-its weights do not see), a field of the keys, and a dot product of few numbers; and by how much its weights change when only so much is kept.
+its weights do not see), a field of the keys, and a dot product of few numbers; and by how much its weights change when only so much is kept. --out draws it.
+
+With --tree, by which moves one arrives at each mechanism from the full interaction of all tokens.
 
 Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
   zonal explain --operator 'ska(power=1)' --shape 4,8,1,64 --causal --memory 16384
   zonal explain --operator softmax --shape 1,8,2048,64 --kv-heads 2 --gradients --json
-  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times, it was the worst of times" """
+  zonal explain --model runs/train-text-1a2b3c4d --layer 1 --text "It was the best of times, it was the worst of times" --out page.html"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Explain:
     """cpu, cuda or cuda:1."""
     json: bool = False
     """Print JSON instead of tables."""
+    tree: bool = False
+    """Of all mechanisms, by which moves one arrives at each: one tree, and what its moves assume."""
     look: ModelLook = field(default_factory=ModelLook)
 
 
@@ -134,14 +138,28 @@ def tables(found: Explanation) -> list[RenderableType]:
     ]
 
 
+def tree() -> str:
+    """The tree of all mechanisms and its legend."""
+    moves = {name: mechanisms.resolve(name).moves() for name in mechanisms.names()}
+    return f"{ledger.tree(moves)}\n\n{ledger.legend(moves)}"
+
+
 def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
+    if options.tree:
+        if (others := replace(options, tree=False)) != Explain():
+            raise ArgumentError(f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree of all mechanisms; leave it out with --tree.")
+        print(tree())
+        return 0
     looks = options.look.model is not None
     others = replace(options, look=ModelLook(), device="cpu", json=False) if looks else Explain(look=options.look)
     if others != Explain():
         given = command_line("explain", others).removeprefix("zonal explain ")
         raise ArgumentError(f"explain: {given} {'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}.")
     found = explained(options) if not looks else explain_model.looked_at(options.look, options.device)
+    page = None
+    if isinstance(found, explain_model.Found) and options.look.out is not None:
+        page = explain_model.write(found, options.look.out, command)
     if options.json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         return 0
@@ -150,4 +168,6 @@ def run(options: Explain, command: str) -> int:
     console = console if console.is_terminal else Console(width=160)
     for part in tables(found) if isinstance(found, Explanation) else explain_model.tables(found):
         console.print(part)
+    if page is not None:
+        console.print(Text(f"Page: {page}"))
     return 0

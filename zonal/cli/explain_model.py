@@ -12,14 +12,16 @@ from rich.text import Text
 from torch import Tensor
 
 from zonal import tasks
-from zonal.algebra import Operator
+from zonal.algebra import Operator, ledger
 from zonal.cli import parse
 from zonal.cli.generate import checkpoint_in, codec
 from zonal.cli.options import device
 from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
 from zonal.nn import Attention
-from zonal.nn.evidence import HeadForm, forms
+from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps
+from zonal.report import heads as report
+from zonal.report.search import Grid
 from zonal.training import load_model
 
 
@@ -41,6 +43,8 @@ class ModelLook:
     """How many numbers of a query and a key may meet."""
     refine: int = 30
     """Steps by which each rank is fitted to the weights; 0 for none."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Draw it too: a page with shares, singular values and maps of the first sequence."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Layer:
     operator: Operator | None
     heads: tuple[HeadForm, ...]
     refused: str | None = None
+    maps: tuple[HeadMaps, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Found:
     tokens: int
     ranks: tuple[int, ...]
     layers: tuple[Layer, ...]
+    read: tuple[str, ...]
+    """The tokens of the first sequence."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -91,18 +98,20 @@ def looked_at(options: ModelLook, place: str) -> Found:
     if tokens.shape[1] < max(2, *ranks):
         raise ArgumentError(f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. Give more --text or --length, or lower --ranks.")
     inputs = [(index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)]
-    layers = tuple(_layer(number, mixer, x, ranks, options.refine) for number, mixer, x in inputs)
+    layers = tuple(_layer(number, mixer, x, ranks, options) for number, mixer, x in inputs)
     if not any(layer.heads for layer in layers):
         raise ArgumentError(f"explain: no layer has a positive kernel of its tokens: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}.")
-    return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers)
+    decode = codec(config["identity"]["task"], model.config.vocab_size, "explain").decode
+    return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers, tuple(decode([token]) for token in tokens[0].tolist()))
 
 
-def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], refine: int) -> Layer:
+def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], options: ModelLook) -> Layer:
     if not isinstance(mixer, Attention):
         return Layer(number, None, (), f"{type(mixer).__name__} compares no queries with keys")
     if not mixer.operator.tags.positive:
         return Layer(number, mixer.operator, (), f"the kernel of {mixer.operator.spec} may be negative")
-    return Layer(number, mixer.operator, tuple(forms(mixer, x, ranks, refine=refine)))
+    drawn = () if options.out is None else tuple(maps(mixer, x, ranks[-1]))
+    return Layer(number, mixer.operator, tuple(forms(mixer, x, ranks, refine=options.refine)), maps=drawn)
 
 
 def _tokens(options: ModelLook, task: dict[str, Any], vocab_size: int) -> Tensor:
@@ -118,23 +127,41 @@ def _by_rank(head: HeadForm) -> list[float]:
     return [nat for pair in itertools.zip_longest(head.by_rank, head.refined) for nat in pair if nat is not None]
 
 
-def tables(found: Found) -> list[RenderableType]:
-    """One table of shares, one of weights, and the ledger of each operator."""
+def _grids(found: Found) -> tuple[Grid, Grid]:
+    """Shares, and nats, a row each head."""
     heads = [(f"{layer.number}.{number}", head) for layer in found.layers for number, head in enumerate(layer.heads, 1)]
     by_rank = tuple(f"rank {rank}" for rank in found.ranks)
-    fitted = [name for rank in by_rank for name in (rank, *(("fitted",) if heads[0][1].refined else ()))]
-    shares = [(name, *(f"{share:.1%}" for share in (head.gauge, head.columns, head.interaction, *head.explained))) for name, head in heads]
-    nats = [(name, *(f"{nat:.4f}" for nat in (head.uniform, head.by_columns, *_by_rank(head)))) for name, head in heads]
+    fitted = tuple(name for rank in by_rank for name in (rank, *(("fitted",) if heads[0][1].refined else ())))
+    shares = tuple((name, *(f"{share:.1%}" for share in (head.gauge, head.columns, head.interaction, *head.explained))) for name, head in heads)
+    nats = tuple((name, *(f"{nat:.4f}" for nat in (head.uniform, head.by_columns, *_by_rank(head)))) for name, head in heads)
+    return Grid(("head", "gauge", "columns", "interaction", *by_rank), shares), Grid(("head", "equal", "columns", *fitted), nats)
+
+
+def _ran(found: Found) -> dict[str, Operator]:
+    """The operators of layers whose heads are shown, by spec."""
+    return {layer.operator.spec: layer.operator for layer in found.layers if layer.operator is not None and layer.heads}
+
+
+def write(found: Found, path: Path, command: str) -> Path:
+    """Write the page of what was found."""
+    maps = {f"{layer.number}.{number}": each._asdict() for layer in found.layers for number, each in enumerate(layer.maps, 1)}
+    ledgers = {spec: ledger.text(operator.moves()) for spec, operator in _ran(found).items()}
+    return report.write(path, report.Heads(found.to_dict(), *_grids(found), maps, found.read, ledgers, command))
+
+
+def tables(found: Found) -> list[RenderableType]:
+    """One table of shares, one of weights, and the ledger of each operator."""
+    shares, nats = _grids(found)
     parts: list[RenderableType] = [
         Text(f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"),
         Text(),
-        table("Parts of the log evidence of a head", ("head", "gauge", "columns", "interaction", *by_rank), shares),
+        table("Parts of the log evidence of a head", shares.head, shares.rows),
         Text("gauge: a number a query, which weights do not see; columns: a number a key; interaction: what is left, and what of it a dot product of so many numbers explains", style="dim"),
         Text(),
-        table("How far its weights are from others, in nats", ("head", "equal", "columns", *fitted), nats),
+        table("How far its weights are from others, in nats", nats.head, nats.rows),
         Text("equal: equal weights; columns: those of the column field alone; rank: with the dot product too, fitted to the evidence, and then to the weights", style="dim"),
     ]
-    ran = {layer.operator.spec: layer.operator for layer in found.layers if layer.operator is not None and layer.heads}
+    ran = _ran(found)
     observed = [spec for spec, operator in ran.items() if not operator.tags.normalises]
     if observed:
         parts.append(Text(f"The anchor of {', '.join(observed)} divides by no row's sum: it sees what stands under gauge.", style="dim"))

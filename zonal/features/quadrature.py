@@ -43,7 +43,8 @@ def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = Non
     require(rule in ("laguerre", "minimax"), f"quadrature: rule must be 'laguerre' or 'minimax', received {rule!r}.")
     limit = _MAX_LAGUERRE if rule == "laguerre" else _MAX_MINIMAX
     require(isinstance(count, int) and 1 <= count <= limit, f"quadrature: {rule} has from 1 to {limit} nodes, received {count}.")
-    found = _laguerre(count, eps) if rule == "laguerre" else _minimax(count, eps)
+    with torch.device("cpu"):  # also where a model is made for its shapes alone
+        found = _laguerre(count, eps) if rule == "laguerre" else _minimax(count, eps)
     if tolerance is not None and not found.error <= tolerance:
         other = "rule='minimax', " if rule == "laguerre" else ""
         raise ArgumentError(

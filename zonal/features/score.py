@@ -144,7 +144,7 @@ class Features(Score):
 def _drawn(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
-    with torch.inference_mode(False):  # kept for calls with gradients, too
+    with torch.device("cpu"), torch.inference_mode(False):  # kept: for models beside one of shapes alone, and for calls with gradients
         return score.features.start(score.dim, score.heads, seed=score.seed)
 
 

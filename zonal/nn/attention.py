@@ -222,12 +222,13 @@ class Attention(TokenMixer):
         if mass is not None:
             self._check_mass(x, mass, memory, key_padding_mask, cu_seqlens)
             key_padding_mask = mass > 0
-            key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
+            if not isinstance(self.operator.anchor, PlanAnchor):  # whose reference is mu nu^T K: its masses count tokens
+                key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
         score = self.operator.score
         if score.transports:
             v = score.carried(v, k)
-        query_mass, key_mass = self._masses(inner, key_padding_mask)
+        query_mass, key_mass = self._masses(inner, mass if mass is not None else key_padding_mask)
         result = attention(
             q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
             memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
@@ -254,10 +255,10 @@ class Attention(TokenMixer):
                 "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier ones would read through it, and which tokens "
                 "are alike is known only when all are there. Use causal=False, or no merging."
             )
-        if not isinstance(self.operator.anchor, Row | Count | Raw):
+        if not isinstance(self.operator.anchor, Row | Count | Raw | PlanAnchor):
             raise refuse(
-                f"mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as often as it has tokens; operator {self.operator.name!r} has "
-                f"{type(self.operator.anchor).__name__}. Use one of those, or no merging."
+                f"mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as often as it has tokens, and for plans, whose masses do; operator "
+                f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. Use one of those, or no merging."
             )
         if self.operator.prior or self.rotary is not None or self.convolution is not None or self.neighbours or cu_seqlens is not None:
             raise refuse(
@@ -292,14 +293,15 @@ class Attention(TokenMixer):
             q, k = self._with_deaths(q, k, memory, key_padding_mask, cu_seqlens)
         return q, k, v, inner, tail
 
-    def _masses(self, inner: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What queries give and keys receive in a plan: padding nothing, on either side; None = alike for all."""
+    def _masses(self, inner: Tensor, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What queries give and keys receive in a plan, None = alike for all. tokens (B, T): how many each stands for, or whether it is one; 0 gives and receives nothing."""
         found = []
         for gate, heads in ((self.query_mass, self.heads), (self.key_mass, self.kv_heads)):
             mass = None if gate is None else gate(inner)
-            if key_padding_mask is not None and isinstance(self.operator.anchor, PlanAnchor):
-                real = key_padding_mask[:, None].expand(-1, heads, -1)
-                mass = real.to(inner.dtype) if mass is None else torch.where(real, mass, 0)
+            if tokens is not None and isinstance(self.operator.anchor, PlanAnchor):
+                count = tokens[:, None].expand(-1, heads, -1)
+                count = count if count.is_floating_point() else count.to(inner.dtype)
+                mass = count if mass is None else torch.where(count > 0, count * mass, 0)
             found.append(mass)
         return found[0], found[1]
 
