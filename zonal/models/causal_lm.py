@@ -353,6 +353,10 @@ class CausalLM(nn.Module):
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
 
+    def reads(self, tokens: int) -> tuple[Tensor, ...]:
+        """What each layer reads of ``tokens`` tokens, bool (T, T): layers of ``zonal.influence``, whose ``reach`` no derivative of the model leaves."""
+        return tuple(block.attention.reads(tokens) for block in self._blocks())
+
     @torch.no_grad()
     def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
         """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T). Without gradients."""
