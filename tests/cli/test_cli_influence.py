@@ -20,8 +20,8 @@ def test_a_window_is_told_layer_by_layer_and_drawn(capsys):
     lines = [line.rstrip() for line in out.splitlines()]
     assert [line.split()[2] for line in lines[2:9]] == ["5", "10", "15", "20", "25", "30", "31"]
     assert "7 layers: more of them bring nothing" in lines
-    # the last two tokens and the first two: the farthest pair is 31 apart, which takes seven windows of 5
-    assert lines[-1].split() == ["30", *"7 6 6 6 5 5 4 4 4 3 3 2 2 2 1 1".split()]
+    # cells of two tokens: the farthest pair of one is 31, 29, 27 … apart
+    assert lines[-1].split() == ["30", *(str(-(-apart // 5)) for apart in range(31, 0, -2))]
     assert len(lines[-2].split()) == 16
 
 

@@ -1,5 +1,6 @@
 """``zonal influence``: which inputs of a stack of layers can reach which outputs, and through how few layers."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Annotated
@@ -73,9 +74,9 @@ class Found:
         edges = [tokens * index // min(_CELLS, tokens) for index in range(min(_CELLS, tokens) + 1)]
         width = len(str(self.layers))
         lines = []
-        for row, (top, bottom) in enumerate(zip(edges, edges[1:], strict=False)):
+        for row, (top, bottom) in enumerate(itertools.pairwise(edges)):
             cells = []
-            for left, right in zip(edges[: row + 1], edges[1 : row + 2], strict=True):
+            for left, right in itertools.pairwise(edges[: row + 2]):
                 block = self.depths[top:bottom, left:right]
                 pairs = block[torch.arange(top, bottom)[:, None] >= torch.arange(left, right)]
                 cells.append("·" if bool((pairs == influence.NEVER).any()) else str(int(pairs.max())))
