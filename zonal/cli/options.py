@@ -14,6 +14,7 @@ from zonal.cli import parse
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.models.config import Mlp
+from zonal.nn import Residual
 from zonal.training import TrainConfig
 
 _KINDS = {tasks.Retrieval: "Retrieval", tasks.Expressions: "Completing expressions", tasks.Lookup: "Recall by relation", tasks.Periodic: "Signals"}
@@ -103,6 +104,8 @@ class ModelOptions:
     """Rotary positions."""
     qk_norm: bool = False
     """Normalise queries and keys."""
+    residual: Residual = "pre"
+    """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
     tie_embeddings: bool = True
     """Use the embedding as output layer too."""
 
@@ -121,6 +124,7 @@ class ModelOptions:
             conv=self.conv,
             rotary=self.rotary,
             qk_norm=self.qk_norm,
+            residual=self.residual,
             tie_embeddings=self.tie_embeddings,
             max_len=task.length,
         )

@@ -7,13 +7,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
+from zonal.nn import Residual
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "none"]
+# fields that came when runs had been saved without them: such a run is the one of their defaults, and goes on
+_LATER = ("residual",)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: embedding, one pre-norm block a layer, norm, head.
+    """A decoder: embedding, one residual block a layer, norm, head.
 
     Args:
         vocab_size: number of tokens V.
@@ -36,6 +39,7 @@ class ModelConfig:
         max_len: the length the model is meant for; informs, does not limit.
         norm_eps: ε of the norms.
         init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 · layers).
+        residual: how a block's layers are composed, as in ``nn.Block``: "pre", "post", "gated" or "dense".
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -57,6 +61,7 @@ class ModelConfig:
     max_len: int | None = None
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    residual: Residual = "pre"
 
     def __post_init__(self) -> None:
         def refuse(field: str, required: str) -> ArgumentError:
@@ -76,8 +81,9 @@ class ModelConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
                 raise refuse(field, "a positive number")
-        if self.mlp not in get_args(Mlp):
-            raise refuse("mlp", " or ".join(repr(name) for name in get_args(Mlp)))
+        for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):
+            if getattr(self, field) not in names:
+                raise refuse(field, " or ".join(repr(name) for name in names))
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
         if not self.layers or not all(isinstance(spec, str) for spec in self.layers):
@@ -116,8 +122,8 @@ class ModelConfig:
         return 8 * math.ceil(self.mlp_ratio * self.dim / 8 - 1e-9)  # so that a ratio of two sizes is that ratio
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON values."""
-        fields = dataclasses.asdict(self)
+        """The fields as JSON values; those of ``_LATER`` only where they are not at their default."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _LATER or getattr(self, field.name) != field.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     @classmethod
