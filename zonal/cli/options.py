@@ -97,7 +97,11 @@ class ModelOptions:
     mlp: Mlp = "swiglu"
     """The part between attention layers."""
     mlp_ratio: float = 8 / 3
-    """Hidden size of the mlp over dim."""
+    """Hidden size of the mlp, or of each expert, over dim."""
+    experts: int = 8
+    """With --mlp experts: feed-forward layers of a block."""
+    experts_per_token: int = 2
+    """With --mlp experts: how many of them a token takes."""
     conv: int = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
@@ -121,6 +125,8 @@ class ModelOptions:
             qk_dim=self.qk_dim,
             mlp=self.mlp,
             mlp_ratio=self.mlp_ratio,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
             conv=self.conv,
             rotary=self.rotary,
             qk_norm=self.qk_norm,

@@ -1,7 +1,7 @@
 """Parts of a model by the config's names for them."""
 
 from zonal.models.config import ModelConfig
-from zonal.nn import DenseSkip, KoopmanMLP, Latest, SwiGLU
+from zonal.nn import DenseSkip, KoopmanMLP, Latest, MixtureOfExperts, SwiGLU
 from zonal.nn.block import FeedForward
 from zonal.nn.stage import LATEST
 
@@ -12,6 +12,8 @@ def mlp_of(config: ModelConfig) -> FeedForward | None:
         return None
     if config.mlp == "swiglu":
         return SwiGLU(config.dim, config.mlp_hidden)
+    if config.mlp == "experts":
+        return MixtureOfExperts(config.dim, config.mlp_hidden, config.experts, config.experts_per_token)
     return KoopmanMLP(config.dim, config.mlp_hidden, gated=config.mlp == "koopman-gated")
 
 

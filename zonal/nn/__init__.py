@@ -4,6 +4,7 @@ from zonal.nn import rewa
 from zonal.nn.attention import Attention
 from zonal.nn.block import Block, Residual
 from zonal.nn.convolution import ShortConvolution
+from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.gated_deltanet import GatedDeltaNet
 from zonal.nn.gated_kalmanet import GatedKalmaNet
 from zonal.nn.initialise import Draws
@@ -23,5 +24,5 @@ from zonal.nn.topology import deaths
 
 __all__ = [
     "Attention", "Block", "CGLift", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
-    "MergeSchedule", "Merged", "MesaNet", "Mixture", "PostNorm", "RMSNorm", "Records", "Residual", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.nn.attention import Attention
+from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
 from zonal.nn.memory import LayerMemory
@@ -18,7 +19,7 @@ from zonal.nn.norm import RMSNorm
 from zonal.nn.stage import LATEST, DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
 
 Residual = Literal["pre", "post", "gated", "dense"]
-FeedForward = SwiGLU | KoopmanMLP
+FeedForward = SwiGLU | KoopmanMLP | MixtureOfExperts
 
 
 class Block(nn.Module):
