@@ -110,6 +110,8 @@ class ModelOptions:
     """Normalise queries and keys."""
     residual: Residual = "pre"
     """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; wider for --residual post, such as 0.125."""
     tie_embeddings: bool = True
     """Use the embedding as output layer too."""
 
@@ -131,6 +133,7 @@ class ModelOptions:
             rotary=self.rotary,
             qk_norm=self.qk_norm,
             residual=self.residual,
+            init_std=self.init_std,
             tie_embeddings=self.tie_embeddings,
             max_len=task.length,
         )
