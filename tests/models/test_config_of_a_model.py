@@ -53,7 +53,7 @@ def test_derived_sizes():
         ({"layers": ("softmx",)}, "softmax"),
         ({"layers": ("ska(powr=1)",)}, "power"),
         ({"layers": (3,)}, "layers"),
-        ({"mlp": "gelu"}, "'swiglu' or 'koopman' or 'koopman-gated' or 'none'"),
+        ({"mlp": "gelu"}, "'swiglu' or 'koopman' or 'koopman-gated' or 'experts' or 'none'"),
         ({"qk_dim": 0}, "qk_dim"),
         ({"qk_dim": 5, "rotary": True}, "rotary needs an even head size, received 5"),
         ({"mlp_ratio": 0}, "mlp_ratio"),

@@ -6,6 +6,7 @@ from torch import nn
 from training.training_doubles import tiny_config, tiny_model
 
 from zonal.errors import ArgumentError
+from zonal.models import ModelConfig, build
 from zonal.training import TrainConfig
 from zonal.training.config import first_difference
 from zonal.training.optimiser import adamw, decay_groups, set_learning_rate
@@ -57,6 +58,13 @@ def test_what_decays():
     assert any("operator" in name and parameter.ndim >= 2 for name, parameter in constant.items())
     assert "embedding.weight" in constant
     assert all(name in constant for name, parameter in model.named_parameters() if parameter.ndim < 2)
+
+
+def test_gates_of_a_dense_skip_do_not_decay():
+    model = build(ModelConfig(7, 8, ("softmax",) * 2, heads=2, residual="dense", mlp="experts", experts=2), seed=0)
+    decaying, constant = decay_groups(model)
+    assert {name for name in constant if "history" in name} == {"blocks.0.history.weight", "blocks.1.history.weight", "history.weight"}
+    assert {"blocks.0.mlp.gate", "blocks.0.mlp.router.weight"} <= set(decaying)
 
 
 def test_tied_and_frozen_parameters():

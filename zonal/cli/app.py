@@ -36,6 +36,7 @@ COMMANDS = {
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
     "search": Command("search", "SearchOptions", "search over operators and parameters"),
     "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
+    "influence": Command("influence", "Influence", "say which inputs can reach which outputs, through how many layers"),
     "build": Command("build", "Build", "compile the CPU kernels ahead of their first use"),
     "bench": Command("bench", "Bench", "run a benchmark"),
     "demo": Command("demo", "Demo", "compare five operators on two tasks in about four minutes"),

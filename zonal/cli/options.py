@@ -14,6 +14,7 @@ from zonal.cli import parse
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.models.config import Mlp
+from zonal.nn import Residual
 from zonal.training import TrainConfig
 
 _KINDS = {tasks.Retrieval: "Retrieval", tasks.Expressions: "Completing expressions", tasks.Lookup: "Recall by relation", tasks.Periodic: "Signals"}
@@ -96,13 +97,21 @@ class ModelOptions:
     mlp: Mlp = "swiglu"
     """The part between attention layers."""
     mlp_ratio: float = 8 / 3
-    """Hidden size of the mlp over dim."""
+    """Hidden size of the mlp, or of each expert, over dim."""
+    experts: int = 8
+    """With --mlp experts: feed-forward layers of a block."""
+    experts_per_token: int = 2
+    """With --mlp experts: how many of them a token takes."""
     conv: int = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
     """Rotary positions."""
     qk_norm: bool = False
     """Normalise queries and keys."""
+    residual: Residual = "pre"
+    """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; wider for --residual post, such as 0.125."""
     tie_embeddings: bool = True
     """Use the embedding as output layer too."""
 
@@ -118,9 +127,13 @@ class ModelOptions:
             qk_dim=self.qk_dim,
             mlp=self.mlp,
             mlp_ratio=self.mlp_ratio,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
             conv=self.conv,
             rotary=self.rotary,
             qk_norm=self.qk_norm,
+            residual=self.residual,
+            init_std=self.init_std,
             tie_embeddings=self.tie_embeddings,
             max_len=task.length,
         )

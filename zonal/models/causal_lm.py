@@ -15,9 +15,9 @@ from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
-from zonal.models.mlp import mlp_of
+from zonal.models.parts import history_of, mlp_of
 from zonal.models.sampling import Sampler, StopRule
-from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary, TokenMixer
+from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary, TokenMixer
 from zonal.nn.memory import load_memories
 
 IGNORE = -100
@@ -48,7 +48,7 @@ class Continued(NamedTuple):
 
 
 class CausalLM(nn.Module):
-    """Embedding, pre-norm blocks, norm, head.
+    """Embedding, residual blocks, norm, head.
 
     Built by ``zonal.models.build(config, seed)`` when the initial weights are to be the same for every operator; the
     constructor alone draws them from torch's global generator.
@@ -66,9 +66,12 @@ class CausalLM(nn.Module):
                 mixer(spec, config.dim, functools.partial(self._attention, width=width, rotary=rotary)),
                 mlp_of(config),
                 config.norm_eps,
+                config.residual,
+                records,
             )
-            for spec, width in zip(config.layers, config.conv_widths, strict=True)
+            for records, (spec, width) in enumerate(zip(config.layers, config.conv_widths, strict=True), start=1)
         )
+        self.history = history_of(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -90,6 +93,7 @@ class CausalLM(nn.Module):
         draws.normal_(self.embedding.weight, "embedding.weight")
         for index, block in enumerate(self._blocks()):
             block.reset_parameters(draws.child(f"blocks.{index}"))
+        self.history.reset_parameters()
         self.norm.reset_parameters()
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
@@ -106,10 +110,10 @@ class CausalLM(nn.Module):
         self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
     ) -> Tensor:
         """tokens (B, T) -> what the head reads, (B, T, dim)."""
-        x = self._embed(tokens)
+        records: Records = (self._embed(tokens),)
         for block in self.blocks:
-            x = block(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-        return self.norm(x)
+            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+        return self.norm(self.history(records))
 
     def loss(
         self,
@@ -353,13 +357,17 @@ class CausalLM(nn.Module):
             for index, (spec, block) in enumerate(zip(self.config.layers, self._blocks(), strict=True))
         ]
 
+    def reads(self, tokens: int) -> tuple[Tensor, ...]:
+        """What each layer reads of ``tokens`` tokens, bool (T, T): layers of ``zonal.influence``, whose ``reach`` no derivative of the model leaves."""
+        return tuple(block.attention.reads(tokens) for block in self._blocks())
+
     @torch.no_grad()
     def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
         """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T). Without gradients."""
-        x = self._embed(tokens)
+        records: Records = (self._embed(tokens),)
         for index, block in enumerate(self._blocks()):
-            yield index, block.attention, block.attention_norm(x)
-            x = block(x, path=path)
+            yield index, block.attention, block.mixing().charted(records)
+            records = self.history.kept(records, block(records, path=path))
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
@@ -367,17 +375,18 @@ class CausalLM(nn.Module):
         for name, parameter in self.named_parameters():
             if not bool(parameter.isfinite().all()):
                 return name
-        x = self._embed(tokens)
+        records: Records = (self._embed(tokens),)
         for index, block in enumerate(self._blocks()):
-            mixed = block.attention(block.attention_norm(x), path=path)
-            if not bool(mixed.isfinite().all()):
+            x = block.mixing(functools.partial(block.attention, path=path))(records)
+            if not bool(x.isfinite().all()):
                 return f"blocks.{index}.attention"
-            x = x + mixed
-            if block.mlp is not None and block.mlp_norm is not None:
-                x = x + block.mlp(block.mlp_norm(x))
+            feeding = block.feeding()
+            if feeding is not None:
+                x = feeding(x)
                 if not bool(x.isfinite().all()):
                     return f"blocks.{index}.mlp"
-        return None if bool(self._logits(self.norm(x)).isfinite().all()) else "head"
+            records = self.history.kept(records, x)
+        return None if bool(self._logits(self.norm(self.history(records))).isfinite().all()) else "head"
 
     # --- files ---------------------------------------------------------------------------------------------------------
 
@@ -396,13 +405,14 @@ class CausalLM(nn.Module):
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
-        """What the last block says after reading on from ``memory``, before the norm, and the memory after it."""
-        x = self._embed(tokens)
+        """What the norm is given after reading on from ``memory``, and the memory after it."""
+        records: Records = (self._embed(tokens),)
         after = []
         for block, before in zip(self.blocks, memory.layers, strict=True):
-            x, layer = block(x, before, key_padding_mask=mask, path=path)
+            x, layer = block(records, before, key_padding_mask=mask, path=path)
+            records = self.history.kept(records, x)
             after.append(layer)
-        return x, ModelMemory(tuple(after), memory.origin)
+        return self.history(records), ModelMemory(tuple(after), memory.origin)
 
     def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
         memory, found = self.empty_memory(tokens.shape[0]), []

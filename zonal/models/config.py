@@ -7,13 +7,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
+from zonal.nn import Residual
 
-Mlp = Literal["swiglu", "koopman", "koopman-gated", "none"]
+Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
+# fields that came when runs had been saved without them: such a run is the one of their defaults, and goes on
+_LATER = ("residual", "experts", "experts_per_token")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: embedding, one pre-norm block a layer, norm, head.
+    """A decoder: embedding, one residual block a layer, norm, head.
 
     Args:
         vocab_size: number of tokens V.
@@ -25,9 +28,9 @@ class ModelConfig:
         kv_heads: key and value heads; None = ``heads``.
         head_dim: size of one head; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or the size of the head.
-        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three), or "none" for layers of
-            attention alone.
-        mlp_ratio: hidden size of the mlp over dim; rounded up to a multiple of 8.
+        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three), "experts"
+            (``MixtureOfExperts``, of SwiGLUs), or "none" for layers of attention alone.
+        mlp_ratio: hidden size of the mlp, or of each expert, over dim; rounded up to a multiple of 8.
         rotary: rotary positions in every layer of attention.
         rotary_base: their wavelength base.
         qk_norm: RMSNorm on q and k.
@@ -36,6 +39,8 @@ class ModelConfig:
         max_len: the length the model is meant for; informs, does not limit.
         norm_eps: ε of the norms.
         init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 · layers).
+        residual: how a block's layers are composed, as in ``nn.Block``: "pre", "post", "gated" or "dense".
+        experts, experts_per_token: how many feed-forward layers a block has, and how many of them a token takes, with mlp="experts".
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -57,12 +62,15 @@ class ModelConfig:
     max_len: int | None = None
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    residual: Residual = "pre"
+    experts: int = 8
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         def refuse(field: str, required: str) -> ArgumentError:
             return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
 
-        for field in ("vocab_size", "dim", "heads"):
+        for field in ("vocab_size", "dim", "heads", "experts", "experts_per_token"):
             if not _is_int(getattr(self, field)) or getattr(self, field) < 1:
                 raise refuse(field, "a positive integer")
         for field in ("kv_heads", "head_dim", "qk_dim", "max_len"):
@@ -76,8 +84,11 @@ class ModelConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
                 raise refuse(field, "a positive number")
-        if self.mlp not in get_args(Mlp):
-            raise refuse("mlp", " or ".join(repr(name) for name in get_args(Mlp)))
+        for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):
+            if getattr(self, field) not in names:
+                raise refuse(field, " or ".join(repr(name) for name in names))
+        if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
+            raise refuse("experts_per_token", f"from 2 to experts={self.experts}")
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
         if not self.layers or not all(isinstance(spec, str) for spec in self.layers):
@@ -116,8 +127,8 @@ class ModelConfig:
         return 8 * math.ceil(self.mlp_ratio * self.dim / 8 - 1e-9)  # so that a ratio of two sizes is that ratio
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON values."""
-        fields = dataclasses.asdict(self)
+        """The fields as JSON values; those of ``_LATER`` only where they are not at their default."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _LATER or getattr(self, field.name) != field.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     @classmethod

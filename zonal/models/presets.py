@@ -65,7 +65,7 @@ def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = No
 
 
 def _mlps() -> tuple[str, ...]:
-    return tuple(f"-{mlp}" for mlp in get_args(Mlp) if mlp != "none")
+    return tuple(f"-{mlp}" for mlp in get_args(Mlp) if mlp not in ("none", "experts"))
 
 
 def _with_mixers(config: ModelConfig, mixer: str) -> ModelConfig:

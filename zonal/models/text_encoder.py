@@ -8,14 +8,14 @@ from zonal.errors import ArgumentError
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import operators_in
-from zonal.models.mlp import mlp_of
-from zonal.nn import Attention, Block, Draws, RMSNorm, Rotary
+from zonal.models.parts import history_of, mlp_of
+from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary
 
 _UNSUPERVISED = -100
 
 
 class TextEncoder(nn.Module):
-    """Embedding, pre-norm blocks of bidirectional attention, norm, and a head that is the embedding unless untied.
+    """Embedding, residual blocks of bidirectional attention, norm, and a head that is the embedding unless untied.
 
     Args:
         config: as of ``CausalLM``. Layers must be operators: recurrences and short convolutions read in one direction.
@@ -42,9 +42,12 @@ class TextEncoder(nn.Module):
                 ),
                 mlp_of(config),
                 config.norm_eps,
+                config.residual,
+                records,
             )
-            for spec in config.layers
+            for records, spec in enumerate(config.layers, start=1)
         )  # fmt: skip
+        self.history = history_of(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters(seed)
@@ -57,6 +60,7 @@ class TextEncoder(nn.Module):
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             block.reset_parameters(draws.child(f"blocks.{index}"))
+        self.history.reset_parameters()
         self.norm.reset_parameters()
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
@@ -68,10 +72,10 @@ class TextEncoder(nn.Module):
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
-        x = self.embedding(tokens)
+        records: Records = (self.embedding(tokens),)
         for block in self.blocks:
-            x = block(x, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
-        return self.norm(x)
+            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+        return self.norm(self.history(records))
 
     def forward(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto") -> Tensor:
         """tokens (B, T) -> logits (B, T, V) of what stands, or stood, at each position."""

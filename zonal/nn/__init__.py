@@ -1,9 +1,10 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers, the block, and the merging of tokens."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers, stages and the block, and the merging of tokens."""
 
 from zonal.nn import rewa
 from zonal.nn.attention import Attention
-from zonal.nn.block import Block
+from zonal.nn.block import Block, Residual
 from zonal.nn.convolution import ShortConvolution
+from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.gated_deltanet import GatedDeltaNet
 from zonal.nn.gated_kalmanet import GatedKalmaNet
 from zonal.nn.initialise import Draws
@@ -18,9 +19,10 @@ from zonal.nn.mixture import Mixture
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import GatedNorm, RMSNorm
 from zonal.nn.rotary import Rotary
+from zonal.nn.stage import DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
 from zonal.nn.topology import deaths
 
 __all__ = [
-    "Attention", "Block", "CGLift", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "KoopmanMLP", "LayerMemory", "Mamba2", "Mamba3", "MergeSchedule", "Merged", "MesaNet",
-    "Mixture", "RMSNorm", "Rotary", "ShortConvolution", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "Attention", "Block", "CGLift", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
+    "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

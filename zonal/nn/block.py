@@ -1,51 +1,85 @@
-"""The pre-norm residual block."""
+"""The residual block: two stages, one that mixes tokens and one that works on each by itself."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from zonal.errors import ArgumentError
+from zonal.errors import ArgumentError, unknown_name
 from zonal.nn.attention import Attention
+from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
 from zonal.nn.memory import LayerMemory
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import RMSNorm
+from zonal.nn.stage import LATEST, DenseSkip, GatedResidual, Latest, PostNorm, Records, Stage
+
+Residual = Literal["pre", "post", "gated", "dense"]
+FeedForward = SwiGLU | KoopmanMLP | MixtureOfExperts
 
 
 class Block(nn.Module):
-    """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp.
+    """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp. Or another composition of the same stages (``zonal.nn.stage``).
 
     Args:
         attention: the token mixer, an ``Attention`` or a recurrence such as ``Mamba2``; its ``dim`` is the block's.
         mlp: the feed-forward layer, or None for a block of the mixer alone.
         eps: ε of the two norms.
+        residual: "pre"; "post", x ← norm(x + attention(x)); "gated", x ← x + gate(x) ⊙ attention(norm(x)); "dense", "pre" on a learned sum of all
+            records so far, x being the embedding and what each earlier block left.
+        records: for "dense", how many those are: the block's place in its model, from 1.
     """
 
-    def __init__(self, attention: TokenMixer, mlp: SwiGLU | KoopmanMLP | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, attention: TokenMixer, mlp: FeedForward | None = None, eps: float = 1e-6, residual: Residual = "pre", records: int = 1) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(attention.dim, eps)
+        if residual not in get_args(Residual):
+            raise unknown_name("nn.Block", "residual", residual, get_args(Residual))
+        dim, gated = attention.dim, residual == "gated"
+        self.residual = residual
+        self.history = DenseSkip(dim, records) if residual == "dense" else LATEST
+        self.attention_norm = RMSNorm(dim, eps)
         self.attention = attention
-        self.mlp_norm = RMSNorm(attention.dim, eps) if mlp is not None else None
+        self.attention_gate = GatedResidual(dim, eps) if gated else None
+        self.mlp_norm = RMSNorm(dim, eps) if mlp is not None else None
         self.mlp = mlp
+        self.mlp_gate = GatedResidual(dim, eps) if gated and mlp is not None else None
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights but the operator's own."""
+        self.history.reset_parameters()
         self.attention_norm.reset_parameters()
         self.attention.reset_parameters(draws.child("attention"))
         if self.mlp is not None and self.mlp_norm is not None:
             self.mlp_norm.reset_parameters()
             self.mlp.reset_parameters(draws.child("mlp"))
+        for name, gate in (("attention_gate", self.attention_gate), ("mlp_gate", self.mlp_gate)):
+            if gate is not None:
+                gate.reset_parameters(draws.child(name))
 
     def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun."""
         return self.attention.empty_memory(batch, dtype, device)
 
+    def mixing(self, update: Callable[[Tensor], Any] | None = None) -> Stage:
+        """The first stage. update: the block's attention, unless another call of it is given."""
+        return self._stage(self.attention if update is None else update, self.history, self.attention_norm, self.attention_gate)
+
+    def feeding(self) -> Stage | None:
+        """The second stage, where there is an mlp."""
+        return None if self.mlp is None or self.mlp_norm is None else self._stage(self.mlp, LATEST, self.mlp_norm, self.mlp_gate)
+
+    def _stage(self, update: Callable[[Tensor], Any], memory: Latest | DenseSkip, norm: RMSNorm, gate: GatedResidual | None) -> Stage:
+        if self.residual == "post":
+            return Stage(update, memory, compose=PostNorm(norm))
+        return Stage(update, memory, norm, torch.add if gate is None else gate)
+
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Records,
         memory: LayerMemory | None = None,
         *,
         return_memory: bool = False,
@@ -54,22 +88,18 @@ class Block(nn.Module):
         path: str = "auto",
         mass: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """x (B, T, dim) -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``."""
+        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``."""
         mixer = self.attention
         if mass is not None:
             if not isinstance(mixer, Attention):
                 raise ArgumentError(f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it.")
             mixer = functools.partial(mixer, mass=mass)
-        result = mixer(
-            self.attention_norm(x),
-            memory,
-            return_memory=return_memory,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens,
-            path=path,
-        )
-        mixed, after = result if isinstance(result, tuple) else (result, None)
-        x = x + mixed
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x if after is None else (x, after)
+        call = functools.partial(mixer, memory=memory, return_memory=return_memory, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        result = self.mixing(call)(x)
+        y, *after = result if isinstance(result, tuple) else (result,)
+        feeding = self.feeding()
+        y = y if feeding is None else feeding(y)
+        return (y, *after) if after else y
+
+
+__all__ = ["Block", "FeedForward", "Residual"]

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zonal.algebra import influence
 from zonal.algebra.operator import Operator
+from zonal.algebra.prior import Decay
 from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
@@ -66,6 +68,26 @@ class TokenMixer(nn.Module, abc.ABC):
 
         Returns: y (B, T, dim), or (y, memory) when a memory is given or asked for. The given memory is not changed.
         """
+
+    def reads(self, tokens: int) -> Tensor:
+        """Which inputs each output may depend on, bool (T, T), among ``tokens`` real tokens of one document: a layer of ``zonal.influence``.
+
+        An upper set. Queries, keys and values stand for what their convolution and their neighbourhood see.
+        """
+        operator = self.operator
+        seen = influence.visible(operator.prior, tokens, causal=self.causal, include_self=operator.tags.includes_self)
+        itself = torch.eye(tokens, dtype=torch.bool)
+        past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        if operator.tags.couples:  # by the masses of the others
+            seen = torch.ones_like(seen)
+        if any(isinstance(prior, Decay) and prior.gated for prior in operator.prior):  # by the decays in between
+            seen = seen | (seen.cumsum(1) > 0) & past
+        chart = itself
+        if self.convolution is not None:
+            chart = past & ~past.tril(-self.convolution.width)
+        if operator.score.deaths:
+            chart = chart | influence.reach([chart, past])
+        return influence.reach([chart, seen | itself])
 
     def memory_bytes(self, length: int) -> int:
         """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""

@@ -69,6 +69,9 @@ class Mixture(TokenMixer):
         first, *others = (part.empty_memory(batch, dtype, device) for part in self._parts())
         return dataclasses.replace(first, others=tuple(others))
 
+    def reads(self, tokens: int) -> Tensor:
+        return torch.stack([part.reads(tokens) for part in self._parts()]).any(0)
+
     def learned(self) -> dict[str, Any]:
         """What each part has learned, its name before each quantity."""
         return {f"part {index} {name}": value for index, part in enumerate(self._parts(), start=1) for name, value in part.learned().items()}

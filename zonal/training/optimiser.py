@@ -6,7 +6,8 @@ Weight decay pulls towards zero what a matrix multiplication uses: weights of at
 * parameters of an attention operator (degrees, ridge, gates), whatever their shape: they are coordinates of a kernel, one
   row a head, and zero is no simpler kernel;
 * embedding tables, tied to the head or not: rows of rare tokens get no gradient and would only shrink, and with pre-norm
-  blocks small embeddings blow up the gradients of the first layers.
+  blocks small embeddings blow up the gradients of the first layers;
+* gates of a dense skip, a row a record: the last record's are neutral at 1.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,14 @@ from torch import nn
 from torch.optim import AdamW
 
 from zonal.algebra import Operator
+from zonal.nn import DenseSkip
 
 
 def decay_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """(decaying, not decaying) parameters of ``model`` by qualified name; shared ones once, frozen ones left out."""
     exempt: set[int] = set()
     for module in model.modules():
-        if isinstance(module, Operator | nn.Embedding):
+        if isinstance(module, Operator | nn.Embedding | DenseSkip):
             exempt.update(id(parameter) for parameter in module.parameters())
     decaying: dict[str, nn.Parameter] = {}
     constant: dict[str, nn.Parameter] = {}

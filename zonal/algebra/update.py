@@ -1,0 +1,122 @@
+"""Updates by weights: conditionals and plans, gated mixtures of them, and feed-forward layers as plans over their hidden units.
+
+    y_i = Σ_j w_ij v_j        plan: w >= 0        conditional: w >= 0 and Σ_j w_ij = 1
+
+A gated mixture is one update on the disjoint union of the carriers of its parts, where each part has keys and values of its own:
+
+    Σ_k g_ik Σ_j w^k_ij v^k_j = Σ_(k, j) (g_ik w^k_ij) v^k_j
+
+It is a conditional where all parts are and g_i is a distribution over them, and a plan where all parts are plans and g >= 0. A feed-forward layer
+W a(x) is a plan on the carrier of ± hidden units: unit h weighs a_h⁺ for the value W_h and a_h⁻ for -W_h, whatever the activation. A mixture of experts is a
+conditional on the carrier of experts, whose values depend on the row.
+
+Weights of both signs (a Gegenbauer series, ridge and Koopman read-outs) are neither, and are refused.
+
+Source: Geometric Attention, definitions 5.10 to 5.13, propositions 5.2 and 5.3, theorem 5.1, corollary 5.3.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra.declaration import require
+from zonal.errors import ArgumentError, unknown_name
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """weights (..., T, S) >= 0. Raises: ArgumentError for weights that are negative or not finite."""
+
+    weights: Tensor
+
+    def __post_init__(self) -> None:
+        what, w = f"update.{type(self).__name__}", self.weights.detach()
+        require(w.ndim >= 2 and w.is_floating_point(), f"{what}: weights must be floating numbers (..., T, S), received {w.dtype} of shape {tuple(w.shape)}.")
+        if not bool(((w >= 0) & w.isfinite()).all()):
+            raise ArgumentError(f"{what}: weights must be finite and >= 0, received {float(w.min()):g} … {float(w.max()):g}. Signed kernels and solves are neither plans nor conditionals.")
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """values (..., S, P), or (..., T, S, P) where they depend on the row -> (..., T, P)."""
+        if values.ndim == self.weights.ndim + 1:
+            return (self.weights[..., None, :] @ values)[..., 0, :]
+        return self.weights @ values
+
+    @property
+    def masses(self) -> Tensor:
+        """μ (..., T), the row sums."""
+        return self.weights.sum(-1)
+
+    def conditional(self) -> "Conditional":
+        """κ with U = μ U_κ, the row-conditional. Raises: ArgumentError where a row has no mass."""
+        empty = int((self.masses == 0).sum())
+        require(empty == 0, f"update.Plan.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.")
+        return Conditional(self.weights / self.masses[..., None])
+
+
+@dataclass(frozen=True, eq=False)
+class Conditional(Plan):
+    """weights (..., T, S) >= 0 whose rows sum to 1. Raises: ArgumentError for others."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_distribution("update.Conditional: rows of weights", self.weights)
+
+
+def mixed(gate: Tensor, parts: Sequence[Plan]) -> Plan:
+    """The gated mixture, on the disjoint union of the parts' keys in their order: weights (..., T, S_1 + ... + S_K); values are joined alike, ``torch.cat``.
+
+    Args:
+        gate: (..., T, K) >= 0, a column a part.
+        parts: all conditionals, whose mixture is one if each row of the gate sums to 1; or else plans.
+
+    Returns: a ``Conditional`` of conditionals, a ``Plan`` else. Raises: ArgumentError for a gate of another number of parts, negative, or of
+    conditionals and no distribution.
+    """
+    found = [*parts]
+    require(len(found) > 0 and gate.ndim >= 2 and gate.shape[-1] == len(found), f"update.mixed: a gate (..., T, {len(found)}) is required, a column a part, received {tuple(gate.shape)}.")
+    if not bool((gate >= 0).all()):
+        raise ArgumentError(f"update.mixed: gate must be >= 0, received {float(gate.detach().min()):g}.")
+    weights = torch.cat([share[..., None] * part.weights for share, part in zip(gate.unbind(-1), found, strict=True)], -1)
+    if not all(isinstance(part, Conditional) for part in found):
+        return Plan(weights)
+    _check_distribution("update.mixed: of conditionals, rows of the gate", gate)
+    return Conditional(weights)
+
+
+def signed(hidden: Tensor) -> Plan:
+    """Hidden units (..., T, m) as a plan on the ± carrier: (..., T, 2 m), a⁺ and then a⁻."""
+    # not relu of a and of -a, whose slopes at 0 are both 0
+    positive = hidden >= 0
+    return Plan(torch.cat([torch.where(positive, hidden, 0), torch.where(positive, 0, -hidden)], -1))
+
+
+def columns(read: Tensor) -> Tensor:
+    """The values of the ± carrier for W (P, m): (2 m, P), its columns and then their negatives."""
+    return torch.cat([read.mT, -read.mT], -2)
+
+
+def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None = None) -> Plan:
+    """The plan of the layer read(activation(lift x + bias)): ``feed_forward(x, lift, "gelu", bias)(columns(read))``, to which the read-out's bias is added.
+
+    x (..., T, dim), lift (m, dim), bias (m,) -> weights (..., T, 2 m). Other layers, gated ones too: ``signed`` of their hidden units.
+
+    Raises: ArgumentError for an unknown activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise unknown_name("update.feed_forward", "activation", activation, ACTIVATIONS)
+    return signed(ACTIVATIONS[activation](F.linear(x, lift, bias)))
+
+
+def _check_distribution(what: str, rows: Tensor) -> None:
+    """Raise ArgumentError unless rows (..., K) sum to 1, up to what rounding does to a sum of K."""
+    off = float((rows.detach().sum(-1) - 1).abs().max()) if rows.numel() else 0.0
+    limit = 8 * torch.finfo(rows.dtype).eps * max(rows.shape[-1], 1) ** 0.5
+    require(off <= limit, f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a Plan.")
+
+
+__all__ = ["ACTIVATIONS", "Conditional", "Plan", "columns", "feed_forward", "mixed", "signed"]
