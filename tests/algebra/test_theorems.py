@@ -74,20 +74,6 @@ def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, l
     assert torch.allclose(joined.softmax(-1), mixture)
 
 
-@quick
-@given(seed=seeds, size=sizes)
-def test_mixtures_of_plans_are_plans(seed: int, size: tuple[int, list[int]]) -> None:
-    """Gates >= 0, of any sum: a plan over all branches' keys, whose update is the gated sum, and whose queries give the gated sum of what they gave (Proposition 5.3)."""
-    queries, keys = size
-    plans = [probe.Plan().observe(drawn(seed + place, queries, count)).log.exp() for place, count in enumerate(keys)]
-    gates = drawn(seed - 1, queries, len(keys)).exp()
-    mixture = torch.cat([gates[:, place, None] * plan for place, plan in enumerate(plans)], 1)
-    values = [drawn(seed + 10 + place, count, 3) for place, count in enumerate(keys)]
-    updates = torch.stack([plan @ value for plan, value in zip(plans, values, strict=True)])
-    assert torch.allclose(mixture @ torch.cat(values), torch.einsum("tb,btp->tp", gates, updates))
-    assert torch.allclose(mixture.sum(-1), (gates / queries).sum(-1))
-
-
 def test_a_mixture_of_balanced_plans_need_not_be_balanced() -> None:
     """Gates that differ by query change what keys receive; with one gate a branch, of sum one over plans of the same keys, marginals stay."""
     plans = torch.stack([probe.Plan().observe(2 * drawn(seed, 6, 5)).log.exp() for seed in (0, 1)])
