@@ -249,7 +249,9 @@ class Gegenbauer(Link):
 
     def moves(self) -> tuple[Move, ...]:
         signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
-        return (Move("restriction", "link", "zonal polynomial", f"evidence is a polynomial of degree <= {self.degree} in the cosine", (signed,)),)
+        definite = Derived("definite kernel", f"hence K among keys of at most {self.manifold_dim + 1} numbers is positive definite, although single entries may be negative")
+        what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
+        return (Move("restriction", "link", what, f"evidence is a polynomial of degree <= {self.degree} in the cosine", (definite if self.nonnegative else signed,)),)
 
 
 @dataclass(frozen=True)
