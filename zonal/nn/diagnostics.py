@@ -8,8 +8,8 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
 from zonal.memory import FadingStatistics, Memory, RidgeStatistics
-from zonal.memory.lift import Lift
 from zonal.memory.inverse import with_ridge
+from zonal.memory.lift import Lift
 from zonal.nn.attention import Attention
 
 
