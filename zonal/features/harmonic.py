@@ -52,10 +52,11 @@ class Harmonics(FeatureMap):
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         dim = x.shape[-1]
         sizes = self.sizes(dim)
-        found = [(x != 0).any(-1, keepdim=True).to(x.dtype), x][: self.degree + 1]
+        some = (x != 0).any(-1, keepdim=True).to(x.dtype)
+        found = [some, x * some][: self.degree + 1]
         for k in range(2, self.degree + 1):
             points, factor = (value.to(x.device, x.dtype) for value in _at_points(k, dim, sizes[k]))
-            found.append((gegenbauer.basis(x @ points.mT, k + 1, dim - 1)[k] @ factor) * found[0])
+            found.append((gegenbauer.basis(x @ points.mT, k + 1, dim - 1)[k] @ factor) * some)
         return torch.cat(found, -1)
 
     def weights(self, c: Tensor, dim: int) -> Tensor:
@@ -68,8 +69,13 @@ class Harmonics(FeatureMap):
         return torch.cat([row.expand(-1, size) for row, size in zip(a[:, :, 0], self.sizes(dim), strict=True)], -1)
 
 
-@functools.lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result
 def _at_points(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
+    return _made(k, dim, size)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(k: int, dim: int, size: int) -> tuple[Tensor, Tensor]:
     """Points (2 N_k, d) in general position, twice as many as are needed for the sake of conditioning, and V Λ^(-1/2) (2 N_k, N_k), float64."""
     with torch.inference_mode(False), torch.no_grad():
         points = Source(0, dim, 1, None).units(f"harmonics {k}", 2 * size)[0]
