@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 
 import zonal
@@ -105,11 +106,12 @@ def test_a_decoder_in_float32_by_the_kernel() -> None:
     q, k, v = torch.randn(3, 1, 2, 30, 6).unbind(0)
     with torch.no_grad():
         expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")
-        y, memory = zonal.attention(q[:, :, :20], k[:, :, :20], v[:, :, :20], operator, causal=True, return_memory=True, path="chunked")
-        rows = [y]
-        for t in range(20, 30):
-            y, memory = zonal.attention(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory)
-            rows.append(y)
+        memory, rows = Memory.empty(operator, 1, 2, 6, 6), []
+        for start, stop in ((0, 20), *((t, t + 1) for t in range(20, 30))):
+            found = zonal.attention(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], operator, causal=True, memory=memory)
+            assert isinstance(found, tuple)
+            memory = found[1]
+            rows.append(found[0])
     torch.testing.assert_close(torch.cat(rows, 2).double(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -117,5 +119,9 @@ def test_a_compiled_call_is_the_same() -> None:
     torch.manual_seed(4)
     operator = m.kernel_ridge()
     q, k, v = torch.randn(3, 1, 1, 24, 5).unbind(0)
-    compiled = torch.compile(lambda *x: zonal.attention(*x, operator, causal=True), fullgraph=True, backend="aot_eager")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return zonal.attention(q, k, v, operator, causal=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), zonal.attention(q, k, v, operator, causal=True, path="chunked"))
