@@ -17,6 +17,7 @@ EXPECTED = {
     "yat-raw": "keys", "linear": "features", "sko": "features", "sko-fractional": "features", "sko-reproducing": "features",
     "squared_affine": "features", "polynomial_square": "features", "sko-chunk": "features", "retention": "decayed", "ridge": "ridge", "ska-0": "ridge",
     "ska-1": "ridge", "ska-2": "ridge", "ska-paper": "ridge", "ridge-chunk": "ridge", "ska-mixed": "ridge", "ska-relative": "ridge", "ska-fading": "fading",
+    "kernel_ridge": "ridge", "kernel_ridge-sko": "ridge", "kernel_ridge-yat": "keys", "kernel_ridge-slay": "ridge", "kernel_ridge-chunk": "ridge",
 }
 NAMES = [name for name in OPERATORS if name in EXPECTED]
 

@@ -291,16 +291,29 @@ def normal_equations(operator: Operator) -> None:
 
 
 def primal_sums(operator: Operator) -> None:
-    """With a plain product, a memory whose size does not grow gives what the definition gives."""
-    sums = operator.replace(
-        score=score.Dot(scale=1.0), link=link.Identity(), prior=tuple(p for p in operator.prior if not isinstance(p, prior.Window))
-    ).for_heads(4).double()  # fmt: skip
-    data = inputs(CASE)
-    memory = Memory.empty(sums, 1, 4, CASE.key_dim, CASE.value_dim, torch.float64)
-    y, memory = zonal.attention(data.q, data.k, data.v, sums, causal=True, memory=memory)
-    assert isinstance(memory, Memory)
-    assert near(y, zonal.attention(data.q, data.k, data.v, sums, causal=True, path="dense"), 1e-7)
-    assert memory.bytes_at(10**3) == memory.bytes_at(10**6)
+    """With a plain product, and a polynomial of cosines, a memory whose size does not grow gives what the definition gives."""
+    assert isinstance(operator.anchor, anchor.Ridge)
+    steady = tuple(p for p in operator.prior if not isinstance(p, prior.Window))
+    kinds: list[tuple[score.Score, link.Link, tuple[prior.Prior, ...]]] = [(score.Dot(scale=1.0), link.Identity(), steady)]
+    if not operator.anchor.by_query:
+        kinds.append((score.Cosine(), link.SquaredAffine(0.3), tuple(p for p in steady if not isinstance(p, prior.Decay))))
+    for how, evidence, priors in kinds:
+        sums = operator.replace(score=how, link=evidence, prior=priors).for_heads(4).double()
+        data = inputs(CASE)
+        memory = Memory.empty(sums, 1, 4, CASE.key_dim, CASE.value_dim, torch.float64)
+        assert memory.kind in ("ridge", "fading")
+        y, memory = zonal.attention(data.q, data.k, data.v, sums, causal=True, memory=memory)
+        assert isinstance(memory, Memory)
+        assert near(y, zonal.attention(data.q, data.k, data.v, sums, causal=True, path="dense"), 1e-7)
+        assert memory.bytes_at(10**3) == memory.bytes_at(10**6)
+
+
+def definite_kernel(operator: Operator) -> None:
+    """Among more keys than there are harmonics, K has no eigenvalue below zero."""
+    call = called(operator, dataclasses.replace(CASE, queries=40, keys=40))
+    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    values = torch.linalg.eigvalsh(among)
+    assert (values > -1e-12 * values[..., -1:]).all()
 
 
 def shift(operator: Operator) -> None:
@@ -333,7 +346,7 @@ CHECKS: dict[str, Callable[[Operator], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
         support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest, key_bias, turns_compose, exact_features, no_leak,
-        reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, shift, contraction,
+        reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, definite_kernel, shift, contraction,
     )
 }  # fmt: skip
 # operators that lack what a theorem says, so that its check is known to be able to fail
@@ -353,6 +366,7 @@ LACKING: dict[str, Callable[[], Operator]] = {
     "repeated keys": lambda: mechanisms.softmax().replace(anchor=anchor.Raw()),
     "added keys": mechanisms.softmax,
     "normal equations": lambda: mechanisms.ska(power=1),
+    "definite kernel": lambda: Operator(score.NegativeDistance(), link.Identity(), anchor.Count()),
 }
 
 

@@ -23,6 +23,11 @@ def test_every_preset_is_a_comparison(name):
     assert spec.published is preset.published
     assert list(spec.labels) == list(preset.models)
     assert len(spec.operators) == len(preset.models)
+    for operator in spec.operators:
+        assert build(spec.model_for(operator), 0).num_parameters() <= 1_100_000
+    if preset.published is None:  # no paper has these
+        assert name == "new-operators"
+        return
     # a row of the paper stands beside cells that are measured
     slices = [{"task": shape.kind, "pairs": shape.pairs, "length": shape.length} for shape in getattr(spec.task, "transfer_shapes", ())]
     for table in preset.published.tables:
@@ -30,8 +35,6 @@ def test_every_preset_is_a_comparison(name):
             assert len(row.values) == len(table.columns)
             assert any(row.has(cell) for cell in slices), row.label
     assert Published.from_dict(json.loads(json.dumps(preset.published.to_dict())), None) == preset.published
-    for operator in spec.operators:
-        assert build(spec.model_for(operator), 0).num_parameters() <= 1_100_000
 
 
 def test_numbers_of_the_paper():

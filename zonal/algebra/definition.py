@@ -31,7 +31,13 @@ def kernel(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     score = bound.score.pair(q, k)
     if bound.link.domain is not None:
         score = _Clamp.apply(score, *bound.link.domain)
-    return score if bound.link.log_space else bound.link.value(score, coefficients)
+    if bound.link.log_space:
+        return score
+    value = bound.link.value(score, coefficients)
+    if bound.anchor.solves and bound.score.bound is not None:
+        # a vector of zeros has no direction: with it a kernel of angles need not be positive definite, so that it takes no part
+        value = value.masked_fill(~((q != 0).any(-1).unsqueeze(-1) & (k != 0).any(-1).unsqueeze(-2)), 0)
+    return value
 
 
 def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:

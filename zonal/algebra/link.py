@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra import gegenbauer
@@ -143,7 +144,8 @@ class Gegenbauer(Link):
 
     degrees: n of each head group, fractional allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials).
     init: ``ones`` (the paper; not localised) or ``reproducing`` (w_k = h(k/n) N_k, the kernel of the theory).
-    Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
+    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is positive definite on S^q: what
+    anchors that solve ask for. Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
     """
 
     domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
@@ -153,6 +155,7 @@ class Gegenbauer(Link):
     init: Literal["ones", "reproducing"] = "ones"
     learn_weights: bool = True
     learn_degrees: bool = False
+    nonnegative: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
@@ -187,7 +190,12 @@ class Gegenbauer(Link):
         else:
             weight = torch.tensor([gegenbauer.reproducing_weights(n, self.manifold_dim, count) for n in self.degrees], dtype=torch.float32)
         learned: dict[str, Tensor] = {"degree": row(*self.degrees)} if self.learn_degrees else {}
-        return {**learned, "weight": weight} if self.learn_weights else learned
+        if not self.learn_weights:
+            return learned
+        if not self.nonnegative:
+            return {**learned, "weight": weight}
+        weight = weight.clamp_min(1e-4)
+        return {**learned, "raw_weight": weight + (-(-weight).expm1()).log()}  # softplus^-1
 
     def _gated(self, params: Params) -> Tensor:
         device = next((p.device for p in params.values()), torch.device("cpu"))
@@ -195,7 +203,9 @@ class Gegenbauer(Link):
             gates = gegenbauer.gates(params["degree"].double(), self.degree + 1)
         else:
             gates = gegenbauer.constant_gates(self.degrees, self.degree + 1).to(device)
-        if "weight" in params:
+        if "raw_weight" in params:
+            weight = F.softplus(params["raw_weight"].double())
+        elif "weight" in params:
             weight = params["weight"].double()
         else:
             weight = torch.ones(len(self.degrees), self.degree + 1, dtype=torch.float64, device=device)
@@ -239,7 +249,9 @@ class Gegenbauer(Link):
 
     def moves(self) -> tuple[Move, ...]:
         signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
-        return (Move("restriction", "link", "zonal polynomial", f"evidence is a polynomial of degree <= {self.degree} in the cosine", (signed,)),)
+        definite = Derived("definite kernel", f"hence K among keys of at most {self.manifold_dim + 1} numbers is positive definite, although single entries may be negative")
+        what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
+        return (Move("restriction", "link", what, f"evidence is a polynomial of degree <= {self.degree} in the cosine", (definite if self.nonnegative else signed,)),)
 
 
 @dataclass(frozen=True)

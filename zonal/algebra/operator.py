@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zonal.algebra import ledger, slots
 from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
+from zonal.algebra.definite import doubt
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Dot, Params, Score
@@ -111,6 +112,8 @@ class Operator(nn.Module):
         self._learned = {slot: tuple(values) for slot, values in start.items()}
         self._fixed = {slot: tuple(values) for slot, values in drawn.items()}
         self._kv_rows = {slot: frozenset(part.kv_rows) for slot, part in self._parts()}
+        if anchor.solves:  # the kernel among keys is each key head's, and so is what it learns
+            self._kv_rows["link"] = frozenset(start["link"])
         self._kept: dict[int, tuple[Params, Tensor]] = {}
         self.learned_parts = nn.ParameterDict({f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()})
         self.fixed_parts = nn.Module()
@@ -147,8 +150,8 @@ class Operator(nn.Module):
             couples=self.anchor.couples,
         )
 
-    def refusal(self) -> str | None:
-        """Why this combination of parts means nothing, or None when it does."""
+    def refusal(self, dim: int | None = None) -> str | None:
+        """Why this combination of parts means nothing, for heads of ``dim`` numbers (None: for any that there may be), or None when it does."""
         if self.link.domain is not None and (self.score.bound is None or self.score.bound > 1 + 1e-9):
             return (
                 f"link {type(self.link).__name__} is defined on [-1, 1] and score {type(self.score).__name__} can leave it; "
@@ -163,7 +166,7 @@ class Operator(nn.Module):
             )
         if self.anchor.couples:
             return self._coupled_refusal()
-        return self._solve_refusal() if self.anchor.solves else None
+        return self._solve_refusal(dim) if self.anchor.solves else None
 
     def _coupled_refusal(self) -> str | None:
         name = type(self.anchor).__name__
@@ -176,13 +179,14 @@ class Operator(nn.Module):
             return f"anchor {name} lets each query's weights depend on all queries, so that prior {type(tied).__name__}, which orders them in time, {LEAK}"
         return None
 
-    def _solve_refusal(self) -> str | None:
+    def _solve_refusal(self, dim: int | None) -> str | None:
         anchor, name = self.anchor, type(self.anchor).__name__
         decays = any(isinstance(p, Decay) for p in self.prior)
         if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
             return f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
-        if isinstance(self.link, Identity) and not self.score.bilinear:
-            return f"anchor {name} needs a positive definite kernel, and a bare distance is none; use link.Exp()"
+        indefinite = doubt(self.score, self.link, dim)
+        if indefinite is not None:
+            return f"anchor {name} needs a positive definite kernel among keys, and {indefinite}"
         if not isinstance(anchor, Ridge):
             return None
         plain = self.score.plain and isinstance(self.link, Identity)
@@ -199,9 +203,9 @@ class Operator(nn.Module):
             return f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined with it; drop one of the priors"
         return None
 
-    def check(self, call: str) -> None:
+    def check(self, call: str, dim: int | None = None) -> None:
         """Raise ArgumentError when ``refusal`` has something to say."""
-        reason = self.refusal()
+        reason = self.refusal(dim)
         if reason is not None:
             raise ArgumentError(f"{call}: operator {self.name!r} cannot be run: {reason}.")
 
@@ -211,14 +215,17 @@ class Operator(nn.Module):
         alibi = next((p for p in self.prior if isinstance(p, ALiBi)), None)
         return Bound(
             score=self.score, link=self.link, anchor=self.anchor, priors=self.prior, heads=heads, kv_heads=kv_heads,
-            coefficients=self._coefficients(heads),
+            coefficients=self._coefficients(heads, kv_heads),
             score_params=self._params("score", heads, kv_heads),
             anchor_params=self._params("anchor", heads, kv_heads),
             log_decay=None if decay is None else decay[1].log_decay(self._params(decay[0], heads, kv_heads), kv_heads),
             slopes=None if alibi is None else alibi.for_heads(heads),
         )
 
-    def _coefficients(self, heads: int) -> Tensor:
+    def _coefficients(self, heads: int, kv_heads: int) -> Tensor:
+        if self.anchor.solves and kv_heads != heads:
+            c = self._coefficients(kv_heads, kv_heads)
+            return c if c.shape[1] == 1 else c.repeat_interleave(heads // kv_heads, 1)
         learned = {key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]}
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in learned.values())
         if tracked or torch.compiler.is_compiling() or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values()):

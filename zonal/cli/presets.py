@@ -1,4 +1,4 @@
-"""Experiments of papers as settings of ``zonal compare`` and ``zonal train``, scaled to a small machine where that is said, and what the papers print.
+"""Experiments of papers, and this project's own, as settings of ``zonal compare`` and ``zonal train``, scaled to a small machine where that is said, and what the papers print.
 
 A preset fills in options that the command line leaves out. Each lists how its recipe differs from the paper's. What `zonal search` found is one, too: a file.
 """
@@ -6,12 +6,12 @@ A preset fills in options that the command line leaves out. Each lists how its r
 from collections.abc import Sequence
 from pathlib import Path
 
-from zonal.cli import presets_echo, presets_rewa, recipe
+from zonal.cli import presets_echo, presets_operators, presets_rewa, recipe
 from zonal.cli.preset import Preset
 from zonal.errors import ArgumentError, unknown_name
 
 OPTION = "--preset"
-PRESETS: dict[str, Preset] = {**presets_echo.PRESETS, **presets_rewa.PRESETS}
+PRESETS: dict[str, Preset] = {**presets_echo.PRESETS, **presets_rewa.PRESETS, **presets_operators.PRESETS}
 
 
 def named(words: Sequence[str], command: str) -> str | None:

@@ -34,6 +34,7 @@ from zonal.kernels.cpp.build import BuildError
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.lift import Lift
 from zonal.memory.ridge import previous_keys, read_out, rows_of
 from zonal.memory.sums import anchored, carried, with_mass
 from zonal.memory.tokens import joined
@@ -49,7 +50,7 @@ def _ridge_block(dim: int) -> int:
 def chunked_refusal(call: Call) -> str | None:
     """Why this call cannot run chunked, or None when it can."""
     if call.tags.solves:
-        reason = statistics_refusal(call.bound)
+        reason = statistics_refusal(call.bound, call.head_dim)
         anchor = call.bound.anchor
         if reason is None and isinstance(anchor, Ridge) and anchor.by_query and call.causal and call.chunk is None:
             what = "the ridge follows the keys seen so far" if anchor.moving else "each step is divided by its own norm"
@@ -212,17 +213,17 @@ def _ridge(
         before = None
     silent = tokens.silent()
     rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).view(1, -1, 1, 1, 1)
-    dtype = torch.float64 if loses_digits(silent.k, before, rho, anchor) else tokens.k.dtype
-    q, z, v = call.q.to(dtype), silent.k.to(dtype), silent.v.to(dtype)
+    lift = Lift.of(call.bound, call.head_dim)
+    queries, keys = (call.q, silent.k) if lift is None else (lift.whitened(call.q.to(silent.k)), lift.whitened(silent.k))
+    past = (None, None, None, None) if before is None else before.whitened(call.bound)
+    count = keys.shape[2] + (0 if before is None else before.count)
+    dtype = torch.float64 if loses_digits(keys, past[0], count, rho, anchor) else tokens.k.dtype
+    q, z, v = queries.to(dtype), keys.to(dtype), silent.v.to(dtype)
+    gram, cross, shift, last = (None if x is None else x.to(dtype) for x in past)
+    peak = None if before is None else before.peak
     earlier = None
     if anchor.shifts:
-        start = z.new_zeros(*z.shape[:2], z.shape[3]) if before is None or before.last is None else before.last.to(dtype)
-        earlier = previous_keys(z, tokens.mask, start)
-    gram = cross = shift = peak = None
-    if before is not None:
-        gram, cross = before.gram.to(dtype), before.cross.to(dtype)
-        shift = None if before.shift is None else before.shift.to(dtype)
-        peak = before.peak
+        earlier = previous_keys(z, tokens.mask, z.new_zeros(*z.shape[:2], z.shape[3]) if last is None else last)
     parts = _Parts(q, z, v, earlier, gram, cross, shift, peak, rho.to(dtype))
     y = _tied(call, parts, anchor, block) if call.causal else _free(call, parts, anchor)
     after = None
@@ -232,12 +233,12 @@ def _ridge(
 
 
 @torch.no_grad()
-def loses_digits(z: Tensor, before: RidgeStatistics | None, rho: Tensor, anchor: Ridge) -> bool:
-    """Whether float32 would lose three digits: past a thousand tokens, where keys that fill few directions make eps |G| |P| large."""
-    if z.dtype == torch.float64 or z.shape[2] + (0 if before is None else before.count) <= _SAFE_TOKENS:
+def loses_digits(z: Tensor, before: Tensor | None, tokens: int, rho: Tensor, anchor: Ridge) -> bool:
+    """Whether float32 would lose three digits: past a thousand tokens, where keys z, after others with sum ``before``, that fill few directions make eps |G| |P| large."""
+    if z.dtype == torch.float64 or tokens <= _SAFE_TOKENS:
         return False
     gram = (z.mT @ z).double()
-    gram = gram if before is None else gram + before.gram
+    gram = gram if before is None else gram + before
     ridge = _ridge_of(anchor, rho.squeeze(2).to(gram), gram, z.square().sum(-1).amax(-1).to(gram)[..., None, None])
     inverse = positive_inverse(with_ridge(gram, ridge), "attention")
     condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zonal.execution import cost_ridge_cuda, cost_ridge_kernel, cost_sums, cost_sums_cuda
 from zonal.execution.constants import Constants
-from zonal.execution.cost_features import document_groups, write, write_backward
+from zonal.execution.cost_features import document_groups, lifted, write, write_backward
 from zonal.execution.cost_ridge import fading, ridge
 from zonal.execution.problem import Problem
 from zonal.execution.scan import Rule, block_size
@@ -16,6 +16,7 @@ from zonal.execution.tally import Estimate, Tally
 def chunked(p: Problem, constants: Constants) -> Estimate:
     """Blocks over a carried state; packed documents as batches of documents of like length."""
     tally = Tally(constants, 8 if p.tags.solves and p.decays else p.itemsize)
+    p = lifted(p, tally)
     if p.without_sums is None and not p.tags.solves:
         return (cost_sums_cuda if p.device.type == "cuda" else cost_sums).kernel(p, tally)
     if p.without_ridge is None and p.tags.solves:

@@ -1,6 +1,7 @@
 """What feature maps, and the splitting of packed documents, cost: shared by the paths that carry a state."""
 
 import itertools
+from dataclasses import replace
 
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Tally
@@ -51,4 +52,19 @@ def write_backward(p: Problem, tally: Tally, vectors: float, count: float = 1) -
     tally.views(4 * pieces * count)
 
 
-__all__ = ["document_groups", "write", "write_backward"]
+def lifted(p: Problem, tally: Tally, calls: float = 1) -> Problem:
+    """The problem of an anchor that solves with features of keys, once queries and keys are those, in so many calls."""
+    if p.harmonics is None:
+        return p
+    sizes = p.harmonics.sizes(p.D)
+    for vectors in (p.B * p.H * p.T, p.B * p.Hkv * p.S):
+        for degree, size in enumerate(sizes[2:], 2):
+            tally.product(1, vectors / calls, 2 * size, p.D, calls * (1 + p.gradients))
+            tally.passes("simple", vectors / calls * size, calls * (2 * degree + 1) * (1 + 2 * p.gradients))
+            tally.product(1, vectors / calls, size, 2 * size, calls * (1 + p.gradients))
+            tally.views(calls * (8 + 6 * degree) * (1 + 2 * p.gradients))
+        tally.passes("simple", vectors / calls * sum(sizes), 2 * calls * (1 + p.gradients))
+    return replace(p, D=sum(sizes), harmonics=None)
+
+
+__all__ = ["document_groups", "lifted", "write", "write_backward"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from zonal.execution.constants import Constants
-from zonal.execution.cost_features import document_groups, write, write_backward
+from zonal.execution.cost_features import document_groups, lifted, write, write_backward
 from zonal.execution.cost_ridge import inverse
 from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
@@ -14,6 +14,7 @@ def streaming(p: Problem, constants: Constants) -> Estimate:
     """Token by token through a memory."""
     # ridge statistics are float64, whatever comes in
     tally = Tally(constants, 8 if p.kind in ("ridge", "fading") else p.itemsize)
+    p = lifted(p, tally, max(min(p.T, p.S), 1))
     if p.span.edges is not None:
         peak = 0.0
         for count, length, even in document_groups(p.span.edges):

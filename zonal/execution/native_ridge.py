@@ -15,6 +15,7 @@ from zonal.kernels.cpp import build, library, ridge_library
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
+from zonal.memory.lift import Lift, width_of
 
 
 def refusal(call: Call, remembers: bool = False) -> str | None:
@@ -54,8 +55,9 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
 
 def cuda_refusal(call: Call) -> str | None:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
-    if max(call.shape[4:]) > RIDGE_LARGEST:
-        return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+    wide = width_of(call.bound, call.head_dim), call.shape[5]
+    if max(wide) > RIDGE_LARGEST:
+        return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
     powers = call.bound.anchor.powers(call.bound.heads) if isinstance(call.bound.anchor, Ridge) else ()
     if len(set(powers)) > 1:
         return f"on CUDA all heads have one power, this call has {powers}"
@@ -74,9 +76,12 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
     else:
         q, k, v = call.raw[:3]
+    lift = Lift.of(call.bound, call.head_dim)
+    if lift is not None:
+        q, k = lift.whitened(q), lift.whitened(k)
     scale, rho, powers = _numbers(call, anchor, clipped)
     before = memory if memory is not None and memory.count else None
-    parts = (None, None, None, None) if before is None else (before.gram, before.cross, before.shift, before.last)
+    parts = (None, None, None, None) if before is None else before.whitened(call.bound)
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
         y, _ = ridge_library.forward(q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)

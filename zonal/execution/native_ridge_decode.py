@@ -21,6 +21,7 @@ from zonal.kernels import transforms
 from zonal.kernels.cpp import build, library, ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
 from zonal.memory import Memory, RidgeStatistics
+from zonal.memory.lift import width_of
 from zonal.memory.ridge import REMAKE, Inverse, ridge_version
 from zonal.memory.stepped import Stepped, Sums
 
@@ -49,7 +50,7 @@ def refusal(call: Call, kind: str) -> str | None:
         return f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
     if min(dim, value_dim) < 1:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
-    if torch.is_grad_enabled() and (call.requires_grad or any(p.requires_grad for p in bound.anchor_params.values())):
+    if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad or any(p.requires_grad for p in bound.anchor_params.values())):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
     if build.compiler() is None and ridge_decode_library.CODE.name not in build.carried():
         return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
@@ -86,7 +87,8 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
     anchor = bound.anchor
     assert isinstance(anchor, Ridge)
-    batch, heads, _, _, dim, value_dim = call.shape
+    batch, heads, _, _, _, value_dim = call.shape
+    dim = width_of(bound, call.head_dim)
     with torch.no_grad():
         factor = anchor.output_scale(bound.anchor_params, bound.heads)
         scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
@@ -95,6 +97,7 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads)), limit, call.include_self)
     kept = _Kept(bound, stepper, clipped is None or raw is None, Learned(call.operator), ridge_version(call.operator))
     q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
+    q, k = memory.featured(q), memory.featured(k)
     if q.dtype not in ridge_decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
     stepped = _step(kept, memory, q, k, v)

@@ -16,10 +16,11 @@ from zonal.execution.chunked import chunked_refusal
 from zonal.execution.hierarchy import hierarchy_refusal
 from zonal.execution.sparse import sparse_refusal
 from zonal.execution.streaming import streaming_refusal
-from zonal.features import SymmetricPowers, feature_map, hashing
+from zonal.features import Harmonics, SymmetricPowers, feature_map, hashing
 from zonal.formula import Term
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
+from zonal.memory.lift import harmonics_of
 
 PATHS = ("dense", "tiled", "chunked", "streaming", "sparse")
 
@@ -99,7 +100,7 @@ class Problem:
     B, H, Hkv, T, S, D, P: batch, query heads, key heads, queries, new keys, dims of keys and values. itemsize: bytes of a number in
     the computing type. span, padded, row_bias, col_bias, slopes, decays: the prior. score_passes: of the score over all pairs. operations, coefficients, clamped: the link.
     bias_batch: sequences that have a log prior of their own, B or 1. features: its exact map, None without a finite one. shifts, by_query: steps of an
-    anchor that solves, and whether each query needs an inverse of its own. top: how many keys a row keeps, 0 = all; search: what finds them, with the bits of all
+    anchor that solves, and whether each query needs an inverse of its own; harmonics: the features of keys that it solves with, None = keys as they are. top: how many keys a row keeps, 0 = all; search: what finds them, with the bits of all
     spaces together. terms: the distances of a score that is a sum of such, where a kernel of distances runs.
     spans: tokens of the nodes of a tree, level by level, () = no tree.
     kind: of the memory that a path which carries one would have; past: tokens in the memory given; keeps: whether one is returned.
@@ -131,6 +132,7 @@ class Problem:
     coefficients: int = 0
     clamped: bool = False
     features: SymmetricPowers | None = None
+    harmonics: Harmonics | None = None
     shifts: int = 0
     by_query: bool = False
     top: int = 0
@@ -202,7 +204,7 @@ def problem_of(call: Call, held: Held | None = None, device: torch.device | None
         row_bias=bias.row is not None, col_bias=bias.col is not None, slopes=bias.slope is not None,
         bias_batch=max(1 if x is None else x.shape[0] for x in (bias.row, bias.col)), decays=call.log_decay is not None,
         score_passes=0 if bound.score.bilinear else bound.score.passes(call.head_dim), operations=bound.link.operations, coefficients=call.coefficients.shape[0], clamped=bound.link.domain is not None,
-        features=features, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
+        features=features, harmonics=harmonics_of(bound) if kind == "ridge" else None, shifts=anchor.shifts if isinstance(anchor, Ridge) else 0, by_query=isinstance(anchor, Ridge) and anchor.by_query,
         top=anchor.k if isinstance(anchor, TopK) else 0, search=_search(call), terms=_terms(call),
         spans=anchor.spans(keys) if isinstance(anchor, Hierarchical) else (),
         gradients=gradients, coefficient_gradients=gradients and learned, bias_gradients=gradients and tilted,

@@ -8,6 +8,7 @@ from zonal.features.base import Claim, FeatureMap, repeat_heads
 from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
 from zonal.features.fit import SquareFit, fit_square, row_weights
 from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
+from zonal.features.harmonic import Harmonics
 from zonal.features.landmarks import Anchors, LowRankSquare, Nystrom
 from zonal.features.learned import LearnedExp, distil
 from zonal.features.moments import moments
@@ -15,7 +16,7 @@ from zonal.features.polynomial import Polynomial, square, taylor_exp
 from zonal.features.quadrature import Quadrature, quadrature
 from zonal.features.random import Fourier, PositiveRandom, RandomMaclaurin, TensorSketch
 from zonal.features.score import Features
-from zonal.features.serve import feature_map
+from zonal.features.serve import feature_map, harmonics
 from zonal.features.slay import Slay
 from zonal.features.stationary import Stationary
 from zonal.features.symmetric import SymmetricPowers
@@ -24,7 +25,7 @@ FEATURES: dict[str, type[FeatureMap]] = {
     kind.__name__: kind
     for kind in (
         SymmetricPowers, Polynomial, PositiveRandom, Fourier, Stationary, RandomMaclaurin, TensorSketch, Anchors, Nystrom, LowRankSquare,
-        TensorProduct, Hadamard, Sketched, SharedHadamard, LearnedExp, Slay,
+        TensorProduct, Hadamard, Sketched, SharedHadamard, LearnedExp, Slay, Harmonics,
     )
 }  # fmt: skip
 
@@ -41,8 +42,8 @@ def features_from_config(config: dict[str, Any]) -> FeatureMap:
 
 
 __all__ = [
-    "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
+    "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "Harmonics", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
     "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "Stationary", "SymmetricPowers", "TensorProduct",
-    "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "mercer_bound", "moments",
+    "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "harmonics", "mercer_bound", "moments",
     "quadrature", "repeat_heads", "row_weights", "sample", "square", "taylor_exp",
 ]  # fmt: skip

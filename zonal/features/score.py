@@ -51,6 +51,10 @@ class Features(Score):
         return self.features.positive
 
     @property
+    def plain(self) -> bool:
+        return self.temperature == 1
+
+    @property
     def kv_rows(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(_drawn(self))
 

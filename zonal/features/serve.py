@@ -3,6 +3,7 @@
 import functools
 
 from zonal.algebra.link import Gegenbauer, Identity, Link, PolynomialSquare, SquaredAffine
+from zonal.features.harmonic import Harmonics
 from zonal.features.symmetric import SymmetricPowers
 
 MAX_DEGREE = 6
@@ -42,4 +43,16 @@ def _(link: Gegenbauer) -> SymmetricPowers | None:
     return None if link.clenshaw else _powers(link)
 
 
-__all__ = ["MAX_DEGREE", "feature_map"]
+def harmonics(link: Link) -> Harmonics | None:
+    """The exact map of a polynomial link over cosines whose dot product is symmetric, as the kernel among keys is to be, or None where there is none.
+
+    Degrees that learn have none: at a whole number the weight of the next harmonic is 0, and its root has no gradient.
+    """
+    found = feature_map(link)
+    if found is None or isinstance(link, Identity) or (isinstance(link, Gegenbauer) and link.learn_degrees):
+        return None
+    assert link.degree is not None
+    return Harmonics(link.degree)
+
+
+__all__ = ["MAX_DEGREE", "feature_map", "harmonics"]

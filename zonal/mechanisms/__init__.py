@@ -5,6 +5,7 @@ from collections.abc import Callable
 from zonal.algebra import Operator
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.echo import ridge, ska
+from zonal.mechanisms.kernel_ridge import kernel_ridge
 from zonal.mechanisms.linear import linear, retention
 from zonal.mechanisms.regime import declaration, regime, regime_spec
 from zonal.mechanisms.rewa import (
@@ -16,7 +17,7 @@ from zonal.mechanisms.rewa import (
     rewa_riemannian,
     rewa_topological,
 )
-from zonal.mechanisms.sinkhorn import hierarchical, sinkhorn
+from zonal.mechanisms.sinkhorn import hierarchical, hyperbolic_transport, sinkhorn
 from zonal.mechanisms.sko import sko
 from zonal.mechanisms.slay import hedgehog, of_features, performer, slay
 from zonal.mechanisms.softmax import cosine, softmax
@@ -24,7 +25,7 @@ from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 _MECHANISMS: dict[str, Callable[..., Operator]] = {
     f.__name__: f
-    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological, sinkhorn, hierarchical, regime)
+    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, kernel_ridge, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological, sinkhorn, hyperbolic_transport, hierarchical, regime)
 }
 SHORT = {"sq": "squared_affine"}
 
@@ -48,4 +49,4 @@ def resolve(spec: str) -> Operator:
     return operator
 
 
-__all__ = ["SHORT", "cosine", "declaration", "hedgehog", "hierarchical", "linear", "names", "of_features", "performer", "polynomial_square", "regime", "regime_spec", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "sinkhorn", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]
+__all__ = ["SHORT", "cosine", "declaration", "hedgehog", "hierarchical", "hyperbolic_transport", "kernel_ridge", "linear", "names", "of_features", "performer", "polynomial_square", "regime", "regime_spec", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "sinkhorn", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]

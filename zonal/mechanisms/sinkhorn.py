@@ -1,15 +1,16 @@
-"""Sinkhorn attention: softmax attention under constraints on what keys receive; and hierarchical attention, under ties of blocks.
+"""Sinkhorn attention: softmax attention, or attention by hyperbolic distance, under constraints on what keys receive; and hierarchical attention, under ties of blocks.
 
 y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns. Bidirectional.
 Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations. Paper: Geometric Attention (003), section 2.7; Sander et al. 2022.
 """
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import BoundedPlan, Hierarchical, Plan, UnbalancedPlan
+from zonal.algebra.anchor import BoundedPlan, Hierarchical, Plan, PlanAnchor, UnbalancedPlan
 from zonal.algebra.declaration import require
 from zonal.algebra.link import Exp
+from zonal.algebra.metric import Hyperbolic, Product
 from zonal.algebra.prior import Prior
-from zonal.algebra.score import Dot
+from zonal.algebra.score import Dot, NegativeDistance
 
 
 def sinkhorn(
@@ -28,15 +29,37 @@ def sinkhorn(
 
     Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """
-    require(rho is None or bounds is None, f"sinkhorn: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.")
+    return Operator(Dot(scale=scale), Exp(), _plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn")
+
+
+def hyperbolic_transport(
+    temperature: float = 1.0,
+    rho: tuple[float | None, float | None] | None = None,
+    bounds: tuple[float, float] | None = None,
+    learn: bool = False,
+    eps: float = 1e-4,
+    tolerance: float = 1e-5,
+    limit: int = 1000,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """log K = -w d(q, k) / tau with d the hyperbolic distance in units of its typical size and w > 0 learned a head, and a plan as anchor, as in ``sinkhorn``.
+
+    temperature: tau. eps: where the distance becomes smooth (``metric.Hyperbolic``). The rest as for ``sinkhorn``.
+
+    Raises: ArgumentError as ``sinkhorn``.
+    """
+    score = NegativeDistance(Product((Hyperbolic(eps, scale=None),)), temperature)
+    return Operator(score, Exp(), _plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit), prior, name="hyperbolic_transport")
+
+
+def _plan(
+    call: str, rho: tuple[float | None, float | None] | None, bounds: tuple[float, float] | None, learn: bool, tolerance: float, limit: int
+) -> PlanAnchor:  # fmt: skip
+    require(rho is None or bounds is None, f"{call}: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.")
     if bounds is not None:
-        require(isinstance(bounds, tuple) and len(bounds) == 2, f"sinkhorn: bounds must be two numbers (low, high), received {bounds!r}.")
-        anchor = BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
-    elif rho is not None:
-        anchor = UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
-    else:
-        anchor = Plan(tolerance, limit, learn=learn)
-    return Operator(Dot(scale=scale), Exp(), anchor, prior, name="sinkhorn")
+        require(isinstance(bounds, tuple) and len(bounds) == 2, f"{call}: bounds must be two numbers (low, high), received {bounds!r}.")
+        return BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
+    return Plan(tolerance, limit, learn=learn) if rho is None else UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
 
 
 def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:

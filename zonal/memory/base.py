@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import TopK
+from zonal.algebra.anchor import Ridge, TopK
+from zonal.algebra.link import Identity
 from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
 from zonal.memory.form import FLOATS, Form
+from zonal.memory.lift import MAX_STATISTICS, harmonics_of, width_of
 from zonal.memory.reading import Readable
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
@@ -52,11 +54,17 @@ def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
     return None if features_refusal(operator, key_dim) else feature_map(operator.link)
 
 
-def statistics_refusal(parts: Operator | Bound) -> str | None:
+def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
-    score, link = parts.score, parts.link
-    if not score.plain or link.degree != 1 or type(link).__name__ != "Identity":
-        return f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
+    score, link, anchor = parts.score, parts.link, parts.anchor
+    if not score.plain or not isinstance(link, Identity):
+        what = f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
+        if harmonics_of(parts) is None or key_dim < 2:
+            return f"{what}, nor a polynomial of cosines with exact features"
+        if isinstance(anchor, Ridge) and anchor.moving:
+            return f"{what}, and over features of keys no ridge follows them"
+    if width_of(parts, key_dim) > max(MAX_STATISTICS, key_dim):
+        return f"keys of {width_of(parts, key_dim)} features (head dimension {key_dim}) would make square matrices of that size, and no more than {MAX_STATISTICS} are kept"
     if any(isinstance(p, Window) for p in _priors(parts)):
         return "a window forgets keys one by one, and the statistics cannot"
     return None
@@ -88,7 +96,7 @@ class Memory(Readable):
         """The smallest kind of memory that is exact: "keys", "features", "decayed", "ridge" or "fading"."""
         if operator.anchor.solves:
             natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
-            return "keys" if statistics_refusal(operator) else natural
+            return "keys" if statistics_refusal(operator, key_dim) else natural
         if served_by(operator, key_dim) is None:
             return "keys"
         if not any(isinstance(p, Decay) for p in operator.prior):
@@ -114,7 +122,7 @@ class Memory(Readable):
         """
         if not isinstance(operator, Operator):
             raise ArgumentError(f"Memory.empty: an Operator is required, received {operator!r}.")
-        operator.check("Memory.empty")
+        operator.check("Memory.empty", key_dim if isinstance(key_dim, int) else None)
         if operator.anchor.couples:
             raise ArgumentError(f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them.")
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):

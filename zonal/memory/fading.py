@@ -85,7 +85,7 @@ class FadingStatistics(Memory):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(form.batch, form.heads, *shape, dtype=torch.float64, device=form.device)
 
-        r, moves = form.key_dim, anchor_of(operator).shifts > 0
+        r, moves = operator.score.width(form.key_dim), anchor_of(operator).shifts > 0
         return cls(
             operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r) + 1, zeros(), zeros(r, r) if moves else None,
             zeros(r) if moves else None, zeros(r) if moves else None, torch.zeros(form.batch, dtype=torch.int64, device=form.device),
@@ -97,7 +97,7 @@ class FadingStatistics(Memory):
         return self.count - self.padding
 
     def extended(self, tokens: Tokens) -> Memory:
-        n, r = tokens.length, self.form.key_dim
+        n, r = tokens.length, self.gram.shape[-1]
         if n == 0:
             return self
         absent = tokens.padded()
@@ -127,7 +127,7 @@ class FadingStatistics(Memory):
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (z, decay, self.gram))
         if inverse is None or z.shape[2] > 1 or mask is not None or inverse.age >= REMAKE or recorded or inverse.version != ridge_version(self.operator):
             return None
-        r = self.form.key_dim
+        r = self.gram.shape[-1]
         rho = anchor_of(self.operator).ridge(self.operator.bind(self.form.heads, self.form.heads).anchor_params, self.form.heads).to(z)
         pseudo = (-r * rho.view(1, -1, 1) * torch.expm1(decay)).sqrt()[..., None] * torch.nn.functional.one_hot(self.real % r, r).to(z)[:, None, None]
         rows = torch.cat([z, pseudo], 2)
@@ -239,7 +239,7 @@ class FadingStatistics(Memory):
         )  # fmt: skip
 
     def bytes_at(self, length: int) -> int:
-        form, r = self.form, self.form.key_dim
+        form, r = self.form, self.gram.shape[-1]
         numbers = 2 * r * r + form.value_dim * r + r + 1  # G, its inverse, C, levels, total
         numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams)
         return form.batch * (form.heads * 8 * numbers + 8 + 9 * len(self.seams))

@@ -20,6 +20,7 @@ from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.lift import Lift, harmonics_of, width_of
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
 from zonal.memory.stepped import Stepped
@@ -46,15 +47,15 @@ def anchor_of(operator: Operator) -> Ridge:
 
 
 def ridge_version(operator: Operator) -> tuple[float, ...] | None:
-    """Changes whenever the learned ridge does: on the CPU its numbers, as nobody counts what is written through ``.data``. Elsewhere that would wait
+    """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written through ``.data``. Elsewhere that would wait
     for the device, and what is counted has to do."""
-    parts = operator.learned_parts
-    if "anchor_raw_ridge" not in parts:
+    # the ridge, and the weights of features
+    values = [value for name, value in operator.learned_parts.items() if name == "anchor_raw_ridge" or name.startswith("link_")]
+    if not values:
         return None
-    value = parts["anchor_raw_ridge"]
-    if type(value) is torch.nn.Parameter and value.is_cpu and not torch.compiler.is_compiling():
-        return tuple(value.detach().flatten().tolist())
-    return value.data_ptr(), value._version
+    if all(type(value) is torch.nn.Parameter and value.is_cpu for value in values) and not torch.compiler.is_compiling():
+        return tuple(number for value in values for number in value.detach().flatten().tolist())
+    return tuple(number for value in values for number in (value.data_ptr(), value._version))
 
 
 def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
@@ -126,7 +127,7 @@ def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RidgeStatistics(Memory):
-    """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale or gain.
+    """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale, gain or weights of features. z: prepared keys, or their features.
 
     gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv), the largest
     z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no token at all).
@@ -184,7 +185,7 @@ class RidgeStatistics(Memory):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(form.batch, form.heads, *shape, dtype=torch.float64, device=form.device)
 
-        r = form.key_dim
+        r = width_of(operator, form.key_dim)
         moves = anchor.shifts > 0
         return cls(
             operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r, r) if moves else None, zeros(r) if moves else None,
@@ -212,7 +213,7 @@ class RidgeStatistics(Memory):
     def _summed(self, tokens: Tokens) -> "RidgeStatistics":
         """The tokens added to the sums; count, padding and pending stay."""
         silent = tokens.silent()
-        z, v = silent.k.double(), silent.v.double()
+        z, v = self.featured(silent.k.double()), silent.v.double()
         changed = {"gram": self.gram + z.mT @ z, "cross": self.cross + v.mT @ z, "inverse": self._updated(z)}
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift + z.mT @ previous_keys(z, tokens.mask, self.last)
@@ -227,10 +228,23 @@ class RidgeStatistics(Memory):
             changed["peak"] = torch.maximum(self.peak, z.square().sum(-1).amax(-1))
         return replace(self, **changed)  # type: ignore[arg-type]
 
+    def featured(self, x: Tensor) -> Tensor:
+        """Prepared queries or keys as the sums have them."""
+        features = harmonics_of(self.operator)
+        return x if features is None else features(x)
+
+    def whitened(self, bound: Bound) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """gram, cross, shift and last key, of whitened features where there are features (``Lift``)."""
+        lift = Lift.of(bound, self.form.key_dim)
+        if lift is None:
+            return self.gram, self.cross, self.shift, self.last
+        shift = None if self.shift is None else lift.square(self.shift)
+        return lift.square(self.gram), lift.columns(self.cross), shift, None if self.last is None else self.last * lift.root.to(self.last)
+
     def _updated(self, z: Tensor) -> Inverse | None:
         """The inverse after keys z, or None when it had better be made again."""
         inverse, n = self.inverse, z.shape[2]
-        if inverse is None or anchor_of(self.operator).moving or 2 * n > self.form.key_dim or inverse.age + n > REMAKE or _recorded(z, self.gram):
+        if inverse is None or anchor_of(self.operator).moving or 2 * n > self.gram.shape[-1] or inverse.age + n > REMAKE or _recorded(z, self.gram):
             return None
         if inverse.version != ridge_version(self.operator):
             return None
@@ -250,7 +264,7 @@ class RidgeStatistics(Memory):
         if not anchor.moving:
             return rho
         trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.form.key_dim)
+        return anchor.moved(rho, None if self.peak is None else self.peak[..., None, None], trace, self.gram.shape[-1])
 
     def solved(self, bound: Bound) -> Tensor:
         """P = (G + rho I)^-1, kept for the next read unless gradients flow through it."""
@@ -265,8 +279,11 @@ class RidgeStatistics(Memory):
         return matrix
 
     def made(self, bound: Bound) -> Tensor:
-        """P = (G + rho I)^-1, made anew."""
-        return positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
+        """P = (G + rho I)^-1, made anew; over features of weights a it is (G + rho diag(1 / a))^-1."""
+        lift = Lift.of(bound, self.form.key_dim)
+        if lift is None:
+            return positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
+        return lift.square(positive_inverse(with_ridge(lift.square(self.gram), self.ridge(bound)), "Memory.read"))
 
     def committed(self) -> "RidgeStatistics":
         """The memory up to the last whole chunk: what the next query sees."""
@@ -297,14 +314,17 @@ class RidgeStatistics(Memory):
         return self.settled()._looked_up(q, bound)
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
-        whole = self.settled()
-        return spanned(home, bound, whole.solved(bound), whole.ridge(bound)[..., 0])
+        whole, lift = self.settled(), Lift.of(bound, self.form.key_dim)
+        level = whole.ridge(bound)[..., 0]
+        if lift is None:
+            return spanned(home, bound, whole.solved(bound), level)
+        return spanned(self.featured(home.to(self.gram)), bound, whole.solved(bound), level / lift.root.to(level).square()).to(home.dtype)
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
         contracted = None
         if self.shift is not None and anchor_of(self.operator).spectral:
             contracted = contraction(with_ridge(self.gram, self.ridge(bound)), self.shift, "Memory.read")
-        return read_out(q, bound, self.solved(bound), self.shift, self.cross, contracted)
+        return read_out(self.featured(q.to(self.gram)), bound, self.solved(bound), self.shift, self.cross, contracted).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)
@@ -388,13 +408,13 @@ class RidgeStatistics(Memory):
         )
 
     def bytes_at(self, length: int) -> int:
-        form, r = self.form, self.form.key_dim
+        form, r = self.form, width_of(self.operator, self.form.key_dim)
         numbers = 2 * r * r + form.value_dim * r  # G, its inverse, C
         numbers += r * r + 2 * r if self.shift is not None else 0
         numbers += 1 if self.peak is not None else 0
         numbers += 2 * r * len(self.seams)
         waiting = 0 if self.chunk is None else length % self.chunk
-        tokens = waiting * (r + form.value_dim) * form.statistics.itemsize
+        tokens = waiting * (self.operator.score.width(form.key_dim) + form.value_dim) * form.statistics.itemsize
         return form.batch * (form.heads * (8 * numbers + tokens) + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from zonal.errors import ArgumentError
 from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
 from zonal.memory import FadingStatistics, Memory, RidgeStatistics
 from zonal.memory.inverse import with_ridge
+from zonal.memory.lift import Lift
 from zonal.nn.attention import Attention
 
 
@@ -43,7 +44,8 @@ def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
     if isinstance(memory, FadingStatistics):
         return memory.gram, memory.regularised(bound), memory.shift
     whole = memory.settled()
-    return whole.gram, with_ridge(whole.gram, whole.ridge(bound)), whole.shift
+    gram, _, shift, _ = whole.whitened(bound)
+    return gram, with_ridge(gram, whole.ridge(bound)), shift
 
 
 @torch.no_grad()
@@ -55,6 +57,9 @@ def of_layer(layer: Attention, x: Tensor, *, key_padding_mask: Tensor | None = N
     memory = layer(x, return_memory=True, key_padding_mask=key_padding_mask, action_mask=action_mask)[1].memory
     gram, regular, shift = _sums(memory)
     keys = layer.stored_keys(x, key_padding_mask=key_padding_mask, action_mask=action_mask)
+    lift = Lift.of(memory.operator.bind(memory.form.heads, memory.form.heads), memory.form.key_dim)
+    if lift is not None:
+        keys = lift.whitened(keys)
     return LayerDiagnostics(diagnose(gram, regular, shift), leverage(keys, regular), keys.norm(dim=-1))
 
 

@@ -46,6 +46,8 @@ LOOKS = (
     Look("#4f5d75", "#b0bdd4", "hexagon2", "dashdot"),
     Look("#2d6a9f", "#8fc1ea", "arrow-bar-up", "dashdot"),
     Look("#8f3d2e", "#e6a091", "arrow-bar-down", "dot"),
+    Look("#146b6b", "#7cc9c4", "arrow-bar-left", "dash"),
+    Look("#7a4a12", "#d9b078", "arrow-bar-right", "dashdot"),
 )
 
 GROUPS = LOOKS[1:8]
@@ -76,6 +78,8 @@ _KNOWN = {
     "rewa_categorical": (21, "REWA categorical", "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value."),
     "regime": (23, "Regime", "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights."),
     "sinkhorn": (24, "Sinkhorn", "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once."),
+    "kernel_ridge": (26, "Kernel ridge", "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree."),
+    "hyperbolic_transport": (27, "Hyperbolic transport", "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: it reads the whole text at once."),
     "hierarchical": (25, "Hierarchical", "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once."),
     "mixture": (22, "Mixture", "several geometries in one layer; each token decides how much of each it takes."),
     "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),

@@ -404,7 +404,7 @@ class Ridge(Anchor):
 
     def moves(self) -> tuple[Move, ...]:
         equations = Derived("normal equations", "hence W (K_kk + rho I) = K_qk on visible keys: weights may be negative, and rows sum to anything")
-        sums = Derived("primal sums", "hence for a linear kernel sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past")
+        sums = Derived("primal sums", "hence for a linear kernel, and on features for a polynomial of cosines, sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past")
         return (
             Move("quotient", "anchor", "regression probe", "only what is read out of a fit from keys to values is observed", (sums,)),
             Move("section", "anchor", "ridge", "of all fits the one with the least squared error and rho times its size", () if self.shifts else (equations,)),

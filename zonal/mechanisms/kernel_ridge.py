@@ -1,0 +1,50 @@
+"""Kernel ridge and Koopman read-outs: y_t = k(q_t, K) (k(K, K) + rho I)^-1 V over the keys K seen so far, for a kernel k of angles that has no paper of its own in this place.
+
+The fit of ``ridge`` and ``ska`` in the feature space of another mechanism's kernel. A polynomial of degree n has m exact features, C(n + D - 1, n) +
+C(n + D - 2, n - 1), on which the read-out runs in linear time: T m (m + P) a head; memory of a decoder: about 2 m^2 + P m numbers a head. Others run dense.
+"""
+
+from collections.abc import Callable
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.link import Gegenbauer
+from zonal.algebra.prior import ChunkCausal
+from zonal.algebra.score import Cosine
+from zonal.mechanisms import spec as specs
+from zonal.mechanisms.slay import slay
+from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
+
+
+def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int = 64) -> Operator:
+    """The kernel of ``mechanisms.sko`` with weights w_k that stay above zero, as they have to for a positive definite one."""
+    return Operator(Cosine(), Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, nonnegative=True))
+
+
+_KERNELS: dict[str, Callable[..., Operator]] = {f.__name__: f for f in (squared_affine, polynomial_square, sko, yat, slay)}
+
+
+def kernel_ridge(
+    kernel: str = "squared_affine", power: int | tuple[int, ...] | None = None, eps: float = 0.1, learn_ridge: bool = True, chunk: int | None = None, d_qk: int | None = None
+) -> Operator:
+    """Ridge regression from keys to values with another mechanism's kernel, refitted at every token; with a power its Koopman read-out, as in ``ska``.
+
+    kernel: the mechanism whose score and link make it, with arguments or without: squared_affine, polynomial_square, sko (of degrees and manifold_dim,
+    weights above zero), yat, slay (the paper's random features in place of yat). d_qk: the size that a layer gives its queries and keys.
+
+    Raises: ArgumentError for a kernel that need not be positive definite, naming why, and for one that is not known.
+    """
+    made = specs.made(kernel, _KERNELS)
+    if power is None:
+        anchor = Ridge(eps=eps, learn_ridge=learn_ridge)
+    else:
+        anchor = Koopman(power=power, eps=eps, learn_ridge=learn_ridge)
+    operator = Operator(
+        made.score, made.link, anchor, () if chunk is None else ChunkCausal(size=chunk), name="kernel_ridge", layer_init="default" if power is None else "orthogonal",
+        qk_dim=made.qk_dim if d_qk is None else d_qk,
+    )  # fmt: skip
+    operator.check("kernel_ridge")
+    return operator
+
+
+__all__ = ["kernel_ridge"]
