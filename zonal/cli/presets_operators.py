@@ -3,7 +3,11 @@
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.cli.preset import Preset
 
+_TASK = TaskOptions(task="mqar", vocab_size=64, length=32, pairs=8, train_examples=50_000, test_examples=1000)
+_MODEL = ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4)
+_TRAINING = TrainingOptions(steps=500, batch_size=32, eval_every=50, eval_batch_size=250, stop_at_accuracy=0.995, tensorboard=False)
 _RANK = 4
+_LIFTED = 6  # the most that a lift makes of _RANK numbers: three for each pair
 _FEATURES = 14  # of a square on _RANK numbers
 _COSINE = "score='cosine'"
 
@@ -34,8 +38,15 @@ PRESETS = {
             "SKO Koopman K=1": f"kernel_ridge(kernel='sko', power=1, d_qk={_RANK})",
             "Yat Koopman K=1": f"kernel_ridge(kernel='yat(eps=0.1)', power=1, d_qk={_RANK})",
         },
-        "2", "3e-3,1e-2", TaskOptions(task="mqar", vocab_size=64, length=32, pairs=8, train_examples=50_000, test_examples=1000),
-        ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4),
-        TrainingOptions(steps=500, batch_size=32, eval_every=50, eval_batch_size=250, stop_at_accuracy=0.995, tensorboard=False),
+        "2", "3e-3,1e-2", _TASK, _MODEL, _TRAINING,
+    ),
+    "lifted-keys": Preset(
+        f"Koopman read-outs on CG-lifted keys: {_RANK} numbers of queries and keys lifted to {_LIFTED}, against {_RANK} and {_LIFTED} as they are",
+        {
+            f"SKA K={power}{words}": spec.format(f"ska(power={power}, rank={rank})")
+            for power in (0, 1)
+            for words, spec, rank in (("", "{}", _RANK), (f", lifted to {_LIFTED}", f"lifted(operator='{{}}', size={_LIFTED})", _RANK), (f", {_LIFTED} numbers", "{}", _LIFTED))
+        },
+        "2", "3e-3,1e-2", _TASK, _MODEL, _TRAINING,
     ),
 }  # fmt: skip

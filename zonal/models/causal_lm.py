@@ -76,14 +76,14 @@ class CausalLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
-    def _attention(self, spec: str, share: int, width: int, rotary: Rotary | bool) -> Attention:
-        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them."""
+    def _attention(self, spec: str, share: int, lift: int | None, width: int, rotary: Rotary | bool) -> Attention:
+        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size of lifted queries and keys."""
         config = self.config
         if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
             raise ArgumentError(f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, received {config.heads} and {config.kv_heads}.")
         return Attention(
             config.dim, config.heads // share, spec, kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
-            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width,
+            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift,
         )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:

@@ -15,6 +15,7 @@ _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
     "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet, "gated_deltanet": GatedDeltaNet,
 }  # fmt: skip
 MIXTURE = "mixture"
+LIFTED = "lifted"
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -91,20 +92,23 @@ def entry_of(layers: Sequence[str]) -> str:
     return f"[{', '.join(spec if times == 1 else f'{spec}*{times}' for spec, times in parts)}]"
 
 
-def mixer(spec: str, dim: int, attention: Callable[[str, int], TokenMixer]) -> TokenMixer:
-    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator.
+def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None], TokenMixer]) -> TokenMixer:
+    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator, on lifted queries and keys or as they are.
 
-    attention: takes a spec, and among how many parts of a mixture the layer's heads are shared out (1 = none).
+    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), and the size that queries and keys are lifted to.
 
     Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
     """
     name = specs.name_of(spec)
     if name in _RECURRENCES:
         return specs.made(spec, _RECURRENCES, {"dim": dim})
+    if name == LIFTED:
+        inner, size = specs.made(spec, {LIFTED: _lifted})
+        return attention(inner, 1, size)
     if name != MIXTURE:
-        return attention(spec, 1)
+        return attention(spec, 1, None)
     parts, hidden = specs.made(spec, {MIXTURE: _mixture})
-    return Mixture([mixer(part, dim, lambda inner, _: attention(inner, len(parts))) for part in parts], hidden)
+    return Mixture([mixer(part, dim, lambda inner, _, size: attention(inner, len(parts), size)) for part in parts], hidden)
 
 
 def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...], int]:
@@ -117,9 +121,19 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
     return tuple(parts), hidden
 
 
+def _lifted(operator: str, size: int) -> tuple[str, int]:
+    """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s ``cg_lift``."""
+    fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, *_RECURRENCES)
+    if not fits or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ArgumentError(f"lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted to are required, received {operator!r} and {size!r}.")
+    return operator, size
+
+
 def operators_in(spec: str) -> tuple[str, ...]:
-    """The operators of a layer: its spec, those of a mixture's parts, none of a recurrence."""
+    """The operators of a layer: its spec, that on lifted keys, those of a mixture's parts, none of a recurrence."""
     name = specs.name_of(spec)
+    if name == LIFTED:
+        return (specs.made(spec, {LIFTED: _lifted})[0],)
     if name == MIXTURE:
         return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
     return () if name in _RECURRENCES else (spec,)
@@ -134,8 +148,10 @@ def check(spec: str, dim: int) -> None:
     elif name == MIXTURE:
         for part in specs.made(spec, {MIXTURE: _mixture})[0]:
             check(part, dim)
+    elif name == LIFTED:
+        check(specs.made(spec, {LIFTED: _lifted})[0], dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
-        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE])
+        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED])
     else:
         mechanisms.resolve(spec)
 
