@@ -71,6 +71,35 @@ def test_each_layer_is_what_the_line_says():
     assert [layer["operator"] for layer in model.learned()] == list(model.config.layers)
 
 
+def test_queries_and_keys_are_lifted():
+    line = "lifted(operator='ska(power=1, rank=4)', size=6), mixture(parts=(\"lifted(operator='ska(rank=4)', size=5)\", 'softmax'))"
+    model = build(ModelConfig(23, layers=line, dim=16, heads=2, conv=3), seed=3).double()
+    first, (inner, plain) = model.blocks[0].attention, model.blocks[1].attention.parts
+    assert first.qk_dim == 4
+    assert [layer.lift.projection.out_features for layer in (first, inner)] == [6, 5]
+    assert plain.lift is None
+    x = tokens()
+    memory, parts = model.empty_memory(2), []
+    for piece in x.split([6, 1, 10], dim=1):
+        logits, memory = model.step(piece, memory)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("lifted(operator='mamba2', size=6)", "an operator, such as 'ska\\(power=1\\)', and a size >= 1"),
+        ("lifted(operator='ska', size=0)", "received 'ska' and 0"),
+        ("lifted(operator='ska(rank=4)', size=7)", "at most 3 dim / 2 = 6"),
+        ("lifted(operator='nothing', size=4)", "unknown operator 'nothing'"),
+    ],
+)
+def test_what_cannot_be_lifted(spec, words):
+    with pytest.raises(ArgumentError, match=words):
+        make(spec)
+
+
 def test_equal_names_start_equal_beside_other_layers():
     one, other = (build(ModelConfig(23, 16, layers, 2), seed=3) for layers in (LINE, "mamba2(state=8, head_dim=8), softmax*4"))
     mine, theirs = one.state_dict(), other.state_dict()
