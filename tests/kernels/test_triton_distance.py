@@ -3,12 +3,11 @@
 import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from kernels.distance_calls import CASES, LONG, OPERATORS, SHAPES
-from kernels.processes import ROOT, ahead, fitting, judged, no_device, python
+from kernels.processes import ROOT, ahead, fitting, judged, no_device
 
 import zonal
 from zonal import mechanisms as m
@@ -76,12 +75,6 @@ def test_what_it_does_not_take_is_said() -> None:
     assert "dimensions must be 1 to 256" in str(native_distance.unfit(call_of(m.rewa(), 300)))
     assert "log priors" in str(native_distance.unfit(call_of(m.rewa(prior=zonal.prior.ALiBi()))))
     assert "float64" in str(native_distance.unfit(call_of(m.rewa(), dtype=torch.float64)))
-
-
-def test_package_imports_without_triton(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['triton'] = None; import zonal, zonal.execution.native_distance, zonal.kernels.distance_ops"
-    done = python("-c", code, interpret=False, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_planner_counts_a_pair_s_distances() -> None:

@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from kernels.processes import ROOT, ahead, fitting, judged, no_device, python
+from kernels.processes import ROOT, ahead, fitting, judged, no_device
 from kernels.ridge_calls import CASES, LONG, OPERATORS, SHAPES
 
 import zonal
@@ -74,13 +73,6 @@ def test_who_is_refused_on_cuda(dim: int, reason: str | None) -> None:
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "has_triton", lambda: False)
     assert "pip install triton" in str(native_ridge.cuda_refusal(call_of(m.ska())))
-
-
-def test_package_imports_without_triton(tmp_path: Path) -> None:
-    """The planner, which knows the kernels' sizes, among it."""
-    code = "import sys; sys.modules['triton'] = None; import zonal, zonal.execution.cost_ridge_cuda, zonal.kernels.ridge_ops"
-    done = python("-c", code, interpret=False, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def problem(tokens: int, power: int = 0, dim: int = 64) -> Problem:

@@ -3,11 +3,10 @@
 import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from kernels.processes import CUDA, ROOT, ahead, fitting, judged, no_device, python
+from kernels.processes import CUDA, ROOT, ahead, fitting, judged, no_device
 from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 
 import zonal
@@ -103,13 +102,6 @@ def test_decays_and_biases_are_not_refused() -> None:
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "has_triton", lambda: False)
     assert "pip install triton" in str(native_sums.cuda_refusal(call_of(m.squared_affine())))
-
-
-def test_package_imports_without_triton(tmp_path: Path) -> None:
-    """The planner, which knows the kernels' sizes, among it."""
-    code = "import sys; sys.modules['triton'] = None; import zonal, zonal.execution.cost_sums_cuda, zonal.kernels.sums_ops"
-    done = python("-c", code, interpret=False, cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def problem(tokens: int, dim: int = 32) -> Problem:

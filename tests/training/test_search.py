@@ -65,13 +65,13 @@ def test_every_legal_move_is_an_operator_and_every_skipped_one_has_a_reason():
 
 
 def test_moves_are_judged_by_the_declaration_not_by_a_list():
-    """From cosine scores the links that need them are legal, and count anchors take signed ones."""
+    """From cosine scores the links that need them are legal; count anchors take signed ones, and those that solve only what is positive definite."""
     cosine = Regime((canonical("regime(score='cosine', anchor='count')"),) * 2, 4e-3)
     targets = {move.target.operator for move in moves(cosine, MODEL, kinds=("link", "anchor")).legal}
     assert "sko" in targets
     assert "regime(score='cosine', link='yat', anchor='count')" in targets
     from_sko = {move.text for move in moves(Regime(("sko",) * 2, 4e-3), MODEL, kinds=("anchor",)).skipped}
-    assert from_sko == {"anchor: row", "anchor: topk(k=8)"}
+    assert from_sko == {"anchor: row", "anchor: topk(k=8)", "anchor: koopman", "anchor: ridge(learn_ridge=True)"}
 
 
 def test_powers_ranks_and_parameters_step_up_and_down_again():
