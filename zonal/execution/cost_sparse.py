@@ -4,11 +4,13 @@ from zonal.execution.problem import Problem
 from zonal.execution.tally import Estimate, Tally
 
 # a candidate is fetched from far away: so many times the operations that it takes in a tile, measured at 64 numbers a key
-_FETCH = 7.0
+_FETCH = 2.0
 # the same of a distance of a candidate, whose weights, radii and roots are made for eight candidates at once; in operations
-_DISTANCE = 70.0
+_DISTANCE = 40.0
 # a sort, or a look-up, of one key or query in one table, in elementwise calls
 _PLACES = 4.0
+# seconds that tables take however short they are: their many small calls
+_START = 5e-3
 
 
 def met(p: Problem) -> float:
@@ -27,6 +29,7 @@ def candidates(p: Problem, tally: Tally) -> Estimate:
     assert p.search.bits is not None
     heads, tables = p.B * p.H, p.search.tables + 1
     tokens = p.B * (p.H * p.T + p.Hkv * p.S)
+    tally.add(_START)
     tally.product(1, tokens, p.search.tables * p.search.bits, p.D, 1)
     tally.passes("simple", tokens * tables, _PLACES)
     codes = tokens * tables + heads * p.T * tables * 2 + p.B * p.Hkv * p.S * tables
