@@ -20,7 +20,7 @@ from zonal.evaluation.selection import best_learning_rate
 from zonal.models import build
 from zonal.store import write_json
 from zonal.training import events
-from zonal.training.config import TrainConfig, first_difference
+from zonal.training.config import TrainConfig
 from zonal.training.environment import (
     FolderInUseError,
     cores,
@@ -30,6 +30,7 @@ from zonal.training.environment import (
     remove_parts,
     versions,
 )
+from zonal.training.folder import claimed
 from zonal.training.loop import train
 from zonal.training.parallel import run_in_processes
 from zonal.training.plan import Plan, Timing, decide_steps, estimate, measure
@@ -61,23 +62,12 @@ class Comparison:
         self.spec = spec
         self.plan: Plan | None = None
         self.threads: int | None = None
-        if (self.directory / FILE).exists():
-            stored_spec, stored = read_comparison(self.directory)
-            difference = first_difference(stored_spec.identity(), spec.identity())
-            if difference is not None:
-                name, old, new = difference
-                raise ArgumentError(
-                    f"compare: {self.directory} holds another comparison: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
-                    f"(or `zonal compare --resume {self.directory}`), choose another folder, or delete this one."
-                )
+        stored = claimed(self.directory, FILE, "compare", "comparison", spec, read_comparison)
+        if stored is not None:
             self.plan = Plan(
                 stored["steps"], {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}, stored["plan"]["estimated_seconds"]
             )
             self.threads = stored["device"]["threads"]
-        elif self.directory.exists() and not self.directory.is_dir():
-            raise ArgumentError(f"compare: {self.directory} is a file, a folder was required.")
-        elif self.directory.exists() and any(path.suffix != ".part" for path in self.directory.iterdir()):
-            raise ArgumentError(f"compare: {self.directory} is not empty and holds no comparison. Choose another folder, or empty this one.")
 
     @classmethod
     def open(cls, directory: str | Path) -> "Comparison":

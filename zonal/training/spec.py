@@ -11,10 +11,10 @@ from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.models.layers import entry_of, is_list, layer_list, layers_for
 from zonal.report.published import Published
-from zonal.store import read_json
 from zonal.training import curriculum
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
+from zonal.training.folder import stored_in
 
 FILE = "comparison.json"
 SCHEMA = 1
@@ -163,12 +163,7 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
     Raises: FileFormatError when the folder holds no comparison of this version.
     """
     path = directory / FILE
-    if not path.is_file():
-        raise FileFormatError(f"compare: {directory} holds no comparison (no {FILE}). Give the folder that `zonal compare` wrote.")
-    stored = read_json(path)
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
-        raise FileFormatError(f"compare: {path} has schema {found!r}, this version reads {SCHEMA}. Choose another folder.")
+    stored = stored_in(directory, FILE, SCHEMA, "compare", "comparison")
     try:
         operators = tuple(stored["operators"])
         spec = ComparisonSpec(

@@ -23,7 +23,6 @@ from zonal.evaluation.statistics import spread
 from zonal.store import write_json
 from zonal.training import events
 from zonal.training.compare import Comparison
-from zonal.training.config import first_difference
 from zonal.training.environment import (
     FolderInUseError,
     cores,
@@ -33,6 +32,7 @@ from zonal.training.environment import (
     remove_parts,
     versions,
 )
+from zonal.training.folder import claimed
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
 from zonal.training.search import findings
@@ -58,20 +58,9 @@ class Search:
         self.directory = Path(directory)
         self.spec = spec
         self.threads: int | None = None
-        if (self.directory / FILE).exists():
-            stored_spec, stored = read_search(self.directory)
-            difference = first_difference(stored_spec.identity(), spec.identity())
-            if difference is not None:
-                name, old, new = difference
-                raise ArgumentError(
-                    f"search: {self.directory} holds another search: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
-                    f"(or `zonal search --resume {self.directory}`), choose another folder, or delete this one."
-                )
+        stored = claimed(self.directory, FILE, "search", "search", spec, read_search)
+        if stored is not None:
             self.threads = stored["device"]["threads"]
-        elif self.directory.exists() and not self.directory.is_dir():
-            raise ArgumentError(f"search: {self.directory} is a file, a folder was required.")
-        elif self.directory.exists() and any(path.suffix != ".part" for path in self.directory.iterdir()):
-            raise ArgumentError(f"search: {self.directory} is not empty and holds no search. Choose another folder, or empty this one.")
 
     @classmethod
     def open(cls, directory: str | Path) -> "Search":

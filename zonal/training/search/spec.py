@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
-from zonal.store import read_json
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
+from zonal.training.folder import stored_in
 from zonal.training.record import RunResult
 from zonal.training.search.moves import KINDS, PALETTE, check_kinds, model_of, refusal
 from zonal.training.search.regime import Regime, canonical
@@ -170,12 +170,7 @@ def _most_rungs(steps: int, eta: int) -> int:
 def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
     """The spec in a folder and everything else its search.json says. Raises: FileFormatError when the folder holds no search of this version."""
     path = directory / FILE
-    if not path.is_file():
-        raise FileFormatError(f"search: {directory} holds no search (no {FILE}). Give the folder that `zonal search` wrote.")
-    stored = read_json(path)
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
-        raise FileFormatError(f"search: {path} has schema {found!r}, this version reads {SCHEMA}. Choose another folder.")
+    stored = stored_in(directory, FILE, SCHEMA, "search", "search")
     try:
         names = {field.name for field in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
         plain: dict[str, Any] = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}

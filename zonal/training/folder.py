@@ -1,0 +1,52 @@
+"""The folder of a comparison or a search: whether it is theirs, and what the file says that makes it so."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.store import read_json
+from zonal.training.config import first_difference
+
+
+class Spec(Protocol):
+    """What is asked for; ``identity`` has the settings that may not differ."""
+
+    def identity(self) -> dict[str, Any]: ...
+
+
+def claimed(directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Spec, dict[str, Any]]]) -> dict[str, Any] | None:
+    """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun: "comparison".
+
+    Raises: ArgumentError for a folder of other settings (the first that differs is named), for a file, and for a folder of something else.
+    """
+    if (directory / file).exists():
+        stored_spec, stored = read(directory)
+        difference = first_difference(stored_spec.identity(), spec.identity())
+        if difference is not None:
+            name, old, new = difference
+            raise ArgumentError(
+                f"{call}: {directory} holds another {noun}: {name} is {old!r} there and {new!r} here. Use the same settings to go on "
+                f"(or `zonal {call} --resume {directory}`), choose another folder, or delete this one."
+            )
+        return stored
+    if directory.exists() and not directory.is_dir():
+        raise ArgumentError(f"{call}: {directory} is a file, a folder was required.")
+    if directory.exists() and any(path.suffix != ".part" for path in directory.iterdir()):
+        raise ArgumentError(f"{call}: {directory} is not empty and holds no {noun}. Choose another folder, or empty this one.")
+    return None
+
+
+def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> dict[str, Any]:
+    """What the file says. Raises: FileFormatError when the folder has none, or one of another version."""
+    path = directory / file
+    if not path.is_file():
+        raise FileFormatError(f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote.")
+    stored = read_json(path)
+    if not isinstance(stored, dict) or stored.get("schema") != schema:
+        found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
+        raise FileFormatError(f"{call}: {path} has schema {found!r}, this version reads {schema}. Choose another folder.")
+    return stored
+
+
+__all__ = ["claimed", "stored_in"]
