@@ -21,16 +21,15 @@ def fixed(device: torch.device, threads: int | None = None) -> Constants:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fixed_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
     """No test measures the machine or writes to the user's cache: what is planned is the same everywhere.
 
     Processes that tests start find the constants in the cache folder they inherit.
     """
     folder = tmp_path_factory.mktemp("cache")
-    if "PYTEST_XDIST_WORKER" in os.environ:  # compiled kernels take a while: what one worker has compiled serves the others
-        shared = tmp_path_factory.getbasetemp().parent / "kernels"
-        shared.mkdir(exist_ok=True)
-        (folder / "kernels").symlink_to(shared)
+    # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another worker is taken as it is
+    assert pytestconfig.cache is not None
+    (folder / "kernels").symlink_to(pytestconfig.cache.mkdir("kernels"))
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
