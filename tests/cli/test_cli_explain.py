@@ -129,7 +129,8 @@ def test_heads_as_json(trained, capsys):
     found = json.loads(out)
     assert (found["sequences"], found["tokens"], found["ranks"]) == (1, 7, [1, 2])
     (layer,) = found["layers"]
-    assert (layer["layer"], layer["operator"], layer["row_gauge"], layer["refused"]) == (1, "softmax", True, None)
+    assert (layer["layer"], layer["operator"], layer["refused"]) == (1, "softmax", None)
+    assert all(head["gauge"] == head["rows"] > 0 for head in layer["heads"])
     model, _ = load_model(trained / "checkpoint.safetensors")
     _, attention, x = next(model.layer_inputs(torch.tensor([[3, 40, 5, 41, 3, 40, 7]])))
     assert isinstance(attention, Attention)
@@ -151,7 +152,7 @@ def test_heads_as_a_page(trained, tmp_path, capsys):
     ("words", "message"),
     [
         ("--layer 5", "--layer must be from 1 to 4"),
-        ("--layer 2", "no layer has a positive kernel of its tokens: layer 2: the kernel of sko may be negative"),
+        ("--layer 2", "no layer's heads have a form: layer 2: the kernel of sko may be negative"),
         ("--ranks 2,1", "--ranks: '2,1' must be rising"),
         ("--ranks 40", "ranks up to 40 need as many tokens, and at least 2; received 32"),
         ("--text '3 4 x'", "--text must be such numbers"),

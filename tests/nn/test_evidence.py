@@ -1,17 +1,19 @@
 """What the heads of a layer make of their inputs: their evidence, and its form."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from zonal import anchor, nn, prior, probe, score
 from zonal import mechanisms as m
-from zonal import nn, prior, probe
+from zonal.algebra.anchor import ANCHORS
 from zonal.errors import ArgumentError
 from zonal.execution import dense
 from zonal.execution.call import prepare
-from zonal.nn.evidence import forms, maps
+from zonal.nn.evidence import _probe, forms, maps, refusal
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -23,25 +25,88 @@ def layer(operator: str = "softmax", **settings: object) -> nn.Attention:
     return nn.Attention(12, 2, m.resolve(operator), **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "attention",
-    [
-        lambda: layer(conv=3, rotary=True, kv_heads=1),
-        lambda: layer("yat", causal=False, qk_norm=True),
-        lambda: nn.Attention(12, 2, m.softmax(prior=(prior.ALiBi(), prior.Window(4)))),
-        lambda: layer("linear"),
-        lambda: layer("rewa"),
-        lambda: nn.Attention(12, 2, m.yat().replace(prior=prior.Decay(rates=(0.9, 0.8), learn=False, gated=True))),
-    ],
-)
-def test_rows_of_the_evidence_are_the_weights(attention: object) -> None:
-    """Its row-conditional, applied to the values, is what the layer reads out."""
-    made: nn.Attention = attention().double()  # type: ignore[operator]
-    x = inputs(2, 9, 12).double()
-    weights = probe.Rows().observe(made.evidence(x)).log.exp()
+NAMED: dict[str, Callable[[], nn.Attention]] = {
+    "softmax": lambda: layer(conv=3, rotary=True, kv_heads=1),
+    "yat": lambda: layer("yat", causal=False, qk_norm=True),
+    "positions": lambda: nn.Attention(12, 2, m.softmax(prior=(prior.ALiBi(), prior.Window(4)))),
+    "linear": lambda: layer("linear"),
+    "rewa": lambda: layer("rewa"),
+    "decay": lambda: nn.Attention(12, 2, m.yat().replace(prior=prior.Decay(rates=(0.9, 0.8), learn=False, gated=True))),
+    "sko": lambda: layer("sko"),
+    "Row": lambda: layer(),
+    "TopK": lambda: nn.Attention(12, 2, m.softmax().replace(anchor=anchor.TopK(k=3))),
+    "Count": lambda: nn.Attention(12, 2, m.softmax().replace(anchor=anchor.Count())),
+    "Raw": lambda: nn.Attention(12, 2, m.softmax().replace(anchor=anchor.Raw())),
+    "Ridge": lambda: layer("ridge(fading=True)"),
+    "Koopman": lambda: layer("ska(power=1)", key_gate=True, kv_heads=1),
+    "kernel_ridge": lambda: nn.Attention(12, 2, m.softmax().replace(score=score.Dot(scale=1), anchor=anchor.Ridge())),
+    "Plan": lambda: layer("sinkhorn", causal=False),
+    "UnbalancedPlan": lambda: nn.Attention(12, 2, m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.5, 2.0), learn=True)), causal=False),
+    "BoundedPlan": lambda: nn.Attention(12, 2, m.sinkhorn().replace(anchor=anchor.BoundedPlan(high=1.2)), causal=False, kv_heads=1),
+    "Hierarchical": lambda: layer("hierarchical(sizes=(2, 2))", causal=False),
+}
+
+
+def named(name: str) -> tuple[nn.Attention, Tensor]:
+    """A layer in float64, its gates and masses away from their start, and inputs."""
+    torch.manual_seed(1)
+    made = NAMED[name]().double()
+    for gate in (made.query_mass, made.key_mass, made.key_gate, made.decay_gate):
+        if gate is not None:
+            torch.nn.init.normal_(gate.projection.weight, std=0.3)
+    if made.init != "default":
+        torch.nn.init.normal_(made.output.weight, std=0.3)
+    return made, inputs(2, 9, 12).double()
+
+
+def read_out(made: nn.Attention, x: Tensor, weights: Tensor) -> Tensor:
     _, _, v, _, _ = made._projected(x, None, None, None)
-    v = v.repeat_interleave(made.heads // made.kv_heads, 1)
-    assert torch.allclose(made._read_out(weights @ v), made(x, path="dense"), atol=1e-8)
+    return made._read_out(weights @ v.repeat_interleave(made.heads // made.kv_heads, 1))
+
+
+def test_every_anchor_is_among_the_layers() -> None:
+    assert {type(made().operator.anchor).__name__ for made in NAMED.values()} == set(ANCHORS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMED)
+def test_weights_times_values_are_the_read_out(name: str) -> None:
+    made, x = named(name)
+    wanted = made(x, path="dense")
+    assert wanted.abs().max() > 1e-3
+    assert torch.allclose(read_out(made, x, made.weights(x)), wanted, rtol=1e-9, atol=1e-12)
+    if refusal(made.operator) is None:
+        drawn = torch.stack([each.weights for each in maps(made, x[:1], 2)])[None]
+        assert torch.allclose(read_out(made, x[:1], drawn.masked_fill(drawn.isneginf(), 0)), made(x[:1], path="dense"), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if refusal(NAMED[name]().operator) is None])
+def test_the_gauge_is_what_weights_do_not_see(name: str) -> None:
+    """A factor a row, or a column, of K leaves what the probe sees as it was where the probe says so, and nowhere else."""
+    made, x = named(name)
+    call = made.called(x)
+    for head, kernel in enumerate(made.evidence_of(call).unbind(1)):
+        seen = _probe(call, head)
+        weights = made.weights(x)[:, head]
+        assert torch.allclose(seen.observe(kernel).log.exp(), weights, rtol=1e-6, atol=1e-9)
+        for field, hidden in ((inputs(9, 1, seed=2).double(), seen.left), (inputs(1, 9, seed=3).double(), seen.right)):
+            assert torch.allclose(seen.observe(kernel + field).log.exp(), weights, rtol=1e-5, atol=1e-8) == hidden
+    form = forms(made, x, (1, 3), refine=4)[1]
+    assert form.gauge == (form.rows if seen.left else 0) + (form.columns if seen.right else 0)
+    assert form.uniform > form.by_rank[1]
+    assert len(form.refined) == (0 if "Plan" in name else 2)
+    assert all(better <= nat for better, nat in zip(form.refined, form.by_rank, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("kernel_ridge", "solve with the kernel among keys"), ("Hierarchical", "anchor of hierarchical.*, Hierarchical, ties the weights of blocks"), ("sko", "the kernel of sko may be negative")],
+)
+def test_anchors_without_a_probe_are_refused(name: str, words: str) -> None:
+    made, x = named(name)
+    for call in (lambda: forms(made, x), lambda: maps(made, x, 1)):
+        with pytest.raises(ArgumentError, match=words):
+            call()
 
 
 def test_signed_kernels_have_no_logarithm() -> None:
@@ -55,8 +120,9 @@ def test_forms_of_softmax_heads(causal: bool) -> None:
     found = forms(layer(causal=causal), inputs(2, 14, 12, seed=3), (1, 3, 6), refine=8)
     assert len(found) == 2
     for head in found:
-        assert math.isclose(head.gauge + head.columns + head.interaction, 1)
-        assert min(head.gauge, head.columns, head.interaction) > 0
+        assert math.isclose(head.rows + head.columns + head.interaction, 1)
+        assert min(head.rows, head.columns, head.interaction) > 0
+        assert head.gauge == head.rows
         assert 0 < head.explained[0] < head.explained[1] < head.explained[2] <= 1 + 1e-9
         assert causal or math.isclose(head.explained[2], 1)
         assert head.uniform > 0

@@ -64,6 +64,26 @@ class Rows(Probe):
 
 
 @dataclass(frozen=True, eq=False)
+class Kernel(Probe):
+    """K itself, times a constant factor a row: no scaling is hidden. log_factor (T,): its logarithm, None = 0."""
+
+    log_factor: Tensor | None = None
+
+    @property
+    def left(self) -> bool:
+        return False
+
+    @property
+    def right(self) -> bool:
+        return False
+
+    def observe(self, log_kernel: Tensor) -> Observed:
+        log_kernel = _checked("probe.Kernel", log_kernel)
+        left = torch.zeros_like(log_kernel[..., 0]) if self.log_factor is None else self.log_factor.to(log_kernel).expand(log_kernel.shape[:-1])
+        return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
+
+
+@dataclass(frozen=True, eq=False)
 class Plan(Probe):
     """The entropic plan of K: P = argmin KL(P|K) + row_penalty KL(P 1|mu) + column_penalty KL(P^T 1|nu), KL(a|b) = sum a log(a/b) - a + b.
 
@@ -290,25 +310,33 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     return torch.cholesky_solve(((weight * target) @ keys)[..., None], lower)[..., 0]
 
 
-def divergence(log_kernel: Tensor, other: Tensor) -> Tensor:
-    """KL of the row-conditional of K from that of another kernel, (..., T), 0 for empty rows; both as log K (..., T, S)."""
-    seen, model = Rows().observe(log_kernel).log, Rows().observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
-    return (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
+def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tensor:
+    """KL of what ``probe`` sees of K from what it sees of another kernel, a row, (..., T), 0 for empty rows; both as log K (..., T, S).
+
+    KL(p | m) = sum p log(p/m) - p + m, which is the usual one for rows of sum one.
+    """
+    seen, model = probe.observe(log_kernel).log, probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
+    apart = (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
+    return apart if isinstance(probe, Rows) else apart - seen.exp().sum(-1) + model.exp().sum(-1)
 
 
-def refined(form: NormalForm, scores: Tensor, *, steps: int = 100) -> NormalForm:
-    """A form of the same rank, nearer to the row-conditional: columns, queries and keys that lessen the mean KL from that of ``scores`` (..., T, S).
+def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe = Rows()) -> NormalForm:
+    """A form of the same rank, nearer to what ``probe`` sees: columns, queries and keys that lessen the mean ``divergence`` from that of ``scores`` (..., T, S).
 
     The best squared error of scores is not the best of weights: an error where a row has no weight costs nothing. From ``form`` on, by L-BFGS, and never
-    worse than it; rows are not seen and stay. ``explained`` is that of the new dot product. steps: of the optimiser.
+    worse than it; rows are fitted too where the probe sees them, and stay where it does not. ``explained`` is that of the new dot product. probe: ``Rows`` or
+    ``Kernel``; a plan has no gradient here. steps: of the optimiser.
     """
     require_whole("probe.refined: steps", steps)
+    require(isinstance(probe, Rows | Kernel), f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no gradient passes.")
     scores = _checked("probe.refined", scores)
-    parts = [x.double().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (form.columns, form.queries, form.keys)]
+    start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
+    parts = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in start]
     optimiser = torch.optim.LBFGS(parts, max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-12)
 
-    def distance(columns: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        return divergence(scores, columns[..., None, :] + queries @ keys.mT).mean(-1)
+    def distance(columns: Tensor, queries: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
+        model = columns[..., None, :] + queries @ keys.mT
+        return divergence(scores, model if rows is None else model + rows[..., None], probe).mean(-1)
 
     def closure() -> Tensor:
         optimiser.zero_grad()
@@ -319,12 +347,11 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100) -> NormalForm
     with torch.enable_grad():
         optimiser.step(closure)  # type: ignore[arg-type]
     with torch.no_grad():
-        start = form.columns.double(), form.queries.double(), form.keys.double()
         better = distance(*parts) < distance(*start)
-        columns, queries, keys = (torch.where(better.view(*better.shape, *[1] * (x.ndim - better.ndim)), x, old) for x, old in zip(parts, start, strict=True))
+        columns, queries, keys, *rows = (torch.where(better.view(*better.shape, *[1] * (x.ndim - better.ndim)), x, old) for x, old in zip(parts, start, strict=True))
         weight, target = _weights("probe.refined", scores, None), _filled(centred(scores).interaction)
         made = centred((columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))).interaction
-    return NormalForm(form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False)
+    return NormalForm(rows[0] if rows else form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False)
 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
@@ -365,4 +392,4 @@ def _square(scores: Tensor, weight: Tensor) -> Tensor:
     return (weight * _filled(scores).square()).sum((-1, -2))
 
 
-__all__ = ["Energies", "Equivalence", "Fields", "NormalForm", "Observed", "Plan", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]
+__all__ = ["Energies", "Equivalence", "Fields", "Kernel", "NormalForm", "Observed", "Plan", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]

@@ -26,8 +26,8 @@ Say how an operator would be run on a shape: the path and the reason, estimates 
 and why, the memory one sequence leaves, and the ledger of what the operator assumes. Nothing of that size is allocated.
 The first call on a machine measures its speed, which takes some seconds.
 
-With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is gauge (a number a query, which
-its weights do not see), a field of the keys, and a dot product of few numbers; and by how much its weights change when only so much is kept. --out draws it.
+With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is a number a query, a number
+a key, and a dot product of few numbers; how much of it the weights do not see (gauge); and by how much weights change when only so much is kept. --out draws it.
 
 With --tree, by which moves one arrives at each mechanism from the full interaction of all tokens.
 

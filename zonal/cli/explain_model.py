@@ -1,4 +1,4 @@
-"""``zonal explain --model``: how much of what the heads of a trained model score is gauge, column field, and a dot product of few numbers."""
+"""``zonal explain --model``: how much of what the heads of a trained model score is row field, column field, and a dot product of few numbers, and how much of it weights see."""
 
 import itertools
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from zonal.cli.options import device
 from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
 from zonal.nn import Attention
-from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps
+from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps, refusal
 from zonal.report import heads as report
 from zonal.report.search import Grid
 from zonal.training import load_model
@@ -75,7 +75,7 @@ class Found:
         layers = [
             {
                 "layer": layer.number, "operator": None if layer.operator is None else layer.operator.spec, "refused": layer.refused,
-                "row_gauge": layer.operator is not None and layer.operator.tags.normalises, "heads": [asdict(head) for head in layer.heads],
+                "heads": [asdict(head) for head in layer.heads],
                 "ledger": [] if layer.operator is None else [asdict(move) for move in layer.operator.moves()],
             }
             for layer in self.layers
@@ -100,7 +100,7 @@ def looked_at(options: ModelLook, place: str) -> Found:
     inputs = [(index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)]
     layers = tuple(_layer(number, mixer, x, ranks, options) for number, mixer, x in inputs)
     if not any(layer.heads for layer in layers):
-        raise ArgumentError(f"explain: no layer has a positive kernel of its tokens: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}.")
+        raise ArgumentError(f"explain: no layer's heads have a form: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}.")
     decode = codec(config["identity"]["task"], model.config.vocab_size, "explain").decode
     return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers, tuple(decode([token]) for token in tokens[0].tolist()))
 
@@ -108,8 +108,9 @@ def looked_at(options: ModelLook, place: str) -> Found:
 def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], options: ModelLook) -> Layer:
     if not isinstance(mixer, Attention):
         return Layer(number, None, (), f"{type(mixer).__name__} compares no queries with keys")
-    if not mixer.operator.tags.positive:
-        return Layer(number, mixer.operator, (), f"the kernel of {mixer.operator.spec} may be negative")
+    refused = refusal(mixer.operator)
+    if refused is not None:
+        return Layer(number, mixer.operator, (), refused)
     drawn = () if options.out is None else tuple(maps(mixer, x, ranks[-1]))
     return Layer(number, mixer.operator, tuple(forms(mixer, x, ranks, refine=options.refine)), maps=drawn)
 
@@ -122,19 +123,21 @@ def _tokens(options: ModelLook, task: dict[str, Any], vocab_size: int) -> Tensor
     return torch.tensor([encoded[: options.length]], dtype=torch.int64)
 
 
-def _by_rank(head: HeadForm) -> list[float]:
-    """With what was fitted to the weights behind what it was fitted from."""
-    return [nat for pair in itertools.zip_longest(head.by_rank, head.refined) for nat in pair if nat is not None]
+def _by_rank(head: HeadForm, fitted: bool) -> list[str]:
+    """With what was fitted to the weights behind what it was fitted from; a dash where it was not."""
+    pairs = itertools.zip_longest(head.by_rank, head.refined)
+    return [f"{nat:.4f}" if nat is not None else "–" for pair in pairs for nat in (pair if fitted else pair[:1])]
 
 
 def _grids(found: Found) -> tuple[Grid, Grid]:
     """Shares, and nats, a row each head."""
     heads = [(f"{layer.number}.{number}", head) for layer in found.layers for number, head in enumerate(layer.heads, 1)]
     by_rank = tuple(f"rank {rank}" for rank in found.ranks)
-    fitted = tuple(name for rank in by_rank for name in (rank, *(("fitted",) if heads[0][1].refined else ())))
-    shares = tuple((name, *(f"{share:.1%}" for share in (head.gauge, head.columns, head.interaction, *head.explained))) for name, head in heads)
-    nats = tuple((name, *(f"{nat:.4f}" for nat in (head.uniform, head.by_columns, *_by_rank(head)))) for name, head in heads)
-    return Grid(("head", "gauge", "columns", "interaction", *by_rank), shares), Grid(("head", "equal", "columns", *fitted), nats)
+    refined = any(head.refined for _, head in heads)
+    fitted = tuple(name for rank in by_rank for name in (rank, *(("fitted",) if refined else ())))
+    shares = tuple((name, *(f"{share:.1%}" for share in (head.rows, head.columns, head.interaction, head.gauge, *head.explained))) for name, head in heads)
+    nats = tuple((name, f"{head.uniform:.4f}", f"{head.by_columns:.4f}", *_by_rank(head, refined)) for name, head in heads)
+    return Grid(("head", "rows", "columns", "interaction", "gauge", *by_rank), shares), Grid(("head", "equal", "columns", *fitted), nats)
 
 
 def _ran(found: Found) -> dict[str, Operator]:
@@ -156,15 +159,16 @@ def tables(found: Found) -> list[RenderableType]:
         Text(f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"),
         Text(),
         table("Parts of the log evidence of a head", shares.head, shares.rows),
-        Text("gauge: a number a query, which weights do not see; columns: a number a key; interaction: what is left, and what of it a dot product of so many numbers explains", style="dim"),
+        Text(
+            "rows: a number a query; columns: a number a key; interaction: what is left, and what of it a dot product of so many numbers explains. "
+            "gauge: the part that the operator's weights do not see",
+            style="dim",
+        ),
         Text(),
         table("How far its weights are from others, in nats", nats.head, nats.rows),
-        Text("equal: equal weights; columns: those of the column field alone; rank: with the dot product too, fitted to the evidence, and then to the weights", style="dim"),
+        Text("equal: those of the row field alone; columns: of the column field too; rank: with the dot product too, fitted to the evidence, and then to the weights", style="dim"),
     ]
     ran = _ran(found)
-    observed = [spec for spec, operator in ran.items() if not operator.tags.normalises]
-    if observed:
-        parts.append(Text(f"The anchor of {', '.join(observed)} divides by no row's sum: it sees what stands under gauge.", style="dim"))
     parts += [Text(f"layer {layer.number} is left out: {layer.refused}", style="dim") for layer in found.layers if layer.refused]
     for spec, operator in ran.items():
         parts += [Text(), Text(f"Ledger of {spec}", style="bold"), ledger_tree(operator.moves())]

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from zonal import mechanisms
 from zonal.algebra import definition
-from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row
+from zonal.algebra.anchor import Count, PlanAnchor, Raw, Row, TopK
 from zonal.algebra.operator import LEAK, LayerInit, Operator
 from zonal.algebra.prior import Causal, ChunkCausal, Decay, Window
 from zonal.attention import attention
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution.call import prepare
+from zonal.execution import dense
+from zonal.execution.call import Call, prepare
 from zonal.memory import KeyValues, Memory
 from zonal.memory.weights import weighed
 from zonal.nn.convolution import ShortConvolution
@@ -327,16 +328,41 @@ class Attention(TokenMixer):
     def evidence(self, x: Tensor) -> Tensor:
         """log K (B, H, T, T) of x (B, T, dim) in float64, with its prior; -inf where a pair is forbidden or K is 0. Without gradients.
 
+        A pair that ``TopK`` leaves out is forbidden.
+
         Raises: ArgumentError for operators whose kernel may be negative.
         """
+        return self.evidence_of(self.called(x))
+
+    def evidence_of(self, call: Call) -> Tensor:
+        """``evidence``, of the call that ``called`` has made."""
         if not self.operator.tags.positive:
             raise ArgumentError(f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has no logarithm. Its link would have to be a positive one.")
         with torch.no_grad():
-            q, k, v, inner, _ = self._projected(x, None, None, None)
-            decay = None if self.decay_gate is None else self.decay_gate(inner)
-            call = prepare(self.operator, q.double(), k.double(), v.double(), causal=self.causal, log_decay=decay)
             block, visible = definition.evidence(call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, call.bias)
-            return block if call.tags.log_space else block.log().masked_fill(~visible, float("-inf"))
+            block = block if call.tags.log_space else block.log().masked_fill(~visible, float("-inf"))
+            anchor = call.bound.anchor
+            return block.masked_fill(block < anchor.least(block), float("-inf")) if isinstance(anchor, TopK) else block
+
+    def weights(self, x: Tensor) -> Tensor:
+        """W (B, H, T, T) of x (B, T, dim) in float64: what the operator multiplies values by, from the definition, for every anchor. Without gradients.
+
+        The read-out is W times the values (of key heads repeated for their queries, and carried where the score carries them), before norm and output map.
+        """
+        with torch.no_grad():
+            call = self.called(x)
+            return dense.dense(call)
+
+    @torch.no_grad()
+    def called(self, x: Tensor) -> Call:
+        """The operator's call on x (B, T, dim) in float64, with the layer's gates and masses, and the unit vectors of R^T for values."""
+        q, k, _, inner, _ = self._projected(x, None, None, None)
+        units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
+        query_mass, key_mass = self._masses(inner, None)
+        return prepare(
+            self.operator, q.double(), k.double(), units, causal=self.causal, log_decay=None if self.decay_gate is None else self.decay_gate(inner),
+            key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
+        )  # fmt: skip
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, heads · d) -> (B, heads, T, d)."""

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import probe
+from zonal.algebra.anchor import BoundedPlan, Count, Masses, Plan, PlanAnchor, Raw, Row, TopK, UnbalancedPlan
+from zonal.algebra.anchor.plan import weighted
 from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.operator import Operator
+from zonal.algebra.probe import Observed, Probe
+from zonal.errors import ArgumentError
+from zonal.execution.call import Call
 from zonal.nn.attention import Attention
 
 
@@ -17,15 +23,18 @@ from zonal.nn.attention import Attention
 class HeadForm:
     """Of one head's log evidence log K = rows + columns + interaction, over all sequences.
 
-    gauge, columns, interaction: shares of its energy about its mean, of sum 1. explained: of the interaction's energy, by rank. spectrum: of that energy, the share
-    of each singular value, zeros standing at forbidden pairs, where what is fitted to the allowed ones explains more.
-    uniform, by_columns, by_rank: nats by which a query's weights differ, on average, from equal ones, from those of the column field alone, and from those with the
-    dot product of each rank as well (KL of row-conditionals). refined: the last, with form and dot product fitted to the weights; empty where that was not asked for.
+    rows, columns, interaction: shares of its energy about its mean, of sum 1. gauge: the share that the weights do not see, by the anchor's own probe: rows
+    for anchors that divide by a row's sum, rows and columns for balanced plans, none for Count and Raw. explained: of the interaction's energy, by rank.
+    spectrum: of that energy, the share of each singular value, zeros standing at forbidden pairs, where what is fitted to the allowed ones explains more.
+    uniform, by_columns, by_rank: nats by which a query's weights differ, on average, from those that the anchor makes of the row field alone (equal ones, but
+    for plans under a mask), of the column field too, and of the dot product of each rank as well (``probe.divergence``). refined: the last, with form and dot
+    product fitted to the weights; empty where that was not asked for, and for plans.
     """
 
-    gauge: float
+    rows: float
     columns: float
     interaction: float
+    gauge: float
     explained: tuple[float, ...]
     spectrum: tuple[float, ...]
     uniform: float
@@ -35,12 +44,50 @@ class HeadForm:
 
 
 class HeadMaps(NamedTuple):
-    """One head on one sequence, (T, T) each, -inf where a pair is forbidden: log K, its interaction, the dot product of a rank that is nearest to that, and the weights."""
+    """One head on one sequence, (T, T) each, -inf where a pair is forbidden: log K, its interaction, the dot product of a rank that is nearest to that, and the layer's weights."""
 
     evidence: Tensor
     interaction: Tensor
     product: Tensor
     weights: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _PlanProbe(Probe):
+    """What an anchor with a plan sees: its own weights, for the masses (B, H, ·) of one head."""
+
+    anchor: PlanAnchor
+    masses: Masses
+
+    @property
+    def left(self) -> bool:
+        return isinstance(self.anchor, Plan | BoundedPlan) or (isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[0] is None)
+
+    @property
+    def right(self) -> bool:
+        return isinstance(self.anchor, Plan) or (isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[1] is None)
+
+    def observe(self, log_kernel: Tensor) -> Observed:
+        block, (mu, nu, _) = log_kernel.double()[:, None], self.masses
+
+        def rows(a: Tensor, b: Tensor) -> Tensor:
+            return (block + a[..., None] + b[..., None, :]).logsumexp(-1)
+
+        at = self.anchor.potentials(self.masses, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2))
+        left = self.anchor.stepped(self.anchor.query_step, rows, mu, nu, at.query, at.key, True).potential[:, 0]
+        right = weighted(nu, at.key)[:, 0]
+        return Observed(block[:, 0] + left[..., None] + right[..., None, :], left, right)
+
+
+def refusal(operator: Operator) -> str | None:
+    """Why heads of this operator have no form: no logarithm, or an anchor that is no probe of single pairs. None: they have one."""
+    if not operator.tags.positive:
+        return f"the kernel of {operator.spec} may be negative"
+    if operator.tags.solves:
+        return f"the weights of {operator.spec} solve with the kernel among keys, and no probe of its queries' kernel gives them"
+    if not isinstance(operator.anchor, Row | TopK | Count | Raw | PlanAnchor):
+        return f"the anchor of {operator.spec}, {type(operator.anchor).__name__}, ties the weights of blocks, and no probe of single pairs gives them"
+    return None
 
 
 @torch.no_grad()
@@ -49,13 +96,15 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
 
     Under a mask, a causal one too, the rank is fitted to the allowed pairs (``probe.normal_form``), which shows at least what is explained.
 
-    Raises: ArgumentError for ranks that do not rise or exceed T, and for operators whose kernel may be negative (``Attention.evidence``).
+    Raises: ArgumentError for ranks that do not rise or exceed T, and for operators that ``refusal`` names.
     """
     for rank in ranks:
         require_whole("nn.evidence.forms: ranks", rank)
     rising = len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1]
     require(rising, f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, received {tuple(ranks)}.")
-    return [_form(kernel, ranks, refine) for kernel in layer.evidence(x).unbind(1)]
+    _check(layer, "forms")
+    call = layer.called(x)
+    return [_form(kernel, _probe(call, head), ranks, refine) for head, kernel in enumerate(layer.evidence_of(call).unbind(1))]
 
 
 @torch.no_grad()
@@ -63,35 +112,55 @@ def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
     """What each head makes of the first of the inputs x (B, T, dim), pair by pair. Raises: as ``forms``."""
     require_whole("nn.evidence.maps: rank", rank)
     require(rank <= x.shape[1], f"nn.evidence.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.")
-    return [_maps(kernel, rank) for kernel in layer.evidence(x[:1])[0]]
+    _check(layer, "maps")
+    return [_maps(kernel, weights, rank) for kernel, weights in zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)]
 
 
-def _maps(log_kernel: Tensor, rank: int) -> HeadMaps:
-    """Of one head's log K (T, T)."""
+def _check(layer: Attention, call: str) -> None:
+    reason = refusal(layer.operator)
+    if reason is not None:
+        raise ArgumentError(f"nn.evidence.{call}: {reason}. Its weights are layer.weights(x).")
+
+
+def _probe(call: Call, head: int) -> Probe:
+    """What the anchor sees of the kernel of one head."""
+    anchor = call.bound.anchor
+    if isinstance(anchor, PlanAnchor):
+        assert call.masses is not None
+        return _PlanProbe(anchor, Masses(call.masses.query[:, head : head + 1], call.masses.key[:, head : head + 1]))
+    if isinstance(anchor, Count):
+        return probe.Kernel(-call.visibility.count(call.device)[0, 0].clamp_min(1).double().log())
+    return probe.Kernel() if isinstance(anchor, Raw) else probe.Rows()
+
+
+def _maps(log_kernel: Tensor, weights: Tensor, rank: int) -> HeadMaps:
+    """Of one head's log K and weights (T, T)."""
     form = probe.normal_form(log_kernel, rank)
-    product, weights = (x.masked_fill(log_kernel.isneginf(), float("-inf")) for x in (form.queries @ form.keys.mT, probe.Rows().observe(log_kernel).log.exp()))
+    product, weights = (x.masked_fill(log_kernel.isneginf(), float("-inf")) for x in (form.queries @ form.keys.mT, weights))
     return HeadMaps(log_kernel, probe.centred(log_kernel).interaction, product, weights)
 
 
-def _form(log_kernel: Tensor, ranks: Sequence[int], refine: int) -> HeadForm:
+def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) -> HeadForm:
     """Of one head's log K (B, T, T)."""
     energies = [float(part.sum()) for part in probe.energies(log_kernel)]
     whole, interaction = max(sum(energies), 1e-300), probe.energies(log_kernel).interaction
+    rows, columns, _ = shares = [part / whole for part in energies]
     made = [probe.normal_form(log_kernel, rank) for rank in ranks]
-    better = [probe.refined(form, log_kernel, steps=refine) for form in made] if refine else []
-    columns = made[0].columns[..., None, :].expand_as(log_kernel)
+    better = [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in made] if refine and not isinstance(seen, _PlanProbe) else []
+    fields = made[0].rows[..., None] + made[0].columns[..., None, :]
+    alone = probe.centred(log_kernel, "row").rows[..., None].expand_as(log_kernel)
     values = torch.linalg.svdvals(probe.centred(log_kernel).interaction.masked_fill(log_kernel.isneginf(), 0)).square().sum(0)
 
     def apart(model: Tensor) -> float:
-        return float(probe.divergence(log_kernel, model)[~log_kernel.isneginf().all(-1)].mean())
+        return float(probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)].mean())
 
     return HeadForm(
-        *(part / whole for part in energies),
+        *shares, gauge=(rows if seen.left else 0.0) + (columns if seen.right else 0.0),
         explained=tuple(float((form.explained * interaction).sum() / interaction.sum()) if bool(interaction.sum() > 0) else 1.0 for form in made),
         spectrum=tuple((values / values.sum().clamp_min(1e-300)).tolist()),
-        uniform=apart(torch.zeros_like(log_kernel)), by_columns=apart(columns), by_rank=tuple(apart(form.scores) for form in made),
+        uniform=apart(alone), by_columns=apart(fields), by_rank=tuple(apart(form.scores) for form in made),
         refined=tuple(apart(form.scores) for form in better),
     )  # fmt: skip
 
 
-__all__ = ["HeadForm", "HeadMaps", "forms", "maps"]
+__all__ = ["HeadForm", "HeadMaps", "forms", "maps", "refusal"]

@@ -53,16 +53,14 @@ def context(given: Heads) -> dict[str, Any]:
     heads = [{"name": f"{layer['layer']}.{number}", "layer": layer["layer"], "head": number, **head} for layer in layers for number, head in enumerate(layer["heads"], 1)]
     drawn = {name: {kind: scaled(kind, each) for kind, each in of_head.items()} for name, of_head in given.maps.items()}
     rank, sequences = found["ranks"][-1], found["sequences"]
-    kept = ("name", "layer", "head", "gauge", "columns", "interaction")
+    kept = ("name", "layer", "head", "rows", "columns", "interaction")
     return {
         "title": "What the heads of a model score",
         "headline": headline(heads, rank),
         "facts": [found["model"], f"{sequences} sequence{'s' if sequences > 1 else ''} of {found['tokens']} tokens", f"{len(heads)} heads, as layer.head", ", ".join(given.ledgers)],
-        "blind": all(layer["row_gauge"] for layer in layers),
-        "observed": list(dict.fromkeys(layer["operator"] for layer in layers if not layer["row_gauge"])),
         "left_out": [f"Layer {layer['layer']} is left out: {layer['refused']}." for layer in found["layers"] if layer["refused"]],
         "masked": any(bool(each["interaction"].isneginf().any()) for each in given.maps.values()),
-        "refined": bool(heads[0]["refined"]),
+        "refined": any(head["refined"] for head in heads),
         "height": 3 + 1.5 * len(heads),
         "shares": given.shares,
         "nats": given.nats,
@@ -79,11 +77,11 @@ def context(given: Heads) -> dict[str, Any]:
 
 def headline(heads: Sequence[Mapping[str, Any]], rank: int) -> list[str]:
     """The shares that heads have on average, and between what a dot product of the largest rank explains."""
-    gauge, columns, interaction = (math.fsum(head[part] for head in heads) / len(heads) for part in ("gauge", "columns", "interaction"))
+    rows, columns, interaction, gauge = (math.fsum(head[part] for head in heads) / len(heads) for part in ("rows", "columns", "interaction", "gauge"))
     rising = sorted(heads, key=lambda head: head["explained"][-1])
     least, most = rising[0], rising[-1]
     return [
-        f"On average over {len(heads)} heads {gauge:.0%} of the evidence is gauge, {columns:.0%} the keys' own, and {interaction:.0%} interaction of queries with keys.",
+        f"On average over {len(heads)} heads {rows:.0%} of the evidence is the queries' own, {columns:.0%} the keys' own, and {interaction:.0%} interaction of queries with keys; weights do not see {gauge:.0%} (gauge).",
         f"A dot product of rank {rank} explains from {least['explained'][-1]:.0%} (head {least['name']}) to {most['explained'][-1]:.0%} (head {most['name']}) of the interaction.",
     ]
 

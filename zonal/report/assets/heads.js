@@ -33,7 +33,7 @@
   const settings = { responsive: true, displaylogo: false, displayModeBar: false };
 
   function shares(holder) {
-    const names = data.heads.map((head) => head.name), tones = { gauge: "--line", columns: "--accent", interaction: "--ink" };
+    const names = data.heads.map((head) => head.name), tones = { rows: "--line", columns: "--accent", interaction: "--ink" };
     const traces = Object.entries(tones).map(([part, tone]) => ({
       type: "bar", orientation: "h", x: data.heads.map((head) => head[part]), y: names, marker: { color: css(tone) }, hoverinfo: "text", textposition: "none",
       text: data.heads.map((head) => `<b>${head.name}</b><br>${part} ${(100 * head[part]).toFixed(1)} %`),
