@@ -61,6 +61,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "rewa_categorical-relation": lambda: m.rewa_categorical(relation=True, temperature=0.5),
     "rewa_operator": lambda: m.rewa_operator(rank=1, temperature=20.0),
     "rewa_operator-path": lambda: m.rewa_operator(rank=1, relations=2),
+    "rewa_operator-chosen": lambda: m.rewa_operator(rank=1, relations=2, choices=3),
     "rewa_oscillatory": lambda: m.rewa_oscillatory(amplitudes=(1.0, -0.5), decays=(0.5, 0.2), frequencies=(3.0, 5.0)),
     "rewa_riemannian": lambda: m.rewa_riemannian(units=3, temperature=0.7),
     "rewa_topological": lambda: m.rewa_topological(neighbours=3, gates=(0.5, 2.0), temperature=0.5),

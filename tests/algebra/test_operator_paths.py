@@ -75,19 +75,91 @@ def test_a_path_of_relations() -> None:
         assert torch.allclose(one, other, atol=1e-10)
 
 
+def test_a_fixed_path_is_softmax_attention() -> None:
+    """<A R_1 R_2, B> is linear in A: softmax attention of queries q' = A R_1 R_2, and of a layer whose projection holds the relations."""
+    q, k, v = matrices()
+    operator = m.rewa_operator(relations=2, temperature=0.5).for_heads(4, 2, dim=9).double()
+    relation = operator.learned_parts["score_relation"].detach()
+    walk = (relation[:, 0] @ relation[:, 1]).repeat_interleave(2, 0)
+    folded = (q.unflatten(-1, (3, 3)) @ walk[:, None]).flatten(-2)
+    expected = zonal.attention(folded, k, v, m.softmax(scale=1 / (3 * 0.5)), causal=True)
+    for path in ("dense", "tiled"):
+        assert (zonal.attention(q, k, v, operator, causal=True, path=path) - expected).abs().max() < 1e-12
+
+    torch.manual_seed(0)
+    layer = Attention(36, 4, "rewa_operator(relations=2, size=3)").double()
+    plain = Attention(36, 4, m.softmax(scale=1 / 3), qk_dim=9).double()
+    relation = layer.operator.learned_parts["score_relation"].detach()
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("operator.")})
+    with torch.no_grad():  # rows of the projection: head, row of A, column of A
+        rows = plain.query.weight.view(4, 3, 3, 36)
+        rows.copy_(torch.einsum("hacx,hcd->hadx", rows.clone(), relation[:, 0] @ relation[:, 1]))
+    x = torch.randn(2, 11, 36, dtype=torch.float64)
+    assert (plain(x) - layer(x)).abs().max() < 1e-12
+
+
+def linear_misfit(score: OperatorPath, params: dict[str, Tensor]) -> float:
+    """How much of prepared queries the best linear map of the queries leaves over, relative."""
+    q = torch.randn(1, 1, 400, 9, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    prepared = score.prepare_query(q, params, None)[0, 0]
+    fitted = q[0, 0] @ torch.linalg.lstsq(q[0, 0], prepared).solution
+    return ((prepared - fitted).norm() / prepared.norm()).item()
+
+
+def test_a_path_that_each_query_chooses() -> None:
+    """R_i(A) = p_i0 I + sum_j p_ij R_j with p_i = softmax_j <G_ij, A>, written out; parts of each key head, gradients by all of them."""
+    q, k, v = matrices()
+    operator = m.rewa_operator(relations=2, choices=3, temperature=0.5).for_heads(4, 2, dim=9).double()
+    relation, gate = (operator.learned_parts[f"score_{name}"] for name in ("relation", "gate"))
+    assert relation.shape == (2, 3, 3, 3)
+    assert gate.shape == (2, 2, 4, 3, 3)
+    expected = torch.zeros(2, 4, 9, 9, dtype=torch.float64)
+    for batch, head, t in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(9)).tolist():
+        a = walked = q[batch, head, t].view(3, 3)
+        for step in range(2):
+            p = torch.stack([(gate[head // 2, step, j] * a).sum() for j in range(4)]).softmax(0)
+            walked = walked @ (p[0] * torch.eye(3, dtype=torch.float64) + sum(p[j + 1] * relation[head // 2, j] for j in range(3)))
+        expected[batch, head, t] = torch.stack([(walked * b.view(3, 3)).sum() for b in k[batch, head // 2]]) / (3 * 0.5)
+    assert torch.allclose(score_of(operator, q, k), expected, atol=1e-12)
+    asked = (q, k, relation, gate)
+    grads = [torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).sin().sum(), asked) for path in ("dense", "tiled")]
+    for one, other in zip(*grads, strict=True):
+        assert other.abs().max() > 1e-4
+        assert torch.allclose(one, other, atol=1e-10)
+    # with one relation that is certain, and none, it is the fixed path and the plain product
+    with torch.no_grad():
+        gate.zero_()
+        expected = ((torch.eye(3) + relation.sum(1)) / 4).matrix_power(2).repeat_interleave(2, 0)
+    a, b = q.unflatten(-1, (3, 3)), k.unflatten(-1, (3, 3)).repeat_interleave(2, 1)
+    assert torch.allclose(score_of(operator, q, k), torch.einsum("bhtij,hjk,bhsik->bhts", a, expected, b) / 1.5, atol=1e-12)
+
+
+def test_no_linear_map_of_the_query_is_a_chosen_path() -> None:
+    """The best linear map leaves nothing of a fixed path, and at least 15% of a chosen one; the path of half a query is not half of its path."""
+    for choices in (None, 1, 3):
+        score = OperatorPath(size=3, relations=2, choices=choices)
+        params = {name: value.double() for name, value in score.initial().items()}
+        assert linear_misfit(score, params) < 1e-12 if choices is None else 0.15 < linear_misfit(score, params) < 1
+        q = matrices()[0][:, :1]
+        half, whole = (score.prepare_query(x, params, None) for x in (q / 2, q))
+        assert (2 * half - whole).norm() < 1e-12 if choices is None else (2 * half - whole).norm() > 0.05 * whole.norm()
+
+
 def test_layers_give_what_it_needs() -> None:
     layer = Attention(48, 4, "rewa_operator(relations=1, size=4)", kv_heads=2)
     assert layer.qk_dim == 16
     assert layer.operator.learned_parts["score_relation"].shape == (2, 1, 4, 4)
-    open_size = Attention(36, 4, "rewa_operator(relations=1)")
-    assert open_size.operator.learned_parts["score_relation"].shape == (4, 1, 3, 3)
-    x = torch.randn(2, 11, 36)
-    y = open_size(x)
-    assert isinstance(y, Tensor)
-    y.sum().backward()
-    first, memory = open_size(x[:, :6], return_memory=True)
-    rest, _ = open_size(x[:, 6:], memory)
-    assert torch.allclose(torch.cat([first, rest], 1), y, atol=1e-5)
+    for spec, count in (("rewa_operator(relations=1)", 1), ("rewa_operator(relations=2, choices=5)", 5)):
+        open_size = Attention(36, 4, spec)
+        assert open_size.operator.learned_parts["score_relation"].shape == (4, count, 3, 3)
+        x = torch.randn(2, 11, 36)
+        y = open_size(x)
+        assert isinstance(y, Tensor)
+        y.square().sum().backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in open_size.operator.parameters())
+        first, memory = open_size(x[:, :6], return_memory=True)
+        rest, _ = open_size(x[:, 6:], memory)
+        assert torch.allclose(torch.cat([first, rest], 1), y, atol=1e-5)
     # a bare call takes the start that the seed gives
     q, k, v = matrices()
     assert torch.equal(zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)), zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)))
@@ -118,6 +190,8 @@ def test_the_bound_on_transitivity() -> None:
         (lambda: Attention(36, 4, "rewa_operator(size=2)", qk_dim=9), "with m = 2 are required, received 9"),
         (lambda: OperatorPath(rank=0), "rank must be a whole number >= 1"),
         (lambda: OperatorPath(relations=-1), "relations must be a whole number >= 0"),
+        (lambda: OperatorPath(choices=2), "choices=2 needs relations >= 1, the steps of a path, received relations=0"),
+        (lambda: OperatorPath(relations=1, choices=0), "choices must be a whole number >= 1, received 0"),
         (lambda: OperatorPath(temperature=0.0), "temperature must be > 0 or None"),
         (lambda: zonal.metric.HilbertSchmidt().pair(torch.zeros(1, 5), torch.zeros(1, 5)), "points of m\\^2 numbers are required, received 5"),
     ],

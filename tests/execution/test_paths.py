@@ -83,7 +83,7 @@ def refusal(operator: Operator, data: Inputs, path: str) -> str | None:
 
 
 MUST_RUN = {
-    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "softmax-top", "yat-top", "rewa-top", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory", "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance", "hierarchical"],
+    "tiled": ["softmax", "cosine", "linear", "retention", "sko", "yat", "squared_affine", "polynomial_square", "softmax-alibi", "softmax-window", "softmax-top", "yat-top", "rewa-top", "distance", "distance-squared", "rewa", "rewa-dot", "rewa_operator", "rewa_operator-path", "rewa_operator-chosen", "rewa_functional", "rewa_functional-linear", "rewa_oscillatory", "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance", "hierarchical"],
     "chunked": ["linear", "retention", "squared_affine", "polynomial_square", "sko-fractional", "ridge", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper", "rewa_functional-linear", "ska-fading", "ska-mixed", "ska-relative"],
     "streaming": ["softmax", "softmax-top", "linear", "retention", "squared_affine", "ridge", "ska-0", "ska-1", "ska-2", "yat", "rewa", "rewa_operator", "ska-fading", "ska-mixed"],
 }

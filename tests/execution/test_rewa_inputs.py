@@ -30,6 +30,7 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "functional, linear": lambda: m.rewa_functional(size=8, form="linear"),
     "operator": m.rewa_operator,
     "operator, relations": lambda: m.rewa_operator(relations=2),
+    "operator, choices": lambda: m.rewa_operator(relations=2, choices=3),
     "operator, rank": lambda: m.rewa_operator(rank=1),
     "riemannian": lambda: m.rewa_riemannian(units=3),
     "topological": lambda: m.rewa_topological(neighbours=2),

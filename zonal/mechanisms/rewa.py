@@ -120,6 +120,7 @@ def rewa_topological(
 
 def rewa_operator(
     relations: int = 0,
+    choices: int | None = None,
     rank: int | None = None,
     size: int | None = None,
     temperature: float | None = None,
@@ -129,10 +130,12 @@ def rewa_operator(
 ) -> Operator:
     """Tokens as m x m operators: exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)) along n learned relations, row anchor.
 
-    size: m; a layer then makes queries and keys of the size that it takes. The rest as in ``score.OperatorPath``. Both run as dot products.
+    Without ``choices`` both are softmax attention: the distance with a key bias, the path with R_1 … R_n as part of the query's projection.
+    choices: c; each query then weighs c relations and "none" at each of its n steps, by a softmax of its own numbers.
+    size: m; a layer then makes queries and keys of the size that it takes. The rest as in ``score.OperatorPath``. All run as dot products.
     """
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
-    score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness)
+    score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness, choices=choices)
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
 
 

@@ -71,7 +71,7 @@ _KNOWN = {
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
     "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
     "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
-    "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations."),
+    "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations, fixed or chosen by the query."),
     "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
     "rewa_riemannian": (19, "REWA Riemannian", "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value."),
     "rewa_topological": (20, "REWA topological", "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value."),

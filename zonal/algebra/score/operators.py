@@ -11,6 +11,11 @@ from zonal.algebra.declaration import Derived, Move, require, require_whole
 from zonal.algebra.score.base import Params, Score, low_rank
 
 
+def _for_queries(value: Tensor, heads: int) -> Tensor:
+    """Rows of key heads (Hkv, …) for query heads (H, …); one row is the same for all."""
+    return value.repeat_interleave(heads // value.shape[0], 0) if value.shape[0] > 1 else value
+
+
 def _orthogonal(seed: int, *shape: int) -> Tensor:
     """Orthogonal matrices (…, m, m) for a shape (…, m), float32, uniform."""
     generator = torch.Generator().manual_seed(seed)
@@ -20,20 +25,27 @@ def _orthogonal(seed: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class OperatorPath(Score):
-    """S_ts = -|A_t - B_s|^2 / temperature for queries and keys that are m x m matrices A, B, with the Hilbert-Schmidt norm; or, along a path of
-    learned relations R_1 … R_n (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
+    """S_ts = -|A_t - B_s|^2 / temperature for m x m matrices A, B, in the Hilbert-Schmidt norm; or, along learned relations R_1 … R_n
+    (m x m, orthogonal at the start), S_ts = <A_t R_1 … R_n, B_s> / (m temperature).
 
-    Both are dot products of prepared vectors and run as such: the distance is 2 <A, B>, less |B|^2, which is a key bias, less |A|^2.
+    With the link exp and rows of sum one both are softmax attention. The distance is 2 <A, B> less |B|^2, which is a key bias, less
+    |A|^2, which is the same for all keys. The path is <q', k> for q' = A R_1 … R_n, a linear map of the query, which a layer's
+    projection can hold.
+
+    With ``choices`` c each query chooses its path, S_ts = <A_t R_1(A_t) … R_n(A_t), B_s> / (m temperature), where
+    R_i(A) = p_i0 I + sum_j p_ij R_j and p_i = softmax_j <G_ij, A>. The c relations R_j are the same at every step, and I lets a path be shorter
+    than n. No linear map of the query does this. All forms run as dot products of prepared vectors.
 
     A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m + 1), for A = U diag(s) V^T.
-    size: m, None = what D says. relations: n. temperature: None = 2m for the distance, which makes it q.k / sqrt(D) and biases, and 1 for a path.
-    heads: how many key heads have relations of their own; seed: of their start. shared_witness: a layer makes queries with the keys' map.
+    size: m, None = what D says. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m for the
+    distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: how many key heads have relations R and gates G of
+    their own; seed: of their start. shared_witness: a layer makes queries with the keys' map.
 
     Raises: ArgumentError for vectors whose numbers make no such matrix.
     """
 
     bilinear: ClassVar[bool] = True
-    kv_rows: ClassVar[tuple[str, ...]] = ("relation",)
+    kv_rows: ClassVar[tuple[str, ...]] = ("relation", "gate")
 
     size: int | None = None
     relations: int = 0
@@ -42,11 +54,15 @@ class OperatorPath(Score):
     heads: int = 1
     seed: int = 0
     shared_witness: bool = False
+    choices: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("size", self.size, 1), ("rank", self.rank, 1), ("relations", self.relations, 0), ("heads", self.heads, 1)):
+        least = {"size": 1, "rank": 1, "relations": 0, "heads": 1, "choices": 1}
+        for name, value in ((name, getattr(self, name)) for name in least):
             if value is not None:
-                require_whole(f"OperatorPath: {name}", value, least)
+                require_whole(f"OperatorPath: {name}", value, least[name])
+        steps = self.choices is None or self.relations > 0
+        require(steps, f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received relations={self.relations}.")
         require(self.temperature is None or self.temperature > 0, f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.")
 
     @property
@@ -74,7 +90,16 @@ class OperatorPath(Score):
         return self.matrix_size(dim) ** 2 + (0 if self.relations else 2)
 
     def initial(self) -> dict[str, Tensor]:
-        return {"relation": _orthogonal(self.seed, self.heads, self.relations, self.size)} if self.relations and self.size is not None else {}
+        return self._start(self.size) if self.relations and self.size is not None else {}
+
+    def _start(self, size: int) -> Params:
+        """Relations (heads, n or c, m, m), and gates (heads, n, c + 1, m, m) whose logits have a spread of 1 for queries from N(0, 1)."""
+        relation = _orthogonal(self.seed, self.heads, self.choices or self.relations, size)
+        if self.choices is None:
+            return {"relation": relation}
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        gate = torch.randn(self.heads, self.relations, self.choices + 1, size, size, generator=generator)
+        return {"relation": relation, "gate": gate / size}
 
     def _matrices(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, m, m)."""
@@ -91,11 +116,18 @@ class OperatorPath(Score):
             factor = scale if scale is not None else 1 / (self.temperature or 2 * size)
             flat = matrix.flatten(-2)
             return factor * torch.cat([2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1)
-        relation = (params["relation"] if self.size is not None else _orthogonal(self.seed, self.heads, self.relations, size)).to(matrix)
-        relation = relation.repeat_interleave(matrix.shape[1] // relation.shape[0], 0) if relation.shape[0] > 1 else relation
-        for step in range(self.relations):
-            matrix = matrix @ relation[:, None, step]
+        held = params if self.size is not None else self._start(size)
+        relation, *gate = (_for_queries(held[name].to(matrix), matrix.shape[1]) for name in self.kv_rows if name in held)
+        steps = self._chosen(matrix, relation, gate[0]) if gate else [relation[:, None, i] for i in range(self.relations)]
+        for step in steps:
+            matrix = matrix @ step
         return matrix.flatten(-2) * (scale if scale is not None else 1 / (size * (self.temperature or 1.0)))
+
+    def _chosen(self, matrix: Tensor, relation: Tensor, gate: Tensor) -> list[Tensor]:
+        """R_i(A) (B, H, T, m, m) of each step, for queries A (B, H, T, m, m)."""
+        share = torch.einsum("bhtxy,hnjxy->nbhtj", matrix, gate).softmax(-1)
+        none = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        return [p[..., :1, None] * none + torch.einsum("bhtj,hjxy->bhtxy", p[..., 1:], relation) for p in share]
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
         return self._asked(self._matrices(q), params, scale)
@@ -109,6 +141,12 @@ class OperatorPath(Score):
         return self._asked(k[..., : size**2].unflatten(-1, (size, size)), params, None)
 
     def moves(self) -> tuple[Move, ...]:
+        if self.choices is not None:
+            text = (
+                f"evidence is the trace of a path between two operators, at each of whose {self.relations} steps the query weighs "
+                f"{self.choices} learned relations and none"
+            )
+            return (Move("restriction", "score", "chosen path", text), low_rank("m^2 entries"))
         if self.relations:
             return (Move("restriction", "score", "path", f"evidence is the trace of a path of {self.relations} learned relations between two operators"), low_rank("m^2 entries"))
         bias = Derived("key bias", "hence it is a dot product of entries with a key bias: but for its size, the score of softmax attention")
