@@ -1,6 +1,7 @@
 """The ledger: every mechanism has one, and what it says to follow does: each theorem that it names is checked on the numbers of the operator that names it."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -382,10 +383,45 @@ def test_every_operator_has_a_whole_ledger(name: str) -> None:
     for slot, part in (("score", operator.score), ("link", operator.link), ("anchor", operator.anchor), *(("prior", p) for p in operator.prior)):
         assert part.moves(), f"{type(part).__name__} has no ledger: give its class moves()"
         assert all(move.slot in (slot, "search") for move in part.moves())
+        first = part.moves()[0]
+        settings = next(move.settings for move in moves if (move.slot, move.name) == (first.slot, first.name) and move.assumes == first.assumes)
+        assert settings == part.settings()
     assert moves[0].step == "closure"
     assert {"restriction", "quotient", "section"} <= {move.step for move in moves}
     assert moves == ledger.ordered(moves)
-    assert set(moves) >= {move for part in (operator.score, operator.anchor, *operator.prior) for move in part.moves()}
+    names = {(move.slot, move.name) for move in moves}
+    assert names >= {(move.slot, move.name) for part in (operator.score, operator.link, operator.anchor, *operator.prior) for move in part.moves()}
+
+
+def lines(operator: Operator) -> tuple[str, ...]:
+    return tuple(move.line for move in operator.moves())
+
+
+def test_unlike_operators_have_unlike_ledgers() -> None:
+    """Over all mechanisms, all rows of the matrix, and the settings of some: a ledger is that of one declaration."""
+    specs = (
+        *mechanisms.names(), "rewa(gates=(1.0, 1.0, 1.0))", "rewa(gates=(0.0, 1.0, 1.0))", "rewa(adaptive=True)", "rewa(weights=(1.0, 2.0, 1.0))", "rewa(parts=(4, 0, 4))",
+        "rewa(parts=(4, 4, 0))", "rewa(eps=0.1)", "rewa(dot=1.0)", "rewa(temperature=2.0)", "rewa(shared_witness=True)", "rewa_topological(neighbours=5)", "rewa_riemannian(units=3)",
+        "rewa_operator(relations=2)", "rewa_operator(relations=2, choices=3)", "rewa_categorical(transport=True)", "sko(degrees=(5.0,))", "sko(manifold_dim=5)", "yat(eps=0.1)",
+        "squared_affine(learn_bias=True)", "softmax(scale=1.0)", "cosine(temperature=1.0)", "ridge(eps=0.5)", "ridge(relative=0.1)", "ska(power=0)", "ska(power=1)", "ska(power=(0, 1))",
+        "kernel_ridge(power=1)", "performer(draws=12)", "sinkhorn(rho=(1.0, 0.5))", "sinkhorn(rho=(1.0, None))", "sinkhorn(bounds=(0.5, 2.0))", "retention(rates=(0.5,))", "hierarchical(sizes=(4, 2))",
+    )  # fmt: skip
+    known = {**{name: make() for name, make in ALL.items()}, **{spec: mechanisms.resolve(spec) for spec in specs}}
+    parts = {name: (operator.score, operator.link, operator.anchor, operator.prior) for name, operator in known.items()}
+    found = {name: lines(operator) for name, operator in known.items()}
+    alike = [(a, b) for a, b in itertools.combinations(known, 2) if (found[a] == found[b]) != (parts[a] == parts[b])]
+    assert not alike
+
+
+def test_the_geometries_of_a_product_stand_in_its_ledger() -> None:
+    names = {spec: [move.name for move in mechanisms.resolve(spec).moves()] for spec in ("rewa", "rewa_topological", "rewa(gates=(0.0, 1.0, 2.0))", "rewa(adaptive=True)")}
+    assert "Euclidean + Sphere + Hyperbolic distance" in names["rewa"]
+    assert "Euclidean + Topological distance" in names["rewa_topological"]
+    assert ("gates" in names["rewa(gates=(0.0, 1.0, 2.0))"], "gates" in names["rewa"]) == (True, False)
+    assert "weights a query" in names["rewa(adaptive=True)"]
+    assert "weights a head" in names["rewa"]
+    told = "\n".join(lines(mechanisms.resolve("rewa(gates=(0.0, 1.0, 2.0))")))
+    assert "each distance has a factor >= 0 a head, at the start 0, 1, 2" in told
 
 
 @pytest.mark.parametrize("name", mechanisms.names())
@@ -450,6 +486,9 @@ def test_text_and_tree() -> None:
     assert ledger.text(moves).splitlines() == [
         ledger.ROOT, "├─ closure [carrier] tokens: a", "├─ restriction [link] Prune W: b", "│     hence c", "└─ section [anchor] rows: d", "      hence e",
     ]  # fmt: skip
+    named = [dataclasses.replace(moves[1], settings=f"eps={eps}") for eps in (1, 2)]
+    assert ledger.text([named[0]]).splitlines()[1] == "└─ restriction [link] Prune W: b (eps=1)"
+    assert ledger.tree({"x": [named[0]], "y": [named[1]]}).splitlines()[1::2] == ["├─ restriction: Prune W (eps=1)", "└─ restriction: Prune W (eps=2)"]
     other = [moves[0], dataclasses.replace(moves[1], derives=()), dataclasses.replace(moves[2], assumes="f")]
     assert ledger.tree({"x": moves, "y": other, "z": moves, "short": moves[:1]}).splitlines() == [
         ledger.ROOT, "└─ closure: tokens", "   ├─ restriction: Prune W", "   │  ├─ section: rows", "   │  │  └─ = x, z", "   │  └─ section: rows", "   │     └─ = y", "   └─ = short",

@@ -25,7 +25,7 @@ class Move:
 
     step: ``closure`` (what there is becomes a fixed set), ``restriction`` (fewer kernels are admitted), ``quotient`` (kernels that a probe does not tell
     apart are one), ``section`` (one of those is taken), or ``approximation`` (a function is replaced by one that is cheaper to write down).
-    slot: of the declaration. name: what people call it. assumes: in words.
+    slot: of the declaration. name: what people call it. assumes: in words. settings: those of the declaration that are not at their defaults.
     """
 
     step: Literal["closure", "restriction", "quotient", "section", "approximation"]
@@ -33,6 +33,12 @@ class Move:
     name: str
     assumes: str
     derives: tuple[Derived, ...] = ()
+    settings: str = ""
+
+    @property
+    def line(self) -> str:
+        """The move without what follows from it, for people."""
+        return f"{self.step} [{self.slot}] {self.name}: {self.assumes}{f' ({self.settings})' if self.settings else ''}"
 
 
 class Declaration:
@@ -57,11 +63,27 @@ class Declaration:
         """What this declaration assumes and what follows, for the ledger."""
         return ()
 
+    def settings(self) -> str:
+        """The fields that are not at their defaults, as they stand in its repr, for people; "" where all are."""
+        assert dataclasses.is_dataclass(self)
+        defaults: dict[str, Any] = {}
+        for kind in type(self).__mro__:  # of the first class that has a field: two kinds with equal values then read alike
+            defaults |= vars(kind)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+        return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
+
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values, with its type."""
         assert dataclasses.is_dataclass(self)
         fields = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"type": type(self).__name__, **fields}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_shown(item) for item in value)}{',' if len(value) == 1 else ''})"
+    return f"{type(value).__name__}({value.settings()})" if isinstance(value, Declaration) else repr(value)
 
 
 def _plain(value: Any) -> Any:

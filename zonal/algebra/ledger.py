@@ -28,34 +28,39 @@ def text(moves: Sequence[Move]) -> str:
     lines = [ROOT]
     for index, move in enumerate(moves):
         last = index == len(moves) - 1
-        lines.append(f"{'└─' if last else '├─'} {move.step} [{move.slot}] {move.name}: {move.assumes}")
+        lines.append(f"{'└─' if last else '├─'} {move.line}")
         lines += [f"{'  ' if last else '│ '}    {derived.text}" for derived in move.derives]
     return "\n".join(lines)
 
 
 def tree(operators: Mapping[str, Sequence[Move]]) -> str:
-    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ, and stand at its leaves."""
+    """The moves of several operators, by name, as one tree of the names of moves: they part where they first differ, and stand at its leaves.
+
+    Where branches side by side have one name, the settings of their operators tell them apart.
+    """
     return "\n".join([ROOT, *_branches([(name, tuple(moves)) for name, moves in operators.items()], "")])
 
 
 def legend(operators: Mapping[str, Sequence[Move]]) -> str:
-    """What each move of a tree assumes, once, in its order of steps; parameters of operators stand in what is assumed, so that a name may come with several."""
-    moves = {(move.step, move.name, move.assumes): move for each in operators.values() for move in each}
-    return "\n".join(f"{move.step} [{move.slot}] {move.name}: {move.assumes}" for move in ordered(tuple(moves.values())))
+    """What each move of a tree assumes, once, in its order of steps, with the settings of its operator, so that a name may come with several."""
+    moves = {move.line: move for each in operators.values() for move in each}
+    return "\n".join(move.line for move in ordered(tuple(moves.values())))
 
 
 def _branches(paths: Sequence[tuple[str, tuple[Move, ...]]], indent: str) -> list[str]:
-    groups: dict[tuple[str, str, str], list[tuple[str, tuple[Move, ...]]]] = {}
+    groups: dict[str, list[tuple[str, tuple[Move, ...]]]] = {}
     for name, moves in paths:
         # what follows from a move depends on the others, too: it tells no moves apart
-        key = (moves[0].step, moves[0].name, moves[0].assumes) if moves else ("", "", "")
-        groups.setdefault(key, []).append((name, moves))
+        groups.setdefault(moves[0].line if moves else "", []).append((name, moves))
+    firsts = [members[0][1][0] for line, members in groups.items() if line]
     lines = []
-    for index, ((step, name, _), members) in enumerate(groups.items()):
+    for index, (line, members) in enumerate(groups.items()):
         last = index == len(groups) - 1
-        if not step:
+        if not line:
             lines.append(f"{indent}{'└─' if last else '├─'} = {', '.join(one for one, _ in members)}")
             continue
-        lines.append(f"{indent}{'└─' if last else '├─'} {step}: {name}")
+        first = members[0][1][0]
+        alike = sum((move.step, move.name) == (first.step, first.name) for move in firsts) > 1
+        lines.append(f"{indent}{'└─' if last else '├─'} {first.step}: {first.name}{f' ({first.settings})' if alike and first.settings else ''}")
         lines += _branches([(one, moves[1:]) for one, moves in members], indent + ("   " if last else "│  "))
     return lines

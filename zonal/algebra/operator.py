@@ -308,7 +308,10 @@ class Operator(nn.Module):
     def moves(self) -> tuple[Move, ...]:
         """From the full interaction of all tokens to this operator, as ``ledger.text`` and ``ledger.tree`` show it."""
         tags = self.tags
-        listed = [move for _, part in self._parts() for move in part.moves() or (Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),)]
+        listed: list[Move] = []
+        for _, part in self._parts():
+            first, *rest = part.moves() or (Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),)
+            listed += [replace(first, settings=part.settings()), *rest]
         past = Derived("moments", f"hence moments of keys up to degree {tags.degree} carry all of the past")
         if tags.degree is None:
             past = Derived("", "hence no finite sum over keys is exact: the past must be kept as keys and values")

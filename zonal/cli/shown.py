@@ -25,7 +25,7 @@ def ledger_tree(moves: Sequence[Move]) -> RenderableType:
     """The moves of an operator, each with what follows from it below it."""
     tree = Tree(ledger.ROOT)
     for move in moves:
-        branch = tree.add(Text(f"{move.step} [{move.slot}] {move.name}: {move.assumes}"))
+        branch = tree.add(Text(move.line))
         for derived in move.derives:
             branch.add(Text(derived.text, style="dim"))
     return tree

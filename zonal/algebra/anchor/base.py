@@ -486,7 +486,8 @@ class Koopman(Ridge):
             Derived("contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"),
         )
         shift = Move("restriction", "anchor", "linear dynamics", f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead", follows)
-        return (*((shift,) if self.shifts else ()), *super().moves())
+        gain = Move("section", "anchor", "gain", f"of all multiples of the read-out {self.eta:g} times it{', which is learned a head' if self.learn_scale else ''}")
+        return (*((shift,) if self.shifts else ()), *super().moves(), gain)
 
 
 __all__ = ["Anchor", "Blocks", "Count", "Koopman", "Masses", "Potentials", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK"]

@@ -31,6 +31,11 @@ class Metric(Declaration):
     curvature: ClassVar[int | None] = None
     """Of the space, where it is the same everywhere: 0 flat, 1 a sphere, -1 hyperbolic."""
 
+    @property
+    def title(self) -> str:
+        """What people call the distance."""
+        return type(self).__name__
+
     def typical(self, dim: int) -> float:
         """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""
         return 1.0

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import require, require_whole, row
+from zonal.algebra.declaration import Derived, Move, require, require_whole, row
 from zonal.algebra.metric.base import Metric
 from zonal.algebra.metric.curved import Hyperbolic, Sphere
 from zonal.algebra.metric.euclidean import Euclidean
@@ -119,6 +119,24 @@ class Product(Metric):
         """Of the factors, numbered where two are of a kind."""
         kinds = [type(factor).__name__ for factor in self.factors]
         return tuple(kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}" for place, kind in enumerate(kinds))
+
+    @property
+    def title(self) -> str:
+        return " + ".join(factor.title for factor in self.factors)
+
+    def moves(self) -> tuple[Move, ...]:
+        each = "the distance" if len(self.factors) == 1 else "each distance"
+        found = []
+        if self.adaptive:
+            found.append(Move("restriction", "score", "weights a query", f"each query weighs the distances by a softmax of its first {len(self.factors)} numbers"))
+        elif self.learn:
+            found.append(Move("restriction", "score", "weights a head", f"{each} has a weight > 0 a head, which is learned and the same for all queries"))
+        else:
+            found.append(Move("restriction", "score", "fixed weights", f"{each} has a weight > 0 that is given"))
+        if self.gates is not None:
+            shut = Derived("", "hence a factor of gate 0 carries no evidence")
+            found.append(Move("restriction", "score", "gates", f"{each} has a factor >= 0 a head, at the start {', '.join(f'{g:g}' for g in self.gates)}", (shut,)))
+        return tuple(found)
 
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
         """weights: w g of each factor by head, in units of its typical distance, without what single queries make of it (adaptive). curvature, where

@@ -382,7 +382,7 @@ class NegativeDistance(Score):
         return dq, dk
 
     def moves(self) -> tuple[Move, ...]:
-        name, beside = type(self.metric).__name__, "" if self.dot is None else ", beside a dot product"
+        name, beside = self.metric.title, "" if self.dot is None else ", beside a dot product"
         nearest = Derived("nearest", "hence S <= 0, and no key scores more than one equal to its query")
         distance = Move("restriction", "score", f"{name} distance", f"evidence falls with the {name} distance of query and key{beside}", (nearest,) if self.dot is None else ())
         return (distance, *self.metric.moves())
