@@ -2,8 +2,9 @@
 
 ``constants_for(device)`` reads them from the user's cache folder (ZONAL_CACHE names another one) or measures them in under
 two seconds and stores them, by machine, threads and torch version. The first process to finish wins and all use its numbers,
-so that the same call takes the same path in every process. Random numbers, gradients and saved-tensor hooks of the caller
-are never touched.
+so that the same call takes the same path in every process. Two machines of one kind measure unlike numbers, though, and so does one
+machine under another load: where the same path is needed everywhere, ``typical_rates`` sets measured numbers aside.
+Random numbers, gradients and saved-tensor hooks of the caller are never touched.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -406,11 +408,36 @@ def _once(device: torch.device, threads: int, folder: str | None) -> Constants:
     return _obtain(device)
 
 
+_typical: ContextVar[bool] = ContextVar("typical", default=False)
+
+
+@contextlib.contextmanager
+def typical_rates() -> Iterator[None]:
+    """Inside the body calls of this thread are planned by typical values, never by measured ones.
+
+    Paths differ in the last bits of their results. Two paths with nearly the same estimate change places with the numbers that happened to be
+    measured, so a run that must repeat on another machine of its kind is planned without them.
+    """
+    token = _typical.set(True)
+    try:
+        yield
+    finally:
+        _typical.reset(token)
+
+
+@functools.lru_cache(maxsize=16)
+def _typical_for(device: torch.device) -> Constants:
+    return default(device, "typical values: the run must take the same paths on every machine of its kind")
+
+
 def constants_for(device: torch.device) -> Constants:
     """The constants of a device: those of this process, of the cache folder, or measured now.
 
-    Inside a dispatch mode (fake tensors, counters, tracing) nothing is measured: a stored file is used, or typical values.
+    Inside ``typical_rates`` they are typical values. Inside a dispatch mode (fake tensors, counters, tracing) nothing is measured: a stored file
+    is used, or typical values.
     """
+    if _typical.get():
+        return _typical_for(device)
     if device.type == "meta":
         return default(device, "typical values: a meta tensor runs nowhere")
     if device.type == "cuda" and not torch.cuda.is_available():

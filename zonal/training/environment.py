@@ -18,15 +18,18 @@ from typing import Any
 import torch
 
 from zonal.errors import ArgumentError
+from zonal.execution import calibration
 
 
 @contextlib.contextmanager
 def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[None]:
     """Run the body so that it gives the same bits each time on a CPU; everything is put back afterwards.
 
-    The order of floating-point sums depends on the number of threads, so it is fixed to ``threads``. Random numbers start
-    from ``seed``; the caller's generators are not touched. On CUDA only the random numbers are fixed: deterministic
-    kernels exist for few of the operations used, and bit-identity is promised for the CPU alone.
+    The order of floating-point sums depends on the number of threads, so it is fixed to ``threads``, and on the path that
+    attention takes, so paths are planned by typical rates instead of those measured on this machine (a call that takes more
+    than a sixteenth of 8 GB still depends on the memory that is free). Random numbers start from ``seed``; the caller's generators are not
+    touched. On CUDA only the random numbers are fixed: deterministic kernels exist for few of the operations used, and bit-identity is
+    promised for the CPU alone.
     """
     previous_threads = torch.get_num_threads()
     previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -40,7 +43,8 @@ def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[Non
                 # filling fresh memory costs a pass over every buffer and would only hide a read of garbage
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.manual_seed(seed)
-            yield
+            with calibration.typical_rates() if device.type == "cpu" else contextlib.nullcontext():
+                yield
         finally:
             torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
             torch.utils.deterministic.fill_uninitialized_memory = previous_fill  # type: ignore[attr-defined]
