@@ -80,8 +80,9 @@ def test_attention_with_a_lift_streams() -> None:
     layer.reset_parameters(znn.Draws(seed=3))
     torch.nn.init.normal_(layer.output.weight)
     assert layer.lift is not None
-    assert float(layer.lift.mean[0].detach()) == pytest.approx(2 * 32 * 0.02**2)
     x = torch.randn(2, 9, 32, dtype=torch.float64)
+    pairs = layer.key(torch.nn.functional.rms_norm(torch.randn(1, 200, 32).double(), (32,))).unflatten(-1, (2, 2, -1)).square().sum(-2)
+    assert float(layer.lift.mean[0].detach()) == pytest.approx(float(pairs.detach().mean()), rel=0.05)  # μ is the mean of |k_j|²
     whole = layer(x)
     memory, parts = layer.empty_memory(2), []
     for t in range(9):

@@ -52,6 +52,8 @@ class Declaration:
     slot: ClassVar[str]
     kv_rows: ClassVar[tuple[str, ...]] = ()
     """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
+    later: ClassVar[tuple[str, ...]] = ()
+    """Fields that came after files had been written without them: ``config()`` leaves them out at their default."""
 
     def initial(self) -> dict[str, Tensor]:
         return {}
@@ -76,7 +78,8 @@ class Declaration:
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values, with its type."""
         assert dataclasses.is_dataclass(self)
-        fields = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        kept = (field for field in dataclasses.fields(self) if field.name not in self.later or getattr(self, field.name) != field.default)
+        fields = {field.name: _plain(getattr(self, field.name)) for field in kept}
         return {"type": type(self).__name__, **fields}
 
 

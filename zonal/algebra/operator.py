@@ -273,15 +273,22 @@ class Operator(nn.Module):
             score, self.link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
             spec=self.spec,
         )  # fmt: skip
-        for slot, part in self._parts():
-            if part is self.score and score is not self.score:
-                continue  # its numbers were drawn just now, for these heads
-            for key, value in self._params(slot, heads, kv_heads).items():
-                if key in self._learned[slot]:
+        for slot, _ in self._parts():
+            # a score that was sized just now has numbers of its own, which this operator does not have
+            source = new if slot == "score" and score != self.score else self
+            for key, value in source._params(slot, heads, kv_heads).items():
+                if key in source._learned[slot]:
                     new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.detach().clone())
                 else:
                     new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
         return new
+
+    @torch.no_grad()
+    def start(self, entry: float, seed: int) -> None:
+        """Let a score that was sized for a layer start as the layer's: ``Score.started`` has the arguments."""
+        for key, value in self.score.started(entry, seed).items():
+            own = self._value("score", key)
+            own.copy_(value.expand(own.shape))
 
     @torch.no_grad()
     def fit(self, k: Tensor) -> "Operator":

@@ -71,11 +71,12 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     """
     seen, anchor = call.visibility, call.bound.anchor
     assert isinstance(anchor, Ridge)
-    clipped = _clipped(call)
+    clipped = clipped_of(call)
     if clipped is None or call.raw is None:
         clipped, (q, k, v) = Clipped(1.0, None), call.tokens
     else:
         q, k, v = call.raw[:3]
+        k = multiplied(k, clipped)
     lift = Lift.of(call.bound, call.head_dim)
     if lift is not None:
         q, k = lift.whitened(q), lift.whitened(k)
@@ -93,29 +94,43 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     return y.to(call.dtype), after
 
 
-def _clipped(call: Call) -> Clipped | None:
+def clipped_of(call: Call) -> Clipped | None:
     """The score as the kernel computes it from raw queries and keys, or None: it gets prepared ones."""
-    return None if call.raw is None else call.bound.score.clipped(call.head_dim, call.raw.scale)
+    clipped = None if call.raw is None else call.bound.score.clipped(call.head_dim, call.bound.score_params, call.raw.scale)
+    # a product in a shorter type would be rounded to it
+    return None if clipped is None or (clipped.factor is not None and call.dtype != torch.float32) else clipped
+
+
+def multiplied(k: Tensor, clipped: Clipped) -> Tensor:
+    """Raw keys (B, Hkv, S, D) as the kernel takes them: times their factor."""
+    return k if clipped.factor is None else k * clipped.factor.to(k).view(1, -1, 1, 1)
+
+
+def query_scale(call: Call, anchor: Ridge, clipped: Clipped) -> Tensor:
+    """What the queries of each head are multiplied by, (H,) float64: the read-out is linear in its query."""
+    bound = call.bound
+    scale = torch.full((bound.heads,), clipped.scale, dtype=torch.float64, device=call.device)
+    after = anchor.output_scale(bound.anchor_params, bound.heads)
+    if after is not None:
+        scale = scale * after
+    return scale if clipped.factor is None else scale * clipped.factor.to(scale).repeat_interleave(bound.groups)
 
 
 def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, list[int]]:
-    """Of each query head what its queries are multiplied by (H,), of each key head the ridge (Hkv,), and the powers (H,)."""
+    """``query_scale``, of each key head the ridge (Hkv,), and the powers (H,)."""
     bound = call.bound
-    factor = anchor.output_scale(bound.anchor_params, bound.heads)
-    scale = torch.full((bound.heads,), clipped.scale, dtype=torch.float64, device=call.device)
-    if factor is not None:  # the read-out is linear in its query
-        scale = scale * factor
-    return scale, anchor.ridge(bound.anchor_params, bound.kv_heads), list(anchor.powers(bound.heads))
+    return query_scale(call, anchor, clipped), anchor.ridge(bound.anchor_params, bound.kv_heads), list(anchor.powers(bound.heads))
 
 
 def runner(call: Call) -> Runner | None:
     """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
-    clipped, anchor = _clipped(call), call.bound.anchor
+    clipped, anchor = clipped_of(call), call.bound.anchor
     if clipped is None or call.raw is None:
         return None
     assert isinstance(anchor, Ridge)
     scale, rho, powers = _numbers(call, anchor, clipped)
-    return ridge_library.Reader(scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0)
+    reader = ridge_library.Reader(scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0)
+    return reader if clipped.factor is None else lambda q, k, v: reader(q, multiplied(k, clipped), v)
 
 
-__all__ = ["chunked", "cuda_refusal", "refusal", "runner"]
+__all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "query_scale", "refusal", "runner"]

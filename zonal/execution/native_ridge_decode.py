@@ -13,10 +13,12 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.operator import Bound
+from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.execution.learned import Learned
 from zonal.execution.native_decode import MOST_TOKENS
+from zonal.execution.native_ridge import clipped_of, multiplied, query_scale
 from zonal.kernels import transforms
 from zonal.kernels.cpp import build, library, ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
@@ -68,11 +70,12 @@ def takes(memory: RidgeStatistics) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What stays from step to step. version: of the ridge, as long as what was learned ``stands``."""
+    """What stays from step to step. clipped: how the kernel takes raw tokens, None: it takes prepared ones. version: of the ridge, as long as what
+    was learned ``stands``."""
 
     bound: Bound
     stepper: Stepper
-    prepared: bool
+    clipped: Clipped | None
     learned: Learned
     version: tuple[float, ...] | None
 
@@ -84,19 +87,20 @@ _made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDic
 def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     """y (B, H, T, P) and the memory after the call's tokens, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
     raw, bound = call.raw, call.bound
-    clipped = None if raw is None else bound.score.clipped(call.head_dim, raw.scale)
+    clipped = clipped_of(call)
     anchor = bound.anchor
     assert isinstance(anchor, Ridge)
     batch, heads, _, _, _, value_dim = call.shape
     dim = width_of(bound, call.head_dim)
     with torch.no_grad():
-        factor = anchor.output_scale(bound.anchor_params, bound.heads)
-        scale = torch.full((heads,), 1.0 if clipped is None else clipped.scale, dtype=torch.float64)
-        scale = (scale if factor is None else scale * factor).contiguous()
+        scale = query_scale(call, anchor, clipped or Clipped(1.0, None)).contiguous()
     limit = 0.0 if clipped is None or clipped.limit is None else clipped.limit
     stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads)), limit, call.include_self)
-    kept = _Kept(bound, stepper, clipped is None or raw is None, Learned(call.operator), ridge_version(call.operator))
-    q, k, v = call.tokens if clipped is None or raw is None else raw[:3]
+    kept = _Kept(bound, stepper, clipped, Learned(call.operator), ridge_version(call.operator))
+    if clipped is None or raw is None:
+        q, k, v = call.tokens
+    else:
+        q, k, v = raw.q, multiplied(raw.k, clipped), raw.v
     q, k = memory.featured(q), memory.featured(k)
     if q.dtype not in ridge_decode_library.DTYPES:
         q, k, v = q.float(), k.float(), v.float()
@@ -155,7 +159,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     form, dtype = memory.form, q.dtype
     _, heads, tokens, _ = shape = q.shape
     kept = known.get((heads, form, scale))
-    if kept is None or kept.prepared or not 1 <= tokens <= MOST_TOKENS or not takes(memory) or not kept.learned.stands(operator):
+    if kept is None or kept.clipped is None or not 1 <= tokens <= MOST_TOKENS or not takes(memory) or not kept.learned.stands(operator):
         return None
     batch, kv_heads, key_dim, value_dim, _, _ = form
     if shape != (batch, heads, tokens, key_dim) or k.shape != (batch, kv_heads, tokens, key_dim) or v.shape != (batch, kv_heads, tokens, value_dim):
@@ -164,7 +168,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or not kept.learned.nothing):
         return None
-    return _step(kept, memory, q, k, v)
+    return _step(kept, memory, q, multiplied(k, kept.clipped), v)
 
 
 __all__ = ["again", "refusal", "streaming", "takes"]

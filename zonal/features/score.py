@@ -22,7 +22,8 @@ class Features(Score):
 
     dim: the size of a head, for which the map draws its numbers; they then belong to the operator, are saved with it, and what is learned
     can be trained. None = left open: a layer fills in its own, and a bare call takes the start that ``seed`` gives for the size it meets.
-    heads: how many key heads have numbers of their own (1 = all share them). scaled: q and k are divided by D^(1/4), so that the map's
+    heads: how many key heads have numbers of their own (1 = all share them). seed: of what is drawn; None = each layer draws its own as it draws its
+    weights, and without a layer it is 0. scaled: q and k are divided by D^(1/4), so that the map's
     q.k is q.k / sqrt(D). temperature: what the score is divided by. What a map chooses from keys (k-means, principal directions) is missing until ``Operator.fit``.
 
     Raises: ArgumentError where it meets vectors of another size than dim, lacks what ``Operator.fit`` chooses, or all features of a vector
@@ -34,7 +35,7 @@ class Features(Score):
     features: FeatureMap
     dim: int | None = None
     heads: int = 1
-    seed: int = 0
+    seed: int | None = None
     scaled: bool = False
     temperature: float = 1.0
 
@@ -43,7 +44,8 @@ class Features(Score):
         if self.dim is not None:
             require_whole("Features: dim", self.dim)
         require_whole("Features: heads", self.heads)
-        require_whole("Features: seed", self.seed, 0)
+        if self.seed is not None:
+            require_whole("Features: seed", self.seed, 0)
         require(self.temperature > 0, f"Features: temperature must be > 0, received {self.temperature}.")
 
     @property
@@ -67,6 +69,11 @@ class Features(Score):
     def sized(self, dim: int, heads: int) -> "Features":
         return self if self.dim is not None else replace(self, dim=dim, heads=heads)
 
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        if self.seed is not None:
+            return {}
+        return {name: value for name, value in _drawn(replace(self, seed=seed)).items() if name not in self.features.chosen}
+
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
 
@@ -79,7 +86,7 @@ class Features(Score):
         )
         # key heads that share their numbers put their keys together
         keys = self._ready(k).transpose(0, 1).reshape(self.heads, -1, k.shape[3])
-        made = self.features.prepare(k.shape[3], self.heads, seed=self.seed, dtype=torch.float64, keys=keys)
+        made = self.features.prepare(k.shape[3], self.heads, seed=self.seed or 0, dtype=torch.float64, keys=keys)
         return {name: made[name] for name in self.features.chosen}
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
@@ -149,7 +156,7 @@ def _drawn(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
     with torch.device("cpu"), torch.inference_mode(False):  # kept: for models beside one of shapes alone, and for calls with gradients
-        return score.features.start(score.dim, score.heads, seed=score.seed)
+        return score.features.start(score.dim, score.heads, seed=score.seed or 0)
 
 
 __all__ = ["Features"]

@@ -82,7 +82,7 @@ def rewa_riemannian(
     temperature: float = 1.0,
     shared_witness: bool = False,
     eps: float = 1e-4,
-    seed: int = 0,
+    seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
     """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T along the straight way, row anchor.
@@ -125,7 +125,7 @@ def rewa_operator(
     size: int | None = None,
     temperature: float | None = None,
     shared_witness: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
     """Tokens as m x m operators: exp(-|A_t - B_s|^2 / tau), or exp(<A_t R_1 … R_n, B_s> / (m tau)) along n learned relations, row anchor.
@@ -144,7 +144,7 @@ def rewa_categorical(
     size: int | None = None,
     temperature: float = 1.0,
     transport: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     prior: Prior | tuple[Prior, ...] = (),
 ) -> Operator:
     """Tokens as orthogonal frames g: exp(tr(R^T A_ts) / tau) for the turn A_ts = g_t^-1 g_s, row anchor; turns compose, A_ts A_su = A_tu.
@@ -167,7 +167,7 @@ def rewa_functional(
     orthogonal: bool = True,
     learn: bool = False,
     dim: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> Operator:
     """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) . phi(k) of positive ones in linear time; row anchor.
 

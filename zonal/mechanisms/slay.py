@@ -82,7 +82,7 @@ def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap 
 
 
 def of_features(
-    features: FeatureMap, dim: int | None = None, seed: int = 0, allow_signed: bool = False, scaled: bool = False, name: str = "features"
+    features: FeatureMap, dim: int | None = None, seed: int | None = None, allow_signed: bool = False, scaled: bool = False, name: str = "features"
 ) -> Operator:
     """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
 
@@ -111,7 +111,7 @@ def slay(
     learn: bool = False,
     choice: Choice = "random",
     dim: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     allow_signed: bool = False,
 ) -> Operator:
     """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
@@ -123,7 +123,7 @@ def slay(
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
-def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int = 0) -> Operator:
+def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int | None = None) -> Operator:
     """Softmax attention at scale D^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(D)).
 
     dim, seed: as for ``of_features``. Source: Choromanski et al. 2021.
@@ -131,7 +131,7 @@ def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, 
     return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")
 
 
-def hedgehog(size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int = 0) -> Operator:
+def hedgehog(size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None) -> Operator:
     """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
 
     dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024 (Hedgehog).

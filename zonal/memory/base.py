@@ -261,8 +261,8 @@ class Memory(Readable):
         return dataclasses.replace(self.copied(), parts=parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one safetensors file, atomically: operator, learned values, shapes, dtype, count, spans, checksum."""
-        files.save(path, {"operator": self.operator.config(), **self.about()}, self.contents(), dict(self.operator.learned_parts))
+        """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans, checksum."""
+        files.save(path, {"operator": self.operator.config(), **self.about()}, self.contents(), {**self.operator.learned_parts, **dict(self.operator.fixed_parts.named_buffers())})
 
     @staticmethod
     def load(path: str | os.PathLike[str], operator: Operator | None = None) -> "Memory":
@@ -276,6 +276,9 @@ class Memory(Readable):
                 operator = Operator.from_config(header["operator"])
                 for name in list(operator.learned_parts):
                     operator.learned_parts[name] = torch.nn.Parameter(learned[name])
+                for name, _ in list(operator.fixed_parts.named_buffers()):
+                    if name in learned:  # files written before have what the declared seed draws
+                        operator.fixed_parts.register_buffer(name, learned[name])
             elif not _declared_alike(operator, header["operator"]):  # parts of the user's own are compared, never looked up
                 raise ValueError(f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given")
             return Memory.described(header, tensors, operator, torch.device("cpu"))

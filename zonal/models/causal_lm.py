@@ -87,7 +87,7 @@ class CausalLM(nn.Module):
         )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
+        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified name."""
         config = self.config
         draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
         draws.normal_(self.embedding.weight, "embedding.weight")
@@ -475,7 +475,7 @@ def build(config: ModelConfig, seed: int) -> CausalLM:
     """A model whose initial weights are a function of (config, seed) alone.
 
     Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
-    share all weights of equal name and shape. Operators keep their declared start; what they draw at random follows the seed.
+    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn starts as it is declared.
     torch's global generator is left as it was.
     """
     with torch.random.fork_rng(devices=[]):

@@ -165,7 +165,7 @@ class VisionEncoder(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights but the operators' own; with a seed, each from a stream named by its qualified name."""
+        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified name."""
         std = self.config.dim**-0.5 if self.config.init_std is None else self.config.init_std
         draws = Draws(std, std * (2 * len(self.config.layers)) ** -0.5, seed)
         # a patch's numbers are of order 1: so are tokens then

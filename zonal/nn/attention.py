@@ -104,6 +104,7 @@ class Attention(TokenMixer):
         self.neighbours = resolved.score.deaths
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
+        self._starts = self.operator.score != resolved.score  # it was sized here: what it draws and how it starts is the layer's
         self.operator.score.check_values(head_dim)
         if causal and self.operator.anchor.couples:
             raise ArgumentError(f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, causal=True {LEAK}; pass causal=False for an encoder.")
@@ -158,7 +159,7 @@ class Attention(TokenMixer):
         return DecayGate(self.dim, rates, fastest_decay(self.key_dim) if self.operator.anchor.solves else None)
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights but the operator's own, which keep the values it declares.
+        """Draw all weights, and start a score whose size had been left open to the layer; what else the operator learns keeps the values it declares.
 
         With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes nothing, W_O = 0, so that it
         joins a residual stream without a jolt; with "zero_output" the values are drawn as usual.
@@ -182,11 +183,21 @@ class Attention(TokenMixer):
                 gate.reset_parameters(draws.child(name))
         if self.convolution is not None:
             self.convolution.reset_parameters(draws.child("convolution"))
-        if self.lift is not None:  # μ starts at the mean of |k_j|² for inputs of unit size
-            self.lift.reset_parameters(draws.child("lift"), mean=2.0 if self.key_norm is not None else 2 * self.dim * draws.std**2)
+        entry = self._entry(draws.std)
+        if self.lift is not None:  # μ starts at the mean of |k_j|²
+            self.lift.reset_parameters(draws.child("lift"), mean=2 * entry**2)
         for norm in (self.query_norm, self.key_norm, self.readout):
             if norm is not None:
                 norm.reset_parameters()
+        if self._starts:
+            self.operator.start(entry if self.lift is None else 2 * entry**2, draws.whole("operator.score"))
+
+    def _entry(self, std: float) -> float:
+        """The size of one number of queries and keys at the start, before a lift, for tokens whose numbers are of size one. std: of the weights."""
+        if self.key_norm is not None:
+            return 1.0
+        size = std * self.dim**0.5 if self.init == "default" else 1.0
+        return size if self.convolution is None else size * 3**-0.5  # its weights are drawn from U(-1/sqrt(w), 1/sqrt(w))
 
     def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""

@@ -38,6 +38,10 @@ class Draws:
         digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
+    def whole(self, name: str) -> int:
+        """A whole number from the stream of ``name``, to seed what draws from a generator of its own."""
+        return int(torch.randint(2**63 - 1, (), generator=self.generator(name), device="cpu"))
+
     @torch.no_grad()
     def normal_(self, parameter: Tensor, name: str, *, output: bool = False, std: float | None = None) -> None:
         """Fill with N(0, std²); ``output`` marks a projection into the residual stream."""

@@ -58,7 +58,7 @@ class Mixture(TokenMixer):
         return [part for part in self.parts if isinstance(part, TokenMixer)]
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights but the operators' own; shares start nearly equal."""
+        """Draw all weights; shares start nearly equal."""
         for index, part in enumerate(self._parts()):
             part.reset_parameters(draws.child(f"parts.{index}"))
         for name, linear in (("gate_in", self.gate_in), ("gate_out", self.gate_out)):

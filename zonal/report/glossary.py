@@ -25,7 +25,7 @@ HOW_TO_READ = (
     ("Leverage and capacity", "leverage is how much of its own value a key would return: near 1 it is recalled, near 0 it drowns in the others. Capacity is the number of stored keys estimated to be recalled; the dashed line is all of them."),
 )  # fmt: skip
 
-LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token"}
+LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token", "factor": "factor of queries and keys"}
 DIAGNOSTIC_NAMES = {"smallest_eigenvalue": "Smallest eigenvalue", "condition": "Condition number", "effective_rank": "Effective rank"}
 SLICE_NAMES = {
     "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR", "system-prompt": "system prompt",

@@ -45,6 +45,10 @@ class Metric(Declaration):
         self.check(dim)
         return self
 
+    def started(self, seed: int) -> dict[str, Tensor]:
+        """What a layer that has sized the metric starts with in place of ``initial()``, by name. seed: of what is drawn at random."""
+        return {}
+
     def passes(self, dim: int) -> int:
         """About how often ``pair`` of points of ``dim`` numbers goes over all pairs, beside its product."""
         return 5

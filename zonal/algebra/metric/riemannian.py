@@ -27,7 +27,8 @@ class Riemannian(Metric):
     above; d is symmetric and 0 at coincident points alone, and promises no triangle inequality.
 
     units: n. floor: > 0, what keeps g positive definite. eps: keeps the gradient finite and zero at coincident points. size: D, which a layer
-    fills in with ``heads``; without it units stay as ``seed`` draws them. A pair costs a dozen operations a unit, in float64: for short sequences.
+    fills in with ``heads``; without it units stay as ``seed`` draws them. seed: of the units; None = each
+    layer draws its own as it draws its weights, and without a layer it is 0. A pair costs a dozen operations a unit, in float64: for short sequences.
 
     ``pair`` takes points as ``query`` and ``key`` prepare them, (x, z(x), u . x). Raises: ArgumentError for numbers out of range, or points of another size.
     """
@@ -39,7 +40,7 @@ class Riemannian(Metric):
     eps: float = 1e-4
     size: int | None = None
     heads: int = 1
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("units", self.units), ("heads", self.heads), ("size", self.size)):
@@ -62,11 +63,14 @@ class Riemannian(Metric):
         return 5 + 9 * self.units  # measured, in float64
 
     def initial(self) -> dict[str, Tensor]:
-        return {} if self.size is None else self._start(self.size)
+        return {} if self.size is None else self._start(self.size, self.seed)
 
-    def _start(self, dim: int) -> dict[str, Tensor]:
+    def started(self, seed: int) -> dict[str, Tensor]:
+        return {} if self.size is None or self.seed is not None else self._start(self.size, seed)
+
+    def _start(self, dim: int, seed: int | None) -> dict[str, Tensor]:
         """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the mean for points from N(0, 1)."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(seed or 0)
         unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator).unbind(0)
         length = (2 * (1 - self.floor) * dim / self.units) ** 0.5
         return {"unit": F.pad(unit / dim**0.5, (0, 1)), "direction": length * F.normalize(direction, dim=-1)}
@@ -74,7 +78,7 @@ class Riemannian(Metric):
     def _maps(self, dim: int, params: dict[str, Tensor], heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Units and directions for so many heads, in the type of ``like``."""
         self.check(dim)
-        found = params if self.size is not None else self._start(dim)
+        found = params if self.size is not None else self._start(dim, self.seed)
         unit, direction = (found[name].to(like) for name in ("unit", "direction"))
         return unit.repeat_interleave(heads // unit.shape[0], 0), direction.repeat_interleave(heads // unit.shape[0], 0)
 

@@ -33,10 +33,14 @@ class Fused(NamedTuple):
 
 
 class Clipped(NamedTuple):
-    """A dot product of raw vectors but for the length of keys: scale q . k min(1, limit / |k|), or scale q . k where limit is None."""
+    """A dot product of raw vectors but for the length of keys: scale (f q) . z, with z = f k shortened to the length ``limit`` (None: as it is).
+
+    factor: f (Hkv,), None = 1.
+    """
 
     scale: float
     limit: float | None
+    factor: Tensor | None = None
 
 
 def low_rank(meet: str) -> Move:
@@ -105,6 +109,13 @@ class Score(Declaration):
         """The score for heads of size ``dim`` and so many key heads, where it had been left open."""
         return self
 
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        """What a layer starts with in place of ``initial()`` and ``fixed()`` where it has sized the score, by name.
+
+        entry: the size of one number of its queries and keys. seed: of what is drawn at random.
+        """
+        return {}
+
     def chosen(self, k: Tensor) -> dict[str, Tensor]:
         """What the score takes from keys k (B, Hkv, S, D), by its names in ``initial`` and ``fixed``; most scores take nothing."""
         return {}
@@ -119,7 +130,7 @@ class Score(Declaration):
         """The score of raw queries and keys in the form the kernels compute themselves, or None: they are then prepared first."""
         return None
 
-    def clipped(self, dim: int, scale: float | None) -> Clipped | None:
+    def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         """The score of raw queries and keys in the form the ridge kernel computes itself, or None: they are then prepared first."""
         return None
 
@@ -158,6 +169,8 @@ class Score(Declaration):
 
 
 _MAPS = ("none", "elu1", "relu", "silu")
+_SHARE = 0.2
+"""Of ``key_limit``: the length that a layer's keys start with, so that a key five times longer than the others is not yet shortened."""
 
 
 @dataclass(frozen=True)
@@ -166,17 +179,23 @@ class Dot(Score):
 
     map: ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` or ``silu``, applied to both sides.
     key_limit: keys longer than this are shortened to it (needed for a ridge whose size means something).
+    factor: the start of what queries and keys are multiplied by, learned a key head, before keys are shortened. None = nothing in a call; a layer
+    with a key_limit makes its own, with which its keys start at a fifth of the limit.
     """
 
     bilinear: ClassVar[bool] = True
+    kv_rows: ClassVar[tuple[str, ...]] = ("log_factor",)
+    later: ClassVar[tuple[str, ...]] = ("factor",)
 
     scale: float | None = None
     map: Literal["none", "elu1", "relu", "silu"] = "none"
     key_limit: float | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         require(self.map in _MAPS, f"Dot: map must be one of {', '.join(_MAPS)}, received {self.map!r}.")
-        require(self.key_limit is None or self.key_limit > 0, f"Dot: key_limit must be > 0 or None, received {self.key_limit}.")
+        for name, value in (("key_limit", self.key_limit), ("factor", self.factor)):
+            require(value is None or value > 0, f"Dot: {name} must be > 0 or None, received {value}.")
 
     @property
     def plain(self) -> bool:
@@ -188,20 +207,35 @@ class Dot(Score):
 
     @property
     def keeps_keys(self) -> bool:
-        return self.map == "none" and self.key_limit is None
+        return self.map == "none" and self.key_limit is None and self.factor is None
 
-    def _mapped(self, x: Tensor) -> Tensor:
+    def initial(self) -> dict[str, Tensor]:
+        return {} if self.factor is None else {"log_factor": row(self.factor).log()}
+
+    def sized(self, dim: int, heads: int) -> "Dot":
+        return self if self.key_limit is None or self.factor is not None else replace(self, factor=_SHARE * self.key_limit * max(dim, 1) ** -0.5)
+
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        return {} if self.factor is None else {"log_factor": row(self.factor / entry).log()}
+
+    def learned(self, params: Params) -> dict[str, Any]:
+        return {} if self.factor is None else {"factor": params["log_factor"].exp().tolist()}
+
+    def _mapped(self, x: Tensor, params: Params) -> Tensor:
         if self.map == "elu1":
-            return F.elu(x) + 1
-        if self.map == "relu":
-            return F.relu(x)
-        return F.silu(x) if self.map == "silu" else x
+            x = F.elu(x) + 1
+        elif self.map != "none":
+            x = F.relu(x) if self.map == "relu" else F.silu(x)
+        if self.factor is None:
+            return x
+        factor = params["log_factor"].exp()
+        return x * _per_head(factor.repeat_interleave(x.shape[1] // factor.shape[0]), x)
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        return self._mapped(q) * self._scale(q.shape[-1], scale)
+        return self._mapped(q, params) * self._scale(q.shape[-1], scale)
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        k = self._mapped(k)
+        k = self._mapped(k, params)
         if self.key_limit is None:
             return k
         norm = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
@@ -210,8 +244,10 @@ class Dot(Score):
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused | None:
         return Fused(False, 0.0, self._scale(dim, scale)) if self.keeps_keys else None
 
-    def clipped(self, dim: int, scale: float | None) -> Clipped | None:
-        return Clipped(self._scale(dim, scale), self.key_limit) if self.map == "none" else None
+    def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
+        if self.map != "none":
+            return None
+        return Clipped(self._scale(dim, scale), self.key_limit, None if self.factor is None else params["log_factor"].exp())
 
     def _scale(self, dim: int, scale: float | None) -> float:
         chosen = scale if scale is not None else self.scale
@@ -321,6 +357,9 @@ class NegativeDistance(Score):
 
     def initial(self) -> dict[str, Tensor]:
         return self.metric.initial()
+
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        return self.metric.started(seed)
 
     def passes(self, dim: int) -> int:
         return self.metric.passes(dim)

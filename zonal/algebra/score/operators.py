@@ -16,9 +16,9 @@ def _for_queries(value: Tensor, heads: int) -> Tensor:
     return value.repeat_interleave(heads // value.shape[0], 0) if value.shape[0] > 1 else value
 
 
-def _orthogonal(seed: int, *shape: int) -> Tensor:
+def _orthogonal(seed: int | None, *shape: int) -> Tensor:
     """Orthogonal matrices (…, m, m) for a shape (…, m), float32, uniform."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed or 0)
     q, r = torch.linalg.qr(torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64))
     return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).float()
 
@@ -39,7 +39,7 @@ class OperatorPath(Score):
     A vector holds the matrix row by row, D = m^2; or with ``rank`` r its factors U (m x r), s (r), V (m x r), D = r (2m + 1), for A = U diag(s) V^T.
     size: m, None = what D says. relations: n. choices: c, None = every query takes R_1 … R_n. temperature: None = 2m for the
     distance, which makes it q.k / sqrt(D) and biases, and 1 for a path. heads: how many key heads have relations R and gates G of
-    their own; seed: of their start. shared_witness: a layer makes queries with the keys' map.
+    their own; seed: of their start (``Features``). shared_witness: a layer makes queries with the keys' map.
 
     Raises: ArgumentError for vectors whose numbers make no such matrix.
     """
@@ -52,7 +52,7 @@ class OperatorPath(Score):
     rank: int | None = None
     temperature: float | None = None
     heads: int = 1
-    seed: int = 0
+    seed: int | None = None
     shared_witness: bool = False
     choices: int | None = None
 
@@ -90,14 +90,17 @@ class OperatorPath(Score):
         return self.matrix_size(dim) ** 2 + (0 if self.relations else 2)
 
     def initial(self) -> dict[str, Tensor]:
-        return self._start(self.size) if self.relations and self.size is not None else {}
+        return self._start(self.size, self.seed) if self.relations and self.size is not None else {}
 
-    def _start(self, size: int) -> Params:
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        return self._start(self.size, seed) if self.relations and self.size is not None and self.seed is None else {}
+
+    def _start(self, size: int, seed: int | None) -> Params:
         """Relations (heads, n or c, m, m), and gates (heads, n, c + 1, m, m) whose logits have a spread of 1 for queries from N(0, 1)."""
-        relation = _orthogonal(self.seed, self.heads, self.choices or self.relations, size)
+        relation = _orthogonal(seed, self.heads, self.choices or self.relations, size)
         if self.choices is None:
             return {"relation": relation}
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        generator = torch.Generator().manual_seed((seed or 0) + 1)
         gate = torch.randn(self.heads, self.relations, self.choices + 1, size, size, generator=generator)
         return {"relation": relation, "gate": gate / size}
 
@@ -116,7 +119,7 @@ class OperatorPath(Score):
             factor = scale if scale is not None else 1 / (self.temperature or 2 * size)
             flat = matrix.flatten(-2)
             return factor * torch.cat([2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1)
-        held = params if self.size is not None else self._start(size)
+        held = params if self.size is not None else self._start(size, self.seed)
         relation, *gate = (_for_queries(held[name].to(matrix), matrix.shape[1]) for name in self.kv_rows if name in held)
         steps = self._chosen(matrix, relation, gate[0]) if gate else [relation[:, None, i] for i in range(self.relations)]
         for step in steps:
@@ -165,7 +168,7 @@ class Categorical(Score):
 
     size: m; None = the least with m (m - 1) / 2 >= D. relation: R is learned, m x m a key head, orthogonal at the start; else it is I, and evidence
     is nearness, m - |A_ts - I|^2 / 2. transport: a layer carries values from token to token, y_t = sum_s W_ts A_ts v_s, each m numbers of v by the
-    same morphism (a call takes values as they come). heads: how many key heads have a relation; seed: of its start.
+    same morphism (a call takes values as they come). heads: how many key heads have a relation; seed: of its start (``Features``).
 
     Raises: ArgumentError for vectors of more numbers than X has.
     """
@@ -178,7 +181,7 @@ class Categorical(Score):
     temperature: float = 1.0
     transport: bool = False
     heads: int = 1
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         require_whole("Categorical: heads", self.heads)
@@ -213,7 +216,13 @@ class Categorical(Score):
         return self.frame_size(dim) ** 2
 
     def initial(self) -> dict[str, Tensor]:
-        return {"relation": _orthogonal(self.seed, self.heads, self.size)} if self.relation and self.size is not None else {}
+        return self._drawn(self.seed)
+
+    def started(self, entry: float, seed: int) -> dict[str, Tensor]:
+        return {} if self.seed is not None else self._drawn(seed)
+
+    def _drawn(self, seed: int | None) -> dict[str, Tensor]:
+        return {"relation": _orthogonal(seed, self.heads, self.size)} if self.relation and self.size is not None else {}
 
     def frames(self, x: Tensor) -> Tensor:
         """g (…, m, m) of vectors (…, D), in the type of x."""
