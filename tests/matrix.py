@@ -1,9 +1,11 @@
-"""The test matrix: one row an operator, one an input. Adding a mechanism adds one row here."""
+"""The test matrix: one row an operator, one an input. A new mechanism adds one row, and its name among RUNS."""
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 import zonal
@@ -106,6 +108,10 @@ class Case:
     packed: tuple[int, ...] = ()
     key_bias: bool = False
     strided: bool = False
+    log_decay: bool = False  # a token
+    weights: str = ""  # of keys: "", "action", "gate"
+    masses: bool = False
+    shared: bool = False  # one head of queries and keys for all heads of values
 
 
 CASES: dict[str, Case] = {
@@ -128,13 +134,113 @@ CASES: dict[str, Case] = {
 }
 
 
+RUNS = {
+    ("tiled", "streaming"): (
+        "softmax", "cosine", "sko-chebyshev", "yat", "softmax-alibi", "softmax-window", "softmax-strict", "softmax-top", "yat-top", "rewa-top", "softmax-count",
+        "yat-decay", "yat-raw", "distance", "distance-squared", "distance-count", "rewa", "rewa-dot", "rewa-adaptive", "rewa-curved", "rewa_functional",
+        "rewa_functional-matern", "rewa_categorical", "rewa_categorical-relation", "rewa_operator", "rewa_operator-path", "rewa_operator-chosen", "rewa_oscillatory",
+        "rewa_riemannian", "rewa_topological", "distance-fisher", "distance-le-cam", "distance-fidelity",
+    ),
+    ("tiled", "chunked", "streaming"): (
+        "linear", "retention", "sko", "sko-fractional", "sko-reproducing", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog",
+        "rewa_functional-linear", "sko-chunk",
+    ),
+    ("chunked", "streaming"): (
+        "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk", "kernel_ridge", "kernel_ridge-sko",
+        "kernel_ridge-slay", "kernel_ridge-chunk",
+    ),
+    ("streaming",): ("ridge-yat", "koopman-exp", "regime-ridge", "kernel_ridge-yat", "ridge-window"),
+    ("tiled",): (
+        "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance", "hyperbolic_transport", "hyperbolic_transport-unbalanced",
+        "hierarchical",
+    ),
+}  # fmt: skip
+"""The paths beside the dense one that must run each operator, where its queries have positions; without, none streams. All others must refuse it."""
+
+PATHS = ("tiled", "chunked", "streaming")
+
+
+def tied(operator: Operator, case: Case) -> bool:
+    """Whether queries have positions among the keys."""
+    return case.causal or any(isinstance(part, prior.Causal | prior.ChunkCausal) for part in operator.prior)
+
+
+def paths(name: str, case: Case) -> tuple[str, ...]:
+    """The paths beside the dense one that must run an operator of the matrix on a case that fits it."""
+    found = next(found for found, names in RUNS.items() if name in names)
+    return found if tied(OPERATORS[name](), case) else tuple(path for path in found if path != "streaming")
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "even": {},
+    "odd": {"queries": 31, "keys": 31, "key_dim": 7, "value_dim": 1},
+    "late": {"queries": 3, "keys": 23},
+    "early": {"queries": 9, "keys": 4},
+    "one": {"queries": 1, "keys": 1},
+}
+HEADS: dict[str, dict[str, int | bool]] = {"each": {}, "grouped": {"kv_heads": 2}, "single": {"kv_heads": 1}, "shared": {"shared": True}}
+FEATURES: dict[str, tuple[str, ...]] = {
+    "shape": tuple(SHAPES),
+    "order": ("causal", "both"),
+    "heads": tuple(HEADS),
+    "layout": ("", "strided"),
+    "padding": ("", "left", "random", "all"),
+    "documents": ("", "packed"),
+    "bias": ("", "bias"),
+    "decay": ("", "decay"),
+    "weights": ("", "action", "gate"),
+    "masses": ("", "masses"),
+}
+
+
+def possible(a: tuple[str, str], b: tuple[str, str]) -> bool:
+    """Whether an input can have two of the features: documents are queries and keys of the same tokens, a decay needs an order."""
+    for (one, value), (other, with_) in ((a, b), (b, a)):
+        if one == "documents" and value and other == "shape" and with_ not in ("even", "odd"):
+            return False
+        if one == "decay" and value and other == "order" and with_ == "both":
+            return False
+        if one == "weights" and value == "action" and other == "padding" and with_ == "all":
+            return False  # a sequence that stores nothing is refused
+    return True
+
+
+def paired(row: dict[str, str]) -> Case:
+    case = Case(
+        causal=row["order"] == "causal", padding=row["padding"], key_bias=bool(row["bias"]), strided=bool(row["layout"]), log_decay=bool(row["decay"]),
+        weights=row["weights"], masses=bool(row["masses"]), **SHAPES[row["shape"]], **HEADS[row["heads"]],  # type: ignore[arg-type]
+    )  # fmt: skip
+    return replace(case, batch=1, packed=(0, 1, 8, case.keys)) if row["documents"] else case
+
+
+PAIRED: dict[str, Case] = {"-".join(value for value in row.values() if value): paired(row) for row in pairwise(FEATURES, possible)}
+"""Inputs in which any two features that can meet do so."""
+
+
+def fitted(operator: Operator, case: Case) -> Case:
+    """The case without what the operator has no use for; what it refuses is tested in test_attention."""
+    tags, kind = operator.tags, operator.anchor
+    chunks = any(isinstance(part, prior.ChunkCausal) for part in operator.prior)
+    if tags.couples:
+        case = replace(case, causal=False, log_decay=False)
+    if tags.decays:
+        case = replace(case, causal=True)
+    if not isinstance(kind, anchor.Plan | anchor.UnbalancedPlan | anchor.BoundedPlan) or any(isinstance(part, prior.Window) for part in operator.prior):
+        case = replace(case, masses=False)
+    if isinstance(kind, anchor.Hierarchical):
+        case = replace(case, queries=case.keys, packed=())
+    if tags.solves:
+        case = replace(case, key_bias=False, log_decay=case.log_decay and tags.decays)
+    if chunks:
+        case = replace(case, log_decay=False)
+    if not (tags.solves and operator.score.plain and isinstance(operator.link, link.Identity)):
+        case = replace(case, weights="")
+    return case
+
+
 def admissible(operator: Operator, case: Case) -> bool:
-    """Whether the definition itself accepts this pair; what it refuses is tested in test_attention."""
-    if operator.tags.couples and (case.causal or (isinstance(operator.anchor, anchor.Hierarchical) and (case.queries != case.keys or len(case.packed) > 2))):
-        return False
-    if case.key_bias and operator.tags.solves:
-        return False
-    return not (operator.tags.decays and not case.causal)
+    """Whether the definition itself accepts this pair as it is."""
+    return fitted(operator, case) == case
 
 
 @dataclass
@@ -148,21 +254,28 @@ class Inputs:
     key_padding_mask: Tensor | None
     cu_seqlens: Tensor | None
     key_bias: Tensor | None
+    log_decay: Tensor | None = None
+    action_mask: Tensor | None = None
+    key_gate: Tensor | None = None
+    query_mass: Tensor | None = None
+    key_mass: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """The same numbers in another type, as fresh leaves."""
-        move = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v, self.key_bias)]
-        q, k, v, bias = move
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        return Inputs(q, k, v, self.causal, self.key_padding_mask, self.cu_seqlens, bias)
+        return Inputs(**{name: x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) and x.dtype.is_floating_point else x for name, x in vars(self).items()})
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gets gradients."""
+        return [x for x in vars(self).values() if isinstance(x, Tensor) and x.requires_grad]
+
+    @property
+    def arguments(self) -> dict:
+        """All but q, k and v, as ``attention`` and ``prepare`` take them."""
+        return {name: x for name, x in vars(self).items() if name not in ("q", "k", "v")}
 
     def run(self, operator: Operator, path: str) -> Tensor:
-        return zonal.attention(
-            self.q, self.k, self.v, operator, causal=self.causal, key_padding_mask=self.key_padding_mask, cu_seqlens=self.cu_seqlens,
-            key_bias=self.key_bias, path=path,
-        )
+        return zonal.attention(self.q, self.k, self.v, operator, path=path, **self.arguments)
 
 
 def inputs(case: Case, seed: int = 0, scale: float = 1.0) -> Inputs:
@@ -177,8 +290,8 @@ def inputs(case: Case, seed: int = 0, scale: float = 1.0) -> Inputs:
             x = torch.randn(*shape, generator=generator, dtype=torch.float64)
         return (x * scale).requires_grad_()
 
-    q = draw(case.batch, case.heads, case.queries, case.key_dim)
-    k = draw(case.batch, case.kv_heads, case.keys, case.key_dim)
+    q = draw(case.batch, 1 if case.shared else case.heads, case.queries, case.key_dim)
+    k = draw(case.batch, 1 if case.shared else case.kv_heads, case.keys, case.key_dim)
     v = draw(case.batch, case.kv_heads, case.keys, case.value_dim)
     mask = None
     if case.padding:
@@ -189,8 +302,31 @@ def inputs(case: Case, seed: int = 0, scale: float = 1.0) -> Inputs:
             mask = torch.rand(case.batch, case.keys, generator=generator) > 0.4
         else:
             mask[0] = False
-    bias = torch.randn(case.batch, case.kv_heads, case.keys, generator=generator, dtype=torch.float64).requires_grad_() if case.key_bias else None
-    return Inputs(q, k, v, case.causal, mask, torch.tensor(case.packed) if case.packed else None, bias)
+
+    def a_key(draw: Callable[..., Tensor]) -> Tensor:
+        return draw(case.batch, case.kv_heads, case.keys, generator=generator, dtype=torch.float64)
+
+    bias = a_key(torch.randn).requires_grad_() if case.key_bias else None
+    found = Inputs(q, k, v, case.causal, mask, torch.tensor(case.packed) if case.packed else None, bias)
+    if case.log_decay:
+        found.log_decay = (-0.5 * a_key(torch.rand)).requires_grad_()
+    if case.weights == "gate":
+        found.key_gate = (0.1 + 0.9 * a_key(torch.rand)).requires_grad_()
+    if case.weights == "action":
+        found.action_mask = torch.rand(case.batch, case.keys, generator=generator) > 0.3
+        found.action_mask[:, -1] = True  # where padding is random, this token is no padding
+    if case.masses:
+        found.query_mass, found.key_mass = masses(case, mask, generator)
+    return found
+
+
+def masses(case: Case, mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of queries that see a key, and of keys that are there."""
+    real = torch.ones(case.batch, case.keys, dtype=torch.bool) if mask is None else mask
+    edges = case.packed or (0, case.keys)
+    sees = torch.cat([real[:, a:b].any(-1, keepdim=True).expand(-1, b - a if case.packed else case.queries) for a, b in itertools.pairwise(edges)], 1)
+    give, take = (0.2 + torch.rand(case.batch, heads, n, generator=generator, dtype=torch.float64) for heads, n in ((case.heads, case.queries), (case.kv_heads, case.keys)))
+    return give * sees[:, None], take * real[:, None]
 
 
 def randomised(operator: Operator, seed: int = 1) -> Operator:
