@@ -31,6 +31,9 @@ test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibrati
 	@$(BIN)/python -c "import torch, sys; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device and a CUDA build of torch; this is torch ' + torch.__version__)"
 	@$(BIN)/python -m pytest tests/kernels tests/execution tests/test_benchmarks.py -m gpu -q
 
+mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must see (about half an hour of one core)
+	@$(BIN)/python tests/mutants/run.py --out results/mutants.json
+
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright

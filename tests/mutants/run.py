@@ -1,0 +1,130 @@
+"""`make mutants`: seeded faults, one at a time, in a copy of the tree, each against the tests that should see it.
+
+    python tests/mutants/run.py [--out results/mutants.json] [--cache FOLDER] [--named-only] [NAME …]
+
+A fault is killed when one of its tests fails that passes without it. One that its own tests let live is run against the whole suite, unless
+--named-only. The exit status is 1 when a fault survives, does not apply, or leaves nothing that can be run.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from table import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 1800
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a fault: "killed" by a test, "survived", or "unusable" with the reason."""
+
+    name: str
+    says: str
+    status: str
+    test: str | None
+    seconds: float
+    reason: str | None = None
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what git knows of the tree and of what it does not ignore."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in listed.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status and the words of pytest in a tree, which ends at the first failure."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-o", f"cache_dir={cache}", *arguments]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED {arguments[0]}::did-not-end"
+    return done.returncode, done.stdout + done.stderr
+
+
+def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], named_only: bool) -> Outcome:
+    """Put a fault in, run tests, and take it out again. sound: tests that are known to pass, or not, without any fault."""
+    started, file = time.perf_counter(), tree / mutant.file
+    before = file.read_text(encoding="utf-8")
+
+    def outcome(status: str, test: str | None = None, reason: str | None = None) -> Outcome:
+        return Outcome(mutant.name, mutant.says, status, test, round(time.perf_counter() - started, 1), reason)
+
+    try:
+        after = mutant.applied(ROOT)
+    except ValueError as error:
+        return outcome("unusable", reason=str(error))
+    for arguments in (mutant.tests,) if named_only else (mutant.tests, ("tests",)):
+        try:
+            file.write_text(after, encoding="utf-8")
+            code, words = pytest(tree, cache, *arguments)
+        finally:
+            file.write_text(before, encoding="utf-8")
+        if code == 0:
+            continue
+        found = FAILED.search(words)
+        if code != 1 or found is None:
+            return outcome("unusable", reason=f"pytest ended with status {code}: {words.strip()[-300:]}")
+        test = found.group(1)
+        if test not in sound:
+            sound[test] = pytest(tree, cache, test)[0] == 0
+        return outcome("killed", test) if sound[test] else outcome("unusable", test, "this test does not pass without the fault")
+    return outcome("survived")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="some faults; all of them when none is named")
+    parser.add_argument("--out", type=Path, help="write what was found as JSON")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".pytest_cache", help="where compiled kernels are kept between runs")
+    parser.add_argument("--named-only", action="store_true", help="do not run the whole suite against what its own tests let live")
+    chosen = parser.parse_args()
+    table = mutants()
+    unknown = set(chosen.names) - {mutant.name for mutant in table}
+    if unknown:
+        parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
+    table = [mutant for mutant in table if not chosen.names or mutant.name in chosen.names]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    console, outcomes, sound = Console(), [], {}
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with tempfile.TemporaryDirectory(prefix="zonal-mutants-") as folder, Progress(*columns, console=console) as bar:
+        tree, task = copied(Path(folder)), bar.add_task("", total=len(table))
+        for mutant in table:
+            bar.update(task, description=mutant.name)
+            found = judged(mutant, tree, chosen.cache.resolve(), sound, chosen.named_only)
+            outcomes.append(found)
+            bar.advance(task)
+            console.print(f"{found.status:9} {found.name} ({found.seconds:.0f} s) {found.test or ''} {found.reason or ''}", markup=False, highlight=False, soft_wrap=True)
+    killed = sum(found.status == "killed" for found in outcomes)
+    if chosen.out is not None:
+        record = {"commit": commit, "mutants": len(outcomes), "killed": killed, "seconds": round(sum(found.seconds for found in outcomes)), "outcomes": [asdict(found) for found in outcomes]}
+        chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    console.print(f"{killed} of {len(outcomes)} killed", markup=False, highlight=False)
+    for found in outcomes:
+        if found.status != "killed":
+            console.print(f"{found.status}: {found.name}: {found.says}. {found.reason or ''}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if killed == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

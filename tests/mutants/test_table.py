@@ -1,0 +1,28 @@
+"""Seeded faults keep their place in the code: `make mutants` runs them."""
+
+from pathlib import Path
+
+import pytest
+from mutants.table import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = mutants()
+
+
+def test_there_are_forty() -> None:
+    assert len({mutant.name for mutant in TABLE}) == len(TABLE) >= 40
+
+
+@pytest.mark.parametrize("mutant", TABLE, ids=lambda mutant: mutant.name)
+def test_a_fault_has_a_place(mutant: Mutant) -> None:
+    """A change of the code that moves one of them changes the table, too."""
+    assert mutant.applied(ROOT) != (ROOT / mutant.file).read_text(encoding="utf-8")
+    assert mutant.files
+    assert all((ROOT / file).exists() for file in mutant.files)
+
+
+def test_a_fault_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\nx = 1\n", encoding="utf-8")
+    for old in ("x = 1", "x = 2"):
+        with pytest.raises(ValueError, match="mutant 'moved' does not apply"):
+            Mutant("moved", "", "a.py", old, "", ()).applied(tmp_path)
