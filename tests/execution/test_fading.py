@@ -167,21 +167,55 @@ def test_taking_out_what_is_not_there() -> None:
 
 
 @torch.no_grad()
-def test_a_stream_keeps_its_inverse() -> None:
-    """Updated token by token it is what is made anew, and a learned ridge that moves is seen."""
+def test_a_learned_ridge_that_moves_is_seen() -> None:
     operator = m.ska(power=1, fading=True).double()
     q, k, v, decay = sample(60, strongest=0.1)
-    memory: Memory = Memory.empty(operator, 2, 2, R, P, torch.float64)
-    for t in range(60):
-        memory.read(q[:, :, :1])
-        memory = memory.absorb(*(x[:, :, t : t + 1] for x in (k, v)), log_decay=decay[:, :, t : t + 1])
-    assert isinstance(memory, FadingStatistics)
-    assert memory.inverse is not None
-    assert memory.inverse.age == 60
-    anew = Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay)
-    assert torch.allclose(memory.read(q), anew.read(q), atol=1e-10)
+    memory = Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay)
+    before = memory.read(q)
     operator.learned_parts["anchor_raw_ridge"].add_(1.0)
-    assert torch.allclose(memory.read(q), Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay).read(q), atol=1e-10)
+    assert not torch.allclose(memory.read(q), before, atol=1e-3)
+    assert torch.equal(memory.read(q), Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay).read(q))
+
+
+def rates(tokens: int) -> Tensor:
+    """Log decays (1, 5, tokens): three constant rates, rates of all sizes mixed, and bursts that leave almost nothing."""
+    decay = torch.tensor([0.5, 0.9, 0.999, 0.99, 0.999], dtype=torch.float64).log()[None, :, None].repeat(1, 1, tokens)
+    decay[:, 3] = -(10 ** (draw(1, tokens, seed=4) - 2)).clamp(max=2.0)
+    decay[:, 4, 100::97] = -12.0
+    decay[:, 4, 101::970] = -3.0
+    return decay
+
+
+@torch.no_grad()
+def test_ten_thousand_tokens_of_decode_at_any_rate() -> None:
+    """A key head for each way to fade, read without and with a Koopman step; 7,000 nats of decay pass where the rate is 0.5."""
+    tokens, operator = 10_000, m.ska(power=(0, 1) * 5, fading=True).double()
+    q, k, v = draw(1, 10, tokens, 6, seed=0), draw(1, 5, tokens, 6, seed=1), draw(1, 5, tokens, 3, seed=2)
+    decay = rates(tokens)
+
+    def run(path: str, last: int = tokens) -> Tensor:
+        return zonal.attention(*(x[:, :, :last] for x in (q, k, v)), operator, causal=True, log_decay=decay[:, :, :last], path=path)
+
+    decoded, chunked, dense = run("streaming"), run("chunked"), run("dense", 200)
+    for expected in (dense, chunked):
+        error, size = (decoded[:, :, : expected.shape[2]] - expected).flatten(2).norm(dim=-1), expected.flatten(2).norm(dim=-1)
+        assert (error < 1e-9 * size).all(), error / size
+
+
+@torch.no_grad()
+def test_a_decoder_in_single_precision_where_much_fades() -> None:
+    """Calls of one token each that hand the memory on, past the 30 nats after which an inverse kept from token to token has no digit left."""
+    operator = m.ska(power=1, fading=True)
+    tokens = 320
+    q, k, v = (draw(1, 5, tokens, 6, seed=seed).float() for seed in range(3))
+    decay, memory, rows = rates(tokens).float(), None, []
+    for t in range(tokens):
+        now = slice(t, t + 1)
+        y, memory = zonal.attention(*(x[:, :, now] for x in (q, k, v)), operator, causal=True, log_decay=decay[:, :, now], memory=memory, return_memory=True)
+        rows.append(y)
+    expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, log_decay=decay.double(), path="dense")
+    error, size = (torch.cat(rows, 2) - expected).flatten(2).norm(dim=-1), expected.flatten(2).norm(dim=-1)
+    assert (error < 1e-5 * size).all(), error / size
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
-from zonal.memory import FadingStatistics, KeyValues, Memory, RidgeStatistics
+from zonal.memory import KeyValues, Memory, RidgeStatistics
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +156,7 @@ def test_bytes(name: str) -> None:
     elif "decay" not in name:
         assert sizes == [token * n for n in range(TOKENS)]
     held = sum(x.numel() * x.element_size() for x in memory.tensors().values())
-    derived = BATCH * KV * memory.gram.shape[-1] ** 2 * 8 if isinstance(memory, RidgeStatistics | FadingStatistics) else 0
+    derived = BATCH * KV * memory.gram.shape[-1] ** 2 * 8 if isinstance(memory, RidgeStatistics) else 0
     assert memory.nbytes == held + derived
 
 

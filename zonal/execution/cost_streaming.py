@@ -125,7 +125,7 @@ def _stream_ridge(p: Problem, tally: Tally, tokens: int, prefix: int) -> float:
     directions = 1 + 2 * p.gradients
     tally.product(kv, r, r, 1, tokens * sums * directions)
     tally.passes("simple", square, tokens * sums * directions)
-    if p.gradients or p.by_query or (p.decays and p.padded):
+    if p.gradients or p.by_query or p.kind == "fading":
         inverse(tally, kv, r, tokens)
         tally.product(kv, r, r, r, 2 * tokens * p.gradients)
     else:

@@ -5,7 +5,7 @@ the keys its level, D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1: the ridge i
 what has faded. Nothing of it depends on the learned rho.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -18,15 +18,11 @@ from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse
 from zonal.memory.ridge import (
-    REMAKE,
-    Inverse,
     anchor_of,
     first_key,
-    kept_inverse,
     last_key,
     previous_keys,
     read_out,
-    ridge_version,
     spanned,
 )
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
@@ -78,7 +74,6 @@ class FadingStatistics(Memory):
     last: Tensor | None
     padding: Tensor
     seams: tuple[Seam, ...] = ()  # right keys faded as everything is
-    inverse: Inverse | None = None
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
@@ -112,7 +107,6 @@ class FadingStatistics(Memory):
         changed = {
             "count": self.count + n, "padding": self.padding if absent is None else self.padding + absent, "total": self.total + whole,
             "gram": self.gram * keep[..., None] + faded.mT @ z, "cross": self.cross * keep[..., None] + v.mT @ faded, "level": self.level * keep + back,
-            "inverse": self._updated(z, decay, tokens.mask),
         }  # fmt: skip
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift * keep[..., None] + faded.mT @ previous_keys(z, tokens.mask, self.last)
@@ -120,21 +114,6 @@ class FadingStatistics(Memory):
             changed["last"] = last_key(z, tokens.mask, self.last)
             changed["seams"] = tuple(seam._replace(right=seam.right * keep) for seam in self.seams)
         return replace(self, **changed)  # type: ignore[arg-type]
-
-    def _updated(self, z: Tensor, decay: Tensor, mask: Tensor | None) -> Inverse | None:
-        """The inverse after one key z, or None when it had better be made again."""
-        inverse = self.inverse
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (z, decay, self.gram))
-        if inverse is None or z.shape[2] > 1 or mask is not None or inverse.age >= REMAKE or recorded or inverse.version != ridge_version(self.operator):
-            return None
-        r = self.gram.shape[-1]
-        rho = anchor_of(self.operator).ridge(self.operator.bind(self.form.heads, self.form.heads).anchor_params, self.form.heads).to(z)
-        pseudo = (-r * rho.view(1, -1, 1) * torch.expm1(decay)).sqrt()[..., None] * torch.nn.functional.one_hot(self.real % r, r).to(z)[:, None, None]
-        rows = torch.cat([z, pseudo], 2)
-        matrix = inverse.matrix * (-decay).exp()[..., None]
-        spread = rows @ matrix
-        block = spread @ rows.mT + torch.eye(2, dtype=z.dtype, device=z.device)
-        return Inverse(matrix - spread.mT @ torch.linalg.solve(block, spread), inverse.age + 1, inverse.version)
 
     def levels(self, bound: Bound) -> Tensor:
         """rho D, the diagonal of the ridge as it stands, (B, Hkv, r)."""
@@ -145,15 +124,11 @@ class FadingStatistics(Memory):
         return self.gram + torch.diag_embed(self.levels(bound))
 
     def solved(self, bound: Bound) -> Tensor:
-        """P = (G + rho diag(D))^-1, kept for the next read unless gradients flow through it."""
-        version = ridge_version(self.operator)
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (self.gram, self.level, *self.operator.learned_parts.values()))
-        if not recorded and self.inverse is not None and self.inverse.version == version:
-            return self.inverse.matrix
-        matrix = positive_inverse(self.regularised(bound), "Memory.read")
-        if not recorded:  # a derived value: what this memory is does not change
-            object.__setattr__(self, "inverse", Inverse(matrix, 0, version))
-        return matrix
+        """P = (G + rho diag(D))^-1, made from the sums at each read.
+
+        An inverse that is updated token by token is divided by each rate, and so is its rounding: after 30 nats of decay nothing of it is left.
+        """
+        return positive_inverse(self.regularised(bound), "Memory.read")
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         return read_out(q, bound, self.solved(bound), self.shift, self.cross)
@@ -167,7 +142,7 @@ class FadingStatistics(Memory):
             return self if other.count == 0 else replace(other, operator=self.operator)
         keep = other.total.exp()[..., None]
         merged = replace(
-            self, count=self.count + other.count, padding=self.padding + other.padding, total=self.total + other.total, inverse=None,
+            self, count=self.count + other.count, padding=self.padding + other.padding, total=self.total + other.total,
             gram=self.gram * keep[..., None] + other.gram, cross=self.cross * keep[..., None] + other.cross,
             level=self.level * keep + turned(other.level - keep, self.real),
         )  # fmt: skip
@@ -194,7 +169,7 @@ class FadingStatistics(Memory):
             return type(self).start(self.operator, self.form)
         keep = later.exp()[..., None]
         rest = replace(
-            self, count=self.count - other.count, padding=self.padding - other.padding, total=later, inverse=None,
+            self, count=self.count - other.count, padding=self.padding - other.padding, total=later,
             gram=self.gram - other.gram * keep[..., None], cross=self.cross - other.cross * keep[..., None],
             level=keep + turned(self.level - other.level * keep, -other.real),
         )  # fmt: skip
@@ -225,9 +200,6 @@ class FadingStatistics(Memory):
         count, padding = unpadded(self.count, self.padding)
         return replace(self, count=count, padding=padding)
 
-    def keeping(self, sources: Sequence[Self], rows: Callable[[list[Tensor]], Tensor]) -> Self:
-        return replace(self, inverse=kept_inverse([memory.inverse for memory in sources], rows))
-
     def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.clone()
@@ -235,12 +207,12 @@ class FadingStatistics(Memory):
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
             last=own(self.last), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
-            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
+            parts=(),
         )  # fmt: skip
 
     def bytes_at(self, length: int) -> int:
         form, r = self.form, self.gram.shape[-1]
-        numbers = 2 * r * r + form.value_dim * r + r + 1  # G, its inverse, C, levels, total
+        numbers = r * r + form.value_dim * r + r + 1  # G, C, levels, total
         numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams)
         return form.batch * (form.heads * 8 * numbers + 8 + 9 * len(self.seams))
 
