@@ -112,11 +112,19 @@ def test_half_types_compute_in_single(dtype: torch.dtype) -> None:
         assert (y.double() - exact).abs().max() <= factor * (exact.to(dtype).double() - exact).abs().max() + 1e-6
 
 
-def test_autocast_does_not_lower_the_scores() -> None:
+def test_autocast_sets_the_type_and_does_not_lower_the_scores() -> None:
+    """As for torch's own attention: one type for q, k and v, whatever they came in; scores and sums are in float32 as for any bfloat16 call."""
     q, k, v = qkv()
-    plain = zonal.attention(q, k, v, m.yat(), causal=True)
+    plain = zonal.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), m.yat(), causal=True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(zonal.attention(q, k, v, m.yat(), causal=True), plain)
+        for given in ((q, k, v), (q, k, v.bfloat16()), (q.bfloat16(), k, v)):
+            y = zonal.attention(*given, m.yat(), causal=True)
+            assert y.dtype == torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).dtype == torch.bfloat16
+            assert torch.equal(y, plain)
+        exact = zonal.attention(q.double(), k.double(), v.double(), m.yat(), causal=True)
+    assert torch.equal(exact, zonal.attention(q.double(), k.double(), v.double(), m.yat(), causal=True))
+    with pytest.raises(ArgumentError, match="must share one dtype"):
+        zonal.attention(q, k, v.bfloat16(), m.yat(), causal=True)
 
 
 def bad(**changes: object) -> dict[str, object]:

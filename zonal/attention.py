@@ -94,6 +94,10 @@ def attention(
     """
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
+    kind = q.device.type
+    lowered = torch.is_autocast_enabled(kind)
+    if lowered:  # as torch's own attention does
+        q, k, v = (_autocast(x, kind) for x in (q, k, v))
     bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is query_mass is key_mass is start is None
     if memory is not None and causal and path in ("auto", "streaming") and bare:
         # a decoder's step: to prepare and to plan it costs more than to run it
@@ -106,8 +110,7 @@ def attention(
         y = repeated.again(q, k, v, operator, causal, scale, path == "auto")
         if y is not None:
             return y
-    kind = q.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+    with torch.autocast(kind, enabled=False) if lowered else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
             key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, query_mass=query_mass, key_mass=key_mass, start=start,
@@ -120,6 +123,11 @@ def attention(
                 repeated.keep(call, scale, constants)
             return y
         return _with_memory(call, memory, path)
+
+
+def _autocast(x: Tensor, kind: str) -> Tensor:
+    """In the type of torch.autocast, which leaves float64 and whole numbers as they are."""
+    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constants | None]:

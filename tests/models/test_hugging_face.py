@@ -1,22 +1,22 @@
-"""Models of transformers on operators: the same logits, caches, padding, windows and gradients where transformers is installed, and its calls where it is not."""
+"""Models of transformers on operators: the same logits, caches, padding, windows and gradients and calls of a stand-in for transformers."""
 
 import copy
 import importlib
-import importlib.util
+import re
 import sys
 import types
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import zonal
+from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.models import hugging_face
-
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 
 
 class Layer(nn.Module):
@@ -110,6 +110,69 @@ def test_padding_and_windows(registered: dict[str, Any]) -> None:
             registered["mask zonal"](**{"q_length": 9, "kv_length": 9, **({"allow_is_causal_skip": True} if "kv_length" in wrong else {}), **wrong})
 
 
+# the needs that layers of transformers do not meet, by mechanism; all others are converted
+REFUSED = {
+    "sinkhorn": "a bidirectional layer", "hyperbolic_transport": "a bidirectional layer", "hierarchical": "a bidirectional layer",
+    "rewa_categorical": "one map that makes both queries and keys", "rewa_categorical(transport=True)": "one map that makes both queries and keys",
+    "rewa(shared_witness=True)": "one map that makes both queries and keys", "rewa_topological": "4 deaths of its neighbourhood behind each query and key",
+    "ska(fading=True)": "a decay that each token sets", "ridge(fading=True)": "a decay that each token sets",
+    "rewa(parts=(1, 1, 1), adaptive=True)": "logits of its own weights",
+    "rewa_operator": "other queries and keys than those of 6 numbers a head", "rewa(parts=(2, 2, 4))": "queries and keys of 8 numbers a head, and these have 6",
+}  # fmt: skip
+LIST = sorted({*m.names(), *REFUSED, "ska(power=1)"})
+
+
+@pytest.mark.parametrize("spec", LIST)
+def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registered: dict[str, Any]) -> None:
+    model, x = made(registered)
+    layer = model.layers[0]
+    layer.scaling = 6**-0.5  # what ``nn.Attention`` gives an open scale
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if spec in REFUSED:
+        with pytest.raises(ArgumentError, match=rf"hugging_face.convert: operator '{spec.split('(')[0]}' needs {re.escape(REFUSED[spec])}"):
+            hugging_face.convert(model, spec)
+        assert registered == {}
+        assert model.config._attn_implementation == "sdpa"
+        assert model.state_dict().keys() == before.keys()
+        return
+    hugging_face.convert(model, spec)
+    wanted = zonal.nn.Attention(24, 4, spec, kv_heads=2)
+    wanted.load_state_dict(
+        {f"{name}.weight": linear.weight for name, linear in zip(("query", "key", "value"), layer.maps, strict=True)}  # type: ignore[arg-type]
+        | {name: value for name, value in layer.state_dict().items() if not name.startswith("maps")} | {"output.weight": torch.eye(24)}
+    )  # fmt: skip
+    if wanted.readout is not None:
+        for norm in (wanted.readout, layer.readout):
+            torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(3))  # type: ignore[union-attr]
+    real = torch.arange(9) >= torch.tensor([[0], [3]])
+    for mask in (None, real):
+        found, expected = layer(x, mask), wanted(x, key_padding_mask=mask)
+        assert expected.abs().max() > 1e-3
+        assert torch.allclose(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def test_each_layer_draws_features_of_its_own(registered: dict[str, Any]) -> None:
+    drawn = [[dict(own.fixed_parts.named_buffers()) for own in hugging_face.convert(made(registered)[0], "performer")] for _ in range(2)]
+    (first, second), again = drawn
+    assert first
+    for name, value in first.items():
+        assert not torch.equal(value, second[name])
+        assert torch.equal(value, again[0][name])
+
+
+def test_a_norm_over_all_heads_is_provided(registered: dict[str, Any]) -> None:
+    model, x = made(registered)
+    layer = model.layers[0]
+    plain = m.softmax()
+    hugging_face.convert(model, plain)
+    y = layer(x, None)
+    hugging_face.convert(model, Operator(plain.score, plain.link, plain.anchor, readout="concat"))
+    assert torch.allclose(layer(x, None), torch.nn.functional.rms_norm(y, (24,), eps=1e-6), atol=1e-5)
+    hugging_face.convert(model, plain)
+    assert torch.equal(layer(x, None), y)
+    assert not any("readout" in name for name in model.state_dict())
+
+
 def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(registered)
     with pytest.raises(ArgumentError, match=r"a converted model is required, received Model. Call hugging_face.convert"):
@@ -138,6 +201,7 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(stubborn, "set_attn_implementation", lambda name: None)
     with pytest.raises(ArgumentError, match="has an attention of its own"):
         hugging_face.convert(stubborn)
+    assert not hasattr(stubborn.layers[0], "operator")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ArgumentError, match="the package transformers is required"):
         hugging_face.convert(stubborn)
@@ -155,7 +219,6 @@ def their(kind: str, **options: Any) -> Any:
     return getattr(modeling, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "GPT2"])
 def test_transformers_models_say_the_same(kind: str) -> None:
     model = their(kind)
@@ -192,3 +255,74 @@ def test_transformers_models_say_the_same(kind: str) -> None:
             converted(tokens[:1], position_ids=torch.cat([torch.arange(9), torch.arange(8)])[None], use_cache=False)
         with pytest.raises(ArgumentError, match="static cache"):
             converted.generate(tokens, max_new_tokens=3, cache_implementation="static", do_sample=False)
+
+
+def learned_away(model: Any, operator: Any) -> Any:
+    """The model converted, what its operators and norms learn away from where it starts."""
+    generator = torch.Generator().manual_seed(2)
+    hugging_face.convert(model, operator)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if ".operator." in name or ".readout." in name:
+                value.add_(0.1 * torch.randn(value.shape, generator=generator, dtype=value.dtype))
+    return model
+
+
+@pytest.mark.parametrize("operator", [None, "sko", "performer", "ska(power=1)", "rewa_riemannian", "retention"])
+def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(operator: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = learned_away(their("Llama"), operator or hugging_face.rewa.with_closed_gates)
+    tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens).logits
+    model.save_pretrained(tmp_path / "first")
+    again = hugging_face.from_pretrained(tmp_path / "first")
+    for folder in ("second", "third"):  # and once more, from what was loaded
+        assert type(again) is type(model)
+        assert not again.training
+        assert torch.equal(again(tokens).logits, logits)
+        theirs = dict(again.named_parameters()) | dict(again.named_buffers())
+        assert all(torch.equal(theirs[name], value) and theirs[name].dtype == value.dtype for name, value in model.state_dict().items())
+        again.save_pretrained(tmp_path / folder)
+        again = hugging_face.from_pretrained(tmp_path / folder)
+    # by transformers alone: a process that has never converted does not load it, one that has does not run it
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    with pytest.raises(ArgumentError, match=r"load a saved one with hugging_face.from_pretrained"):
+        alone(tokens)
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "zonal")
+    for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match='`attn_implementation="zonal"` is not supported'):
+            kind.from_pretrained(tmp_path / "first")
+
+
+def test_a_saved_model_in_bfloat16_keeps_its_operators_in_float32(tmp_path: Any) -> None:
+    model = their("Llama")
+    for value in model.parameters():  # and no buffer: rotary frequencies are in float32 for whoever loads
+        value.data = value.data.bfloat16()
+    learned_away(model, hugging_face.rewa.with_closed_gates)
+    tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(tmp_path)
+    again = hugging_face.from_pretrained(tmp_path)
+    assert next(again.parameters()).dtype == torch.bfloat16
+    assert hugging_face.operators(again)[0].learned_parts["score_gate"].dtype == torch.float32
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_what_was_not_saved_by_a_converted_model(tmp_path: Any) -> None:
+    their("Llama").save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match=r"from_pretrained: a model that was converted and saved is required; the config of .* holds no operators"):
+        hugging_face.from_pretrained(tmp_path)
+
+
+def test_a_converted_model_trains_in_bfloat16(tmp_path: Any) -> None:
+    """Under autocast queries and keys come in float32, turned by rotary positions, and values in bfloat16."""
+    model = their("Llama")
+    hugging_face.convert(model, "sko")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 29, (4, 7), generator=torch.Generator().manual_seed(1))]
+    settings = transformers.TrainingArguments(
+        str(tmp_path), bf16=True, use_cpu=True, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False
+    )
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    found = transformers.Trainer(model, settings, train_dataset=rows).train()  # type: ignore[arg-type]
+    assert 0 < found.training_loss < 10
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in model.parameters())
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert all(any(part in name for name in moved) for part in (".operator.", ".readout.", "q_proj"))

@@ -6,20 +6,26 @@ until its gates are opened. transformers is asked for when a model is converted,
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from zonal import mechanisms
-from zonal.algebra.operator import Operator
-from zonal.algebra.prior import Window
-from zonal.algebra.score import Dot
+from zonal.algebra.metric import Product
+from zonal.algebra.operator import LEAK, Operator
+from zonal.algebra.prior import Decay, Window
+from zonal.algebra.score import Dot, NegativeDistance
 from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.nn import rewa
+from zonal.nn.norm import RMSNorm
 
 NAME = "zonal"
+"""The ``attn_implementation`` of converted models, and the entry of their config.json that holds the operators."""
+_REQUIRED = "transformers>=5.20"
 # what models may hand to their attention and an operator has no place for
 _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask", "cache")
 
@@ -33,38 +39,113 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
         model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. Queries and keys reach the operator after their norms and rotary
             positions, with grouped heads, padding and caches as they come. A layer with a sliding window gets the prior ``Window``.
         operator: one for all layers, each of which gets its own copy, a row of learned numbers a head; a spec such as "sko"; or a function
-            from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose scale is open takes c.
+            from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose scale is open takes c; features that are drawn
+            are drawn for each layer, and a scale of keys starts as for keys whose numbers are of size one.
 
-    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), trained and saved with the model; a model that was
-    converted before gets the new ones.
+    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), trained and saved with the model, as is the norm of
+    an operator that declares one (``self_attn.readout``). The declarations go to the model's config: ``save_pretrained`` writes them, ``from_pretrained``
+    here reads them, and transformers alone refuses to load such a model. A model that was converted before gets the new operators.
 
-    Raises: ArgumentError when transformers is missing, or for a model without layers of causal attention, with dropout in them, or with an attention of its own.
+    Raises: ArgumentError, before anything is changed, when transformers is missing, for a model without layers of causal attention, with dropout in them, or
+    with an attention of its own, and for an operator that needs more of a layer than queries, keys and values of their size.
     """
     call = "hugging_face.convert"
-    try:
-        library: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ArgumentError(f"{call}: the package transformers is required ({error}). pip install 'transformers>=5.20'") from error
-    layers = [module for module in model.modules() if getattr(module, "is_causal", None) is True and hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
-    if not layers or not hasattr(model, "set_attn_implementation"):
-        raise ArgumentError(f"{call}: a model of transformers with layers of causal attention is required, received {type(model).__name__}.")
+    library = _transformers(call)
+    layers = _layers(call, model)
     made = [_for_layer(call, layer, operator) for layer in layers]
-    library.AttentionInterface.register(NAME, attend)
-    library.AttentionMaskInterface.register(NAME, padding)
+    _register(library)
+    before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    for layer, own in zip(layers, made, strict=True):
-        if layer.config._attn_implementation != NAME:  # type: ignore[union-attr]
+    for layer in layers:
+        if layer.config._attn_implementation != NAME:
+            model.set_attn_implementation(before)  # type: ignore[operator]
             raise ArgumentError(f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot exchange. Models that follow its AttentionInterface are required.")
-        layer.operator = own
+    _install(layers, made)
+    config: Any = model.config
+    config.attn_implementation = NAME  # in config.json, where transformers reads it: a load that does not know the name fails by it
+    setattr(config, NAME, {"operators": [own.config() for own in made]})
     return made
+
+
+def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
+    """A converted model that ``save_pretrained`` has written, with its operators and what they learned: the logits are those that it had.
+
+    Args:
+        folder: a folder, or a name that transformers finds.
+        options: for the ``from_pretrained`` of the model's class, such as ``{"dtype": torch.bfloat16}``. Operators stay in float32.
+
+    Raises: ArgumentError when transformers is missing, and for a model that was saved without operators or is of a class that transformers does not have.
+    """
+    call = "hugging_face.from_pretrained"
+    library = _transformers(call)
+    _register(library)
+    config = library.AutoConfig.from_pretrained(folder)
+    written = getattr(config, NAME, None)
+    if not isinstance(written, dict) or not isinstance(written.get("operators"), list):
+        raise ArgumentError(f"{call}: a model that was converted and saved is required; the config of {folder} holds no operators. Load it with transformers, and call hugging_face.convert(model).")
+    name = (config.architectures or ["none"])[0]
+    kind = getattr(library, name, None)
+    if kind is None:
+        raise ArgumentError(f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it by its own code, and call hugging_face.convert(model).")
+
+    class Restored(kind):  # type: ignore[misc, valid-type]
+        """The model with its operators in place before transformers fills in what was saved."""
+
+        _keep_in_fp32_modules_strict = frozenset({*(kind._keep_in_fp32_modules_strict or ()), "operator", "readout"})
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            layers = _layers(call, self)
+            declared = [Operator.from_config(each) for each in written["operators"]]
+            if len(declared) != len(layers):
+                raise ArgumentError(f"{call}: an operator for each of {len(layers)} layers is required, and {folder} holds {len(declared)}. Save the model again.")
+            _install(layers, [own.for_heads(*_heads(layer), dim=layer.head_dim) for own, layer in zip(declared, layers, strict=True)])
+
+    model = Restored.from_pretrained(folder, **options)
+    model.__class__ = kind  # saved again, it is what it was
+    model.config.attn_implementation = NAME
+    return model
 
 
 def operators(model: nn.Module) -> list[Operator]:
     """The operators of a converted model, by layer. Raises: ArgumentError for a model that was not converted."""
     found = [own for module in model.modules() if hasattr(module, "layer_idx") and isinstance(own := getattr(module, "operator", None), Operator)]
     if not found:
-        raise ArgumentError(f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call hugging_face.convert(model) first.")
+        raise ArgumentError(f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call hugging_face.convert(model) first, or load it with hugging_face.from_pretrained.")
     return found
+
+
+def _transformers(call: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ArgumentError(f"{call}: the package transformers is required ({error}). pip install '{_REQUIRED}'") from error
+
+
+def _register(library: Any) -> None:
+    library.AttentionInterface.register(NAME, attend)
+    library.AttentionMaskInterface.register(NAME, padding)
+
+
+def _layers(call: str, model: nn.Module) -> list[Any]:
+    """The layers of causal attention, in their order."""
+    layers = [module for module in model.modules() if getattr(module, "is_causal", None) is True and hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
+    if not layers or not hasattr(model, "set_attn_implementation"):
+        raise ArgumentError(f"{call}: a model of transformers with layers of causal attention is required, received {type(model).__name__}.")
+    return layers
+
+
+def _install(layers: Sequence[Any], operators: Sequence[Operator]) -> None:
+    for layer, own in zip(layers, operators, strict=True):
+        layer.operator = own
+        width = {"head": layer.head_dim, "concat": _heads(layer)[0] * layer.head_dim}.get(own.readout or "")
+        layer.readout = None if width is None else RMSNorm(width).to(next(layer.parameters()).device)
+
+
+def _heads(layer: Any) -> tuple[int, int]:
+    """Of queries, and of keys and values."""
+    heads = layer.config.num_attention_heads
+    return heads, getattr(layer.config, "num_key_value_heads", None) or heads
 
 
 def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operator:
@@ -80,9 +161,37 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
     window = layer.sliding_window if hasattr(layer, "sliding_window") else getattr(config, "sliding_window", None)
     if window is not None and not any(isinstance(prior, Window) for prior in made.prior):
         made = made.replace(prior=(*made.prior, Window(left=window - 1)))
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return made.for_heads(heads, kv_heads, dim=layer.head_dim).to(next(layer.parameters()).device)
+    need = _need(made, layer.head_dim)
+    if need is not None:
+        raise ArgumentError(f"{call}: operator {made.name!r} needs {need}. Use zonal.nn.Attention, which has it, or another operator.")
+    made.check(call, layer.head_dim)
+    try:
+        own = made.for_heads(*_heads(layer), dim=layer.head_dim)
+    except ArgumentError as error:
+        raise ArgumentError(f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers a head: {error}") from error
+    if own.score != made.score:  # it was sized here: what it draws is this layer's own
+        own.start(1.0, layer.layer_idx)
+    return own.to(next(layer.parameters()).device)
+
+
+def _need(operator: Operator, head_dim: int) -> str | None:
+    """What the operator asks of a layer and layers of transformers do not have, or None. A norm of what is read out is provided (``readout``)."""
+    score = operator.score
+    if operator.anchor.couples:
+        return f"a bidirectional layer, and this one is causal, which {LEAK}"
+    if operator.qk_dim not in (None, head_dim):
+        return f"queries and keys of {operator.qk_dim} numbers a head, and these have {head_dim}"
+    if score.one_map:
+        return "one map that makes both queries and keys, and the layer has one for each"
+    if score.transports:
+        return "values that are carried from token to token, which the layer does not do"
+    if score.deaths:
+        return f"{score.deaths} deaths of its neighbourhood behind each query and key, which the layer does not compute"
+    if isinstance(score, NegativeDistance) and isinstance(score.metric, Product) and score.metric.adaptive:
+        return "logits of its own weights as the first numbers of each query, which the layer's map was not made for and rotary positions turn"
+    if any(isinstance(prior, Decay) and prior.gated for prior in operator.prior):
+        return "a decay that each token sets by a gate of the layer's input, which transformers does not hand over"
+    return None
 
 
 def _scale(layer: Any) -> float:
@@ -111,7 +220,7 @@ def attend(
     call = "hugging_face.attend"
     operator = getattr(module, "operator", None)
     if not isinstance(operator, Operator):
-        raise ArgumentError(f"{call}: {type(module).__name__} has no operator. Convert the model: hugging_face.convert(model).")
+        raise ArgumentError(f"{call}: {type(module).__name__} has no operator. Convert the model with hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained.")
     given = [name for name in _UNKNOWN if others.get(name) is not None]
     if dropout or output_attentions or given or (scaling is not None and scaling != _scale(module)):
         what = given[0] if given else f"dropout={dropout}" if dropout else "output_attentions" if output_attentions else f"scaling={scaling}"
@@ -123,7 +232,14 @@ def attend(
         raise ArgumentError(f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(attention_mask.shape)}.")
     y = attention(query, key, value, operator, causal=True, key_padding_mask=None if attention_mask is None else attention_mask.bool())
     assert isinstance(y, Tensor)
-    return y.transpose(1, 2), None
+    return _read_out(module, operator, y.transpose(1, 2)), None
+
+
+def _read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
+    """y (B, T, H, P) after the norm that the operator declares."""
+    if operator.readout is None:
+        return y
+    return layer.readout(y) if operator.readout == "head" else layer.readout(y.flatten(2)).unflatten(2, y.shape[2:])
 
 
 def padding(
@@ -144,4 +260,4 @@ def padding(
     return None if bool(seen.all()) else seen
 
 
-__all__ = ["NAME", "attend", "convert", "operators", "padding"]
+__all__ = ["NAME", "attend", "convert", "from_pretrained", "operators", "padding"]
