@@ -124,7 +124,7 @@ def test_specification_of_the_users_command():
     options = read(shlex.split("--task mqar-demo --train-examples 64 --test-examples 16 --operators 'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"))
     spec = specification(options, "zonal compare …")
     assert spec.operators == ("softmax", "sko(degrees=(2,3))", "ska")
-    assert spec.labels == ("Softmax", "SKO (degrees=(2, 3))", "Ridge (SKA K=0)")
+    assert spec.labels == ("Softmax", "SKO (degrees=(2, 3))", "SKA K=1")
     assert (spec.seeds, spec.budget_seconds, spec.command) == ((0, 1, 2), 600.0, "zonal compare …")
     assert spec.model.vocab_size == spec.task.vocab_size
 

@@ -261,7 +261,7 @@ def test_claims_are_accepted_contradicted_or_not_known():
 def test_a_claim_is_judged_before_the_gain(kind):
     """SKA's layers double and triple what they read; a value is what was stored."""
     k, v = unit(1, 1, 4, R, seed=0), draw(1, 1, 4, P, seed=1)
-    memory = blank(m.ska(), kind=kind).absorb(k, v)
+    memory = blank(m.ska(power=0), kind=kind).absorb(k, v)
     assert memory.read(k, report=True, claim=v).verdict.tolist() == [[[1, 1, 1, 1]]]
 
 

@@ -54,7 +54,7 @@ def test_dates():
     ("spec", "label"),
     [
         ("softmax", "Softmax"),
-        ("ska", "Ridge (SKA K=0)"),
+        ("ska", "SKA K=1"),
         ("ska(power=0)", "Ridge (SKA K=0)"),
         ("ska(power=1)", "SKA K=1"),
         ("ska(power=5)", "SKA K=5"),

@@ -75,8 +75,8 @@ def test_moves_are_judged_by_the_declaration_not_by_a_list():
 
 
 def test_powers_ranks_and_parameters_step_up_and_down_again():
-    start = Regime(("ska(power=1)",) * 2, 4e-3)
-    for kind, expected in (("power", {"ska", "ska(power=2)"}), ("rank", {8, 32}), ("learning_rate", {8e-3, 2e-3}), ("head_dim", {8, 32})):
+    start = Regime(("ska",) * 2, 4e-3)
+    for kind, expected in (("power", {"ska(power=0)", "ska(power=2)"}), ("rank", {8, 32}), ("learning_rate", {8e-3, 2e-3}), ("head_dim", {8, 32})):
         found = moves(start, MODEL, kinds=(kind,)).legal
         reached = {{"power": m.target.operator, "rank": mechanisms.resolve(m.target.layers[0]).qk_dim, "learning_rate": m.target.learning_rate, "head_dim": m.target.head_dim}[kind] for m in found}
         assert reached == expected

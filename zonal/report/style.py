@@ -90,7 +90,7 @@ _KNOWN = {
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}
-_SKA_DEFAULT_POWER = 0
+_SKA_DEFAULT_POWER = 1
 
 
 def parse(spec: str) -> tuple[str, dict[str, object]]:

@@ -416,7 +416,7 @@ class Koopman(Ridge):
     """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: ridge read-out after ``power`` steps of the fitted dynamics.
 
     Dual form for any kernel: w_t = (S D)^power (K_kk + rho I)^-1 k_q, S = K_kk (K_kk + rho I)^-1, D the shift by one.
-    power: on distinct keys, 0 returns the value stored with the key, 1 the value one step later, 2 two later; a tuple has one for each head group.
+    power: on distinct keys, 0 returns eta times the value stored with the key, 1 eta gamma times the value one step later, and so on; a tuple has one for each head group.
     eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4) are learned, one a head.
     spectral_norm: "power" divides each step by max(1, s), s the norm of L^-1 M L^-T by six power iterations: the paper's form, which changes
     nothing, since s < 1; for the plain product z.z only. Source: Echo, eqs. 12, 13 and 22.

@@ -51,7 +51,7 @@ class Regime:
 
 
 # specs with arguments that people know by them
-_WELL_KNOWN = ("ska(power=1)", "ska(power=2)")
+_WELL_KNOWN = ("ska(power=0)", "ska(power=2)")
 
 
 @functools.cache
