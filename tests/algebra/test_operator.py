@@ -53,7 +53,7 @@ def test_fewer_heads_than_rows_takes_them_evenly() -> None:
     expected = m.sko(degrees=(3.0, 5.0)).bind(2, 2)
     assert torch.allclose(two.link.value(x, two.coefficients), expected.link.value(x, expected.coefficients))
     with pytest.raises(ArgumentError, match="one number must divide the other"):
-        m.sko().bind(3, 3)
+        m.retention().bind(3, 3)
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def row(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def expand_rows(value: Tensor, rows: int, name: str) -> Tensor:
+def expand_rows(value: Tensor, rows: int, name: str, spread: bool = False) -> Tensor:
     """Head rows (R, ...) -> (rows, ...): repeated in turn for more heads, evenly thinned (keeping the last) for fewer.
 
-    Raises: ArgumentError when neither number divides the other.
+    Raises: ArgumentError when neither number divides the other, unless they are to be spread (``spread_rows``).
     """
     have = value.shape[0]
     if rows % have == 0:
@@ -141,9 +141,18 @@ def expand_rows(value: Tensor, rows: int, name: str) -> Tensor:
         return value if rows == have else torch.cat([value] * (rows // have))
     if have % rows == 0:
         return value[have // rows - 1 :: have // rows]
+    if spread:
+        return value[spread_rows(have, rows)]
     raise ArgumentError(
         f"Operator: {name} is declared for {have} heads and meets {rows}; one number must divide the other. Declare as many values as heads, or one."
     )
+
+
+def spread_rows(have: int, rows: int) -> list[int]:
+    """Which of ``have`` declared values each of ``rows`` heads takes: all in turn where they fit, else evenly spread in their order, with the last one kept."""
+    if rows % have == 0:
+        return [i % have for i in range(rows)]
+    return [-(-(i + 1) * have // rows) - 1 for i in range(rows)]
 
 
 def require(condition: bool, message: str) -> None:

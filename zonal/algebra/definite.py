@@ -75,7 +75,7 @@ def _(link: Gegenbauer, unit: bool, dim: int | None) -> str | None:
         return "link Gegenbauer is positive definite on unit vectors; use score.Cosine()"
     if link.learn_weights and not link.nonnegative:
         return "link Gegenbauer may learn weights of any sign, and a negative weight w_k makes its harmonics negative; use Gegenbauer(nonnegative=True)"
-    if dim is not None and dim > link.manifold_dim + 1:
+    if dim is not None and link.manifold_dim != "head" and dim > link.manifold_dim + 1:
         return (
             f"link Gegenbauer(manifold_dim={link.manifold_dim}) is positive definite for keys of at most manifold_dim + 1 = {link.manifold_dim + 1} numbers, these have {dim}; "
             f"use manifold_dim >= {dim - 1}"

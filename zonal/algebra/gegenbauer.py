@@ -122,6 +122,11 @@ def low_pass(t: float) -> float:
     return down / (up + down)
 
 
-def reproducing_weights(n: float, q: int, count: int) -> list[float]:
-    """w_k = h(k / n) N_k: the weights that make the kernel reproduce polynomials of degree <= n/2 (the kernel of the theory)."""
-    return [low_pass(k / n if n > 0 else 2.0 * k) * harmonic_dimension(k, q) for k in range(count)]
+def low_passes(n: float, count: int) -> list[float]:
+    """h(k / n) for k < count. With weights h(k / n) N_k the kernel reproduces polynomials of degree <= n/2 (the kernel of the theory)."""
+    return [low_pass(k / n if n > 0 else 2.0 * k) for k in range(count)]
+
+
+def harmonic_dimensions(count: int, q: int) -> list[int]:
+    """N_k for k < count."""
+    return [harmonic_dimension(k, q) for k in range(count)]

@@ -126,7 +126,8 @@ class Operator(nn.Module):
 
     def _params(self, slot: str, heads: int, kv_heads: int) -> Params:
         rows = {key: kv_heads if key in self._kv_rows[slot] else heads for key in (*self._learned[slot], *self._fixed[slot])}
-        return {key: expand_rows(self._value(slot, key), count, f"{slot}.{key}") for key, count in rows.items()}
+        spread = slot == "link" and self.link.spreads
+        return {key: expand_rows(self._value(slot, key), count, f"{slot}.{key}", spread) for key, count in rows.items()}
 
     def _value(self, slot: str, key: str) -> Tensor:
         name = f"{slot}_{key}"
@@ -241,7 +242,7 @@ class Operator(nn.Module):
     def _combined(self, learned: Params, heads: int) -> Tensor:
         # rows are repeated after they are combined, there being fewer of them before
         c = self.link.coefficients(learned)
-        return c if c.shape[1] in (1, heads) else expand_rows(c.transpose(0, 1), heads, "link coefficients").transpose(0, 1)
+        return c if c.shape[1] in (1, heads) else expand_rows(c.transpose(0, 1), heads, "link coefficients", self.link.spreads).transpose(0, 1)
 
     def replace(
         self,
@@ -266,11 +267,12 @@ class Operator(nn.Module):
         return new
 
     def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
-        """A copy whose learned parts have one row of their own for each head. dim: the size of a head, where the score had left it open."""
+        """A copy whose learned parts have one row of their own for each head. dim: the size of a head, where score or link had left it open."""
         kv_heads = kv_heads or heads
-        score = self.score if dim is None else self.score.sized(dim, kv_heads)
+        score, link = (self.score, self.link) if dim is None else (self.score.sized(dim, kv_heads), self.link.sized(dim))
+        link = link.spread(kv_heads if self.anchor.solves else heads)
         new = Operator(
-            score, self.link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
+            score, link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
             spec=self.spec,
         )  # fmt: skip
         for slot, _ in self._parts():
@@ -278,9 +280,20 @@ class Operator(nn.Module):
             source = new if slot == "score" and score != self.score else self
             for key, value in source._params(slot, heads, kv_heads).items():
                 if key in source._learned[slot]:
-                    new.learned_parts[f"{slot}_{key}"] = nn.Parameter(value.detach().clone())
+                    # a link of fewer degrees has fewer weights
+                    kept = value[:, : new.learned_parts[f"{slot}_{key}"].shape[1]] if slot == "link" and value.ndim == 2 else value
+                    new.learned_parts[f"{slot}_{key}"] = nn.Parameter(kept.detach().clone())
                 else:
                     new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
+        return new
+
+    def for_dim(self, dim: int) -> "Operator":
+        """The operator for heads of ``dim`` numbers, with the same parameters, where its link had left their number open; else itself."""
+        link = self.link.sized(dim)
+        if link is self.link:
+            return self
+        new = self.replace(link=link)
+        new.spec, new.learned_parts, new.fixed_parts = self.spec, self.learned_parts, self.fixed_parts
         return new
 
     @torch.no_grad()

@@ -203,6 +203,7 @@ def prepare(
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
     if not isinstance(operator, Operator):
         raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+    operator = operator.for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
     check_weights("attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past)
     tags = operator.tags

@@ -171,12 +171,13 @@ def explain(
         kind = Memory.kind_for(operator, key_dim)
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
         problem = problem_of(call, held, place)
+        rows = heads if operator.anchor.solves else call.bound.heads
     constants = calibration.constants_for(place)
     one = None if operator.anchor.couples else Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
     return Explanation(
         operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
         plan=decide(problem, constants), memory_kind=kind if one is not None else "none", memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
-        moves=operator.moves(), machine=_machine(constants, place), coverage=None if sample is None else measured(operator, *sample, causal=causal),
+        moves=operator.replace(link=operator.link.sized(key_dim).spread(rows)).moves(), machine=_machine(constants, place), coverage=None if sample is None else measured(operator, *sample, causal=causal),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ C(n + D - 2, n - 1), on which the read-out runs in linear time: T m (m + P) a he
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
@@ -16,7 +17,7 @@ from zonal.mechanisms.slay import slay
 from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 
-def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int = 64) -> Operator:
+def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"] = 64) -> Operator:
     """The kernel of ``mechanisms.sko`` with weights w_k that stay above zero, as they have to for a positive definite one."""
     return Operator(Cosine(), Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, nonnegative=True))
 

@@ -15,11 +15,17 @@ from zonal.algebra.score import Cosine
 
 def sko(
     degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0),
-    manifold_dim: int = 64,
+    manifold_dim: int | Literal["head"] = 64,
     init: Literal["ones", "reproducing"] = "ones",
     learn_degrees: bool = False,
     readout: Literal["head", "concat"] = "head",
 ) -> Operator:
-    """degrees: polynomial degree of each head group (fractional allowed); manifold_dim: the q of the Gegenbauer family."""
+    """degrees: polynomial degree of each head, in turn, or evenly spread where heads are not a multiple of them; fractional allowed.
+
+    manifold_dim: the q of the Gegenbauer family; "head" = the size of a head less one, the sphere on which its cosines are taken.
+    init, learn_degrees: as in ``link.Gegenbauer``. readout: the norm that a layer puts on outputs, of each head or of all.
+
+    Raises: ArgumentError for degrees and dimensions that are none.
+    """
     link = Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, init=init, learn_degrees=learn_degrees)
     return Operator(Cosine(), link, Count(), name="sko", readout=readout)

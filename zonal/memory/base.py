@@ -94,6 +94,7 @@ class Memory(Readable):
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
         """The smallest kind of memory that is exact: "keys", "features", "decayed", "ridge" or "fading"."""
+        operator = operator.for_dim(key_dim)
         if operator.anchor.solves:
             natural = "fading" if any(isinstance(p, Decay) for p in operator.prior) else "ridge"
             return "keys" if statistics_refusal(operator, key_dim) else natural
@@ -122,6 +123,8 @@ class Memory(Readable):
         """
         if not isinstance(operator, Operator):
             raise ArgumentError(f"Memory.empty: an Operator is required, received {operator!r}.")
+        if isinstance(key_dim, int):
+            operator = operator.for_dim(key_dim)
         operator.check("Memory.empty", key_dim if isinstance(key_dim, int) else None)
         if operator.anchor.couples:
             raise ArgumentError(f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them.")

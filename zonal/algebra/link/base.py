@@ -7,14 +7,12 @@ coefficients c, a tensor (n, H, 1, 1) made once per call from what is learned. A
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra import gegenbauer
-from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, row
+from zonal.algebra.declaration import Declaration, Derived, Move, require, row
 from zonal.algebra.horner import horner, horner_derivative, power_sums
 from zonal.algebra.score import Params
 from zonal.formula import FORMULAS, Formula
@@ -28,6 +26,8 @@ class Link(Declaration):
     slot = "link"
     domain: ClassVar[tuple[float, float] | None] = None
     log_space: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
+    """Whether what it declares a head is spread over any number of heads; else one number has to divide the other."""
 
     @property
     def positive(self) -> bool:
@@ -43,6 +43,14 @@ class Link(Declaration):
     def operations(self) -> int:
         """Elementwise passes over a tile for one evaluation, for the cost model."""
         return 1
+
+    def sized(self, dim: int) -> "Link":
+        """The link for heads of ``dim`` numbers, where it had left their number open."""
+        return self
+
+    def spread(self, heads: int) -> "Link":
+        """The link with what it declares a head for so many heads, where these are not a multiple of what is declared."""
+        return self
 
     @property
     def formula(self) -> Formula | None:
@@ -136,122 +144,6 @@ class Identity(Link):
 
     def moves(self) -> tuple[Move, ...]:
         return (Move("restriction", "link", "linear evidence", "evidence is the score", (Derived("linear link", "hence evidence adds where scores add, and has their sign"),)),)
-
-
-@dataclass(frozen=True)
-class Gegenbauer(Link):
-    """Phi_n(x) = sum_{k=0}^{ceil n} w_k clamp(n - k + 1, 0, 1) R_k(x), R_k = C_k^lam(x) / C_k^lam(1), lam = (q - 1)/2.
-
-    degrees: n of each head group, fractional allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials).
-    init: ``ones`` (the paper; not localised) or ``reproducing`` (w_k = h(k/n) N_k, the kernel of the theory).
-    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is positive definite on S^q: what
-    anchors that solve ask for. Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
-    """
-
-    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
-
-    degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0)
-    manifold_dim: int = 64
-    init: Literal["ones", "reproducing"] = "ones"
-    learn_weights: bool = True
-    learn_degrees: bool = False
-    nonnegative: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
-        require(len(self.degrees) > 0 and all(n >= 0 and math.isfinite(n) for n in self.degrees),
-                f"Gegenbauer: degrees must be one or more numbers >= 0, received {self.degrees}.")
-        require(max(self.degrees) <= 64, f"Gegenbauer: degrees past 64 are not supported in float32 evaluation, received {max(self.degrees)}.")
-        require(self.manifold_dim >= 1, f"Gegenbauer: manifold_dim must be >= 1 (1 = Chebyshev), received {self.manifold_dim}.")
-        require(self.init in ("ones", "reproducing"), f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.")
-
-    @property
-    def degree(self) -> int:
-        # a learned degree may grow by one before its gate would need a polynomial that is not there
-        return math.ceil(max(self.degrees)) + (1 if self.learn_degrees else 0)
-
-    @property
-    def clenshaw(self) -> bool:
-        """Whether monomials would lose too many digits in float32, so that the three-term recurrence is used instead."""
-        return self.manifold_dim <= 8 and self.degree >= 16
-
-    @property
-    def operations(self) -> int:
-        return self.degree * (4 if self.clenshaw else 1)
-
-    @property
-    def formula(self) -> Formula | None:
-        return None if self.clenshaw or self.degree > 32 else FORMULAS["polynomial"]
-
-    def initial(self) -> dict[str, Tensor]:
-        count = self.degree + 1
-        if self.init == "ones":
-            weight = torch.ones(len(self.degrees), count)
-        else:
-            weight = torch.tensor([gegenbauer.reproducing_weights(n, self.manifold_dim, count) for n in self.degrees], dtype=torch.float32)
-        learned: dict[str, Tensor] = {"degree": row(*self.degrees)} if self.learn_degrees else {}
-        if not self.learn_weights:
-            return learned
-        if not self.nonnegative:
-            return {**learned, "weight": weight}
-        weight = weight.clamp_min(1e-4)
-        return {**learned, "raw_weight": weight + (-(-weight).expm1()).log()}  # softplus^-1
-
-    def _gated(self, params: Params) -> Tensor:
-        device = next((p.device for p in params.values()), torch.device("cpu"))
-        if "degree" in params:
-            gates = gegenbauer.gates(params["degree"].double(), self.degree + 1)
-        else:
-            gates = gegenbauer.constant_gates(self.degrees, self.degree + 1).to(device)
-        if "raw_weight" in params:
-            weight = F.softplus(params["raw_weight"].double())
-        elif "weight" in params:
-            weight = params["weight"].double()
-        else:
-            weight = torch.ones(len(self.degrees), self.degree + 1, dtype=torch.float64, device=device)
-            if self.init == "reproducing":
-                rows = [gegenbauer.reproducing_weights(n, self.manifold_dim, self.degree + 1) for n in self.degrees]
-                weight = torch.tensor(rows, dtype=torch.float64, device=device)
-        return weight * expand_rows(gates, weight.shape[0], "Gegenbauer degrees")
-
-    def coefficients(self, params: Params) -> Tensor:
-        gated = self._gated(params)
-        if not self.clenshaw:
-            gated = gated @ gegenbauer.to_monomials(self.degree, self.manifold_dim).to(gated.device)
-        return gated.T[:, :, None, None]
-
-    def monomials(self, c: Tensor) -> Tensor:
-        if not self.clenshaw:
-            return c
-        matrix = gegenbauer.to_monomials(self.degree, self.manifold_dim).to(c.device)
-        return torch.einsum("khij,kn->nhij", c, matrix)
-
-    def value(self, x: Tensor, c: Tensor) -> Tensor:
-        return gegenbauer.series(x, c, self.manifold_dim) if self.clenshaw else horner(x, c)
-
-    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
-        return gegenbauer.series_derivative(x, c, self.manifold_dim) if self.clenshaw else horner_derivative(x, c)
-
-    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
-        if not self.clenshaw:
-            return power_sums(x, grad, c.shape[0])
-        sums = [(grad * r).sum((-1, -2)).double().sum(0) for r in gegenbauer.basis(x, c.shape[0], self.manifold_dim)]
-        return torch.stack(sums).view(c.shape[0], -1, 1, 1)
-
-    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
-        return self.value(x, c) if self.clenshaw else horner(x, c, out)
-
-    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
-        return self.derivative(x, c) if self.clenshaw else horner_derivative(x, c, out)
-
-    def coefficient_vjp_into(self, x: Tensor, grad: Tensor, c: Tensor, spare: Tensor) -> Tensor:
-        return self.coefficient_vjp(x, grad, c) if self.clenshaw else power_sums(x, grad, c.shape[0], spare)
-
-    def moves(self) -> tuple[Move, ...]:
-        signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
-        definite = Derived("definite kernel", f"hence K among keys of at most {self.manifold_dim + 1} numbers is positive definite, although single entries may be negative")
-        what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
-        return (Move("restriction", "link", what, f"evidence is a polynomial of degree <= {self.degree} in the cosine", (definite if self.nonnegative else signed,)),)
 
 
 @dataclass(frozen=True)
@@ -483,8 +375,4 @@ class Oscillatory(Link):
         return (Move("restriction", "link", "waves", f"evidence swings with distance and fades, in {len(self.amplitudes)} waves", (bounded,)),)
 
 
-LINKS: dict[str, type[Declaration]] = {
-    "Exp": Exp, "Identity": Identity, "Gegenbauer": Gegenbauer, "Yat": Yat, "SquaredAffine": SquaredAffine, "PolynomialSquare": PolynomialSquare, "Oscillatory": Oscillatory,
-}
-
-__all__ = ["LINKS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "Oscillatory", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]
+__all__ = ["NO_COEFFICIENTS", "Exp", "Formula", "Identity", "Link", "Oscillatory", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]

@@ -1,0 +1,159 @@
+"""Polynomials of the cosine in the basis of one sphere: the link of the Spherical Kernel Operator."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zonal.algebra import gegenbauer
+from zonal.algebra.declaration import Derived, Move, expand_rows, require, row, spread_rows
+from zonal.algebra.horner import horner, horner_derivative, power_sums
+from zonal.algebra.link.base import Link
+from zonal.algebra.score import Params
+from zonal.errors import ArgumentError
+from zonal.formula import FORMULAS, Formula
+
+_LARGEST = 64
+"""Past this degree float32 would lose the polynomial."""
+
+
+@dataclass(frozen=True)
+class Gegenbauer(Link):
+    """Phi_n(x) = sum_{k=0}^{ceil n} w_k clamp(n - k + 1, 0, 1) R_k(x), R_k = C_k^lam(x) / C_k^lam(1), lam = (q - 1)/2.
+
+    degrees: n of each head, in turn where heads are a multiple of them, else evenly spread with the last one kept (``spread``); fractional
+    allowed. manifold_dim: q >= 1 (q = 1 gives Chebyshev polynomials); "head" = that of the sphere on which unit vectors of a head lie, D - 1.
+    init: ``ones`` (the paper; not localised), w_k = u_k with u_k = 1 at the start, or ``reproducing`` (the kernel of the theory), w_k = N_k u_k
+    with u_k = h(k/n), N_k the number of harmonics of degree k. u is what is learned: N_k reaches 1e7, and a step of w would be nothing to it.
+    nonnegative: learned weights stay above zero (softplus; a weight of 0 starts at 1e-4), so that the kernel is positive definite on S^q: what
+    anchors that solve ask for. Signed: it has negative values in general, so the row anchor refuses it. Source: SKO, eqs. 3-5.
+    """
+
+    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
+    spreads: ClassVar[bool] = True
+
+    degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0)
+    manifold_dim: int | Literal["head"] = 64
+    init: Literal["ones", "reproducing"] = "ones"
+    learn_weights: bool = True
+    learn_degrees: bool = False
+    nonnegative: bool = False
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.degrees, tuple | list) and len(self.degrees) > 0
+        good = good and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= _LARGEST for n in self.degrees)
+        require(good, f"Gegenbauer: degrees must be a tuple of one or more numbers from 0 to {_LARGEST}, such as (3.0,), received {self.degrees!r}.")
+        object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
+        if self.manifold_dim != "head":
+            whole = isinstance(self.manifold_dim, int) and not isinstance(self.manifold_dim, bool) and self.manifold_dim >= 1
+            require(whole, f"Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received {self.manifold_dim!r}.")
+        require(self.init in ("ones", "reproducing"), f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.")
+
+    @property
+    def _q(self) -> int:
+        if self.manifold_dim == "head":
+            raise ArgumentError("Gegenbauer: manifold_dim='head' is known with the size of a head only. Use operator.for_heads(heads, dim=...), or write a number.")
+        return self.manifold_dim
+
+    def sized(self, dim: int) -> "Gegenbauer":
+        return replace(self, manifold_dim=max(dim - 1, 1)) if self.manifold_dim == "head" else self
+
+    def spread(self, heads: int) -> "Gegenbauer":
+        if heads % len(self.degrees) == 0:
+            return self
+        return replace(self, degrees=tuple(self.degrees[i] for i in spread_rows(len(self.degrees), heads)))
+
+    @property
+    def degree(self) -> int:
+        # a learned degree may grow by one before its gate would need a polynomial that is not there
+        return math.ceil(max(self.degrees)) + (1 if self.learn_degrees else 0)
+
+    @property
+    def clenshaw(self) -> bool:
+        """Whether monomials would lose too many digits in float32, so that the three-term recurrence is used instead."""
+        return self.degree >= 16 and self._q <= 8
+
+    @property
+    def operations(self) -> int:
+        return self.degree * (4 if self.clenshaw else 1)
+
+    @property
+    def formula(self) -> Formula | None:
+        return None if self.clenshaw or self.degree > 32 else FORMULAS["polynomial"]
+
+    def initial(self) -> dict[str, Tensor]:
+        start = self._start().float()
+        learned: dict[str, Tensor] = {"degree": row(*self.degrees)} if self.learn_degrees else {}
+        if not self.learn_weights:
+            return learned
+        if not self.nonnegative:
+            return {**learned, "weight": start}
+        start = start.clamp_min(1e-4)
+        return {**learned, "raw_weight": start + (-(-start).expm1()).log()}  # softplus^-1
+
+    def _start(self) -> Tensor:
+        """u where it starts, (degrees, degree + 1): 1, or the low-pass h(k / n)."""
+        if self.init == "ones":
+            return torch.ones(len(self.degrees), self.degree + 1, dtype=torch.float64)
+        return torch.tensor([gegenbauer.low_passes(n, self.degree + 1) for n in self.degrees], dtype=torch.float64)
+
+    def _gated(self, params: Params) -> Tensor:
+        device = next((p.device for p in params.values()), torch.device("cpu"))
+        if "degree" in params:
+            gates = gegenbauer.gates(params["degree"].double(), self.degree + 1)
+        else:
+            gates = gegenbauer.constant_gates(self.degrees, self.degree + 1).to(device)
+        if "raw_weight" in params:
+            weight = F.softplus(params["raw_weight"].double())
+        else:
+            weight = params["weight"].double() if "weight" in params else self._start().to(device)
+        if self.init == "reproducing":
+            weight = weight * torch.tensor(gegenbauer.harmonic_dimensions(self.degree + 1, self._q), dtype=torch.float64, device=device)
+        return weight * expand_rows(gates, weight.shape[0], "Gegenbauer degrees")
+
+    def coefficients(self, params: Params) -> Tensor:
+        gated = self._gated(params)
+        if not self.clenshaw:
+            gated = gated @ gegenbauer.to_monomials(self.degree, self._q).to(gated.device)
+        return gated.T[:, :, None, None]
+
+    def monomials(self, c: Tensor) -> Tensor:
+        if not self.clenshaw:
+            return c
+        matrix = gegenbauer.to_monomials(self.degree, self._q).to(c.device)
+        return torch.einsum("khij,kn->nhij", c, matrix)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return gegenbauer.series(x, c, self._q) if self.clenshaw else horner(x, c)
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return gegenbauer.series_derivative(x, c, self._q) if self.clenshaw else horner_derivative(x, c)
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        if not self.clenshaw:
+            return power_sums(x, grad, c.shape[0])
+        sums = [(grad * r).sum((-1, -2)).double().sum(0) for r in gegenbauer.basis(x, c.shape[0], self._q)]
+        return torch.stack(sums).view(c.shape[0], -1, 1, 1)
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.value(x, c) if self.clenshaw else horner(x, c, out)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return self.derivative(x, c) if self.clenshaw else horner_derivative(x, c, out)
+
+    def coefficient_vjp_into(self, x: Tensor, grad: Tensor, c: Tensor, spare: Tensor) -> Tensor:
+        return self.coefficient_vjp(x, grad, c) if self.clenshaw else power_sums(x, grad, c.shape[0], spare)
+
+    def moves(self) -> tuple[Move, ...]:
+        most = "manifold_dim + 1" if self.manifold_dim == "head" else f"{self.manifold_dim + 1}"
+        signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
+        definite = Derived("definite kernel", f"hence K among keys of at most {most} numbers is positive definite, although single entries may be negative")
+        what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
+        degrees = ", ".join(f"{n:g}" for n in self.degrees) + (" (by head, in turn)" if len(self.degrees) > 1 else "")
+        return (Move("restriction", "link", what, f"evidence is a polynomial in the cosine, of degree {degrees}", (definite if self.nonnegative else signed,)),)
+
+
+__all__ = ["Gegenbauer"]
