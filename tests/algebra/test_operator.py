@@ -1,5 +1,7 @@
 """Operators as values: configuration, replacement, heads, refusals, the ledger."""
 
+import copy
+import io
 import json
 
 import pytest
@@ -9,6 +11,7 @@ from matrix import OPERATORS
 import zonal
 from zonal import Operator, anchor, ledger, link, prior, score
 from zonal import mechanisms as m
+from zonal.algebra import slots
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 from zonal.features import Features, TensorSketch
@@ -23,9 +26,52 @@ def test_configuration_round_trip(name: str) -> None:
     assert hash(again.link) == hash(operator.link)
 
 
-def test_declarations_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        link.Yat().eps = 2.0  # type: ignore[misc]
+@pytest.mark.parametrize("kind", slots.ALL)
+def test_declarations_are_frozen(kind: str) -> None:
+    assert slots.ALL[kind].__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert "__dataclass_params__" in vars(slots.ALL[kind])
+
+
+SLOTS = {"score": score.Cosine(), "link": link.Yat(), "anchor": anchor.Ridge(eps=10.0), "prior": (prior.Causal(),)}
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_slots_are_frozen(slot: str) -> None:
+    operator = m.ridge()
+    with pytest.raises(ArgumentError, match=rf"slot '{slot}' cannot be assigned.*operator\.replace\({slot}="):
+        setattr(operator, slot, SLOTS[slot])
+    with pytest.raises(ArgumentError, match=rf"slot '{slot}' cannot be deleted"):
+        delattr(operator, slot)
+    assert getattr(operator, slot) == getattr(m.ridge(), slot)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["auto", "chunked", "streaming"])
+def test_a_replaced_anchor_is_seen_on_paths_that_repeat_calls(path: str) -> None:
+    operator = m.ridge()
+    q, k, v = (torch.randn(1, 2, 100, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    before = [zonal.attention(q, k, v, operator, causal=True, path=path) for _ in range(2)][1]
+    new = operator.replace(anchor=anchor.Ridge(eps=10.0))
+    for _ in range(2):
+        got, expected = (zonal.attention(q, k, v, new, causal=True, path=way) for way in (path, "dense"))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert (got - before).abs().max() > 1e-2
+
+
+def test_frozen_slots_copy_save_and_move() -> None:
+    operator = m.ska(power=1).for_heads(2)
+    with torch.no_grad():
+        operator.learned_parts["anchor_eta"].fill_(7.0)
+    file = io.BytesIO()
+    torch.save(operator, file)
+    file.seek(0)
+    fresh = m.ska(power=1).for_heads(2)
+    fresh.load_state_dict(operator.state_dict())
+    for other in (copy.deepcopy(operator), copy.copy(operator), torch.load(file, weights_only=False), operator.replace(), fresh, copy.deepcopy(operator).double()):
+        assert (other.score, other.link, other.anchor, other.prior) == (operator.score, operator.link, operator.anchor, operator.prior)
+        assert other.learned_parts["anchor_eta"].tolist() == [7.0, 7.0]
+        with pytest.raises(ArgumentError, match="cannot be assigned"):
+            other.anchor = anchor.Row()
 
 
 def test_replace_keeps_what_stays() -> None:

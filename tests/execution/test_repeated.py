@@ -142,6 +142,36 @@ def test_steps_see_it_too():
         assert (got - first).abs().max() > 2e-3
 
 
+class Halved(torch.nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
+@torch.no_grad()
+def test_a_parametrized_operator_is_not_kept(seen):
+    """What its parameters are computed from is out of sight."""
+    operator, (q, k, v) = m.sko(degrees=(2.0,)), draw()
+    torch.nn.utils.parametrize.register_parametrization(operator.learned_parts, "link_weight", Halved())
+    ridge = m.ska(power=1)
+    torch.nn.utils.parametrize.register_parametrization(ridge.learned_parts, "anchor_eta", Halved())
+    torch.nn.utils.parametrize.register_parametrization(ridge.learned_parts, "anchor_gate", Halved())
+    torch.nn.utils.parametrize.register_parametrization(ridge.learned_parts, "anchor_raw_ridge", Halved())
+    memory = zonal.Memory.empty(ridge, 2, 2, 8, 8).absorb(k[:, :, :-1], v[:, :, :-1])
+
+    def answers():
+        y = zonal.attention(q, k, v, operator, causal=True, path="chunked"), zonal.attention(q, k, v, ridge, causal=True, path="chunked")
+        return *y, zonal.attention(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], ridge, causal=True, memory=memory)[0]
+
+    before = [answers() for _ in range(2)][1]
+    for parts, name in ((operator.learned_parts, "link_weight"), (ridge.learned_parts, "anchor_eta"), (ridge.learned_parts, "anchor_raw_ridge")):
+        parts.parametrizations[name].original.add_(1.0)
+    after = answers()
+    whole = [zonal.attention(q, k, v, each, causal=True, path="dense") for each in (operator, ridge)]
+    for got, old, expected in zip(after, before, (*whole, whole[1][:, :, -1:]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        assert (got - old).abs().max() > 2e-3
+
+
 @torch.no_grad()
 def test_long_calls_are_not_kept(seen):
     operator, (q, k, v) = m.squared_affine(), draw(tokens=(1 << 14) + 1, dim=2, heads=1, kv_heads=1)

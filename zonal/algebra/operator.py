@@ -20,6 +20,8 @@ Readout = Literal["head", "concat"] | None
 LayerInit = Literal["default", "zero_output", "orthogonal"]
 
 
+_SLOTS = frozenset(("score", "link", "anchor", "prior"))
+
 LEAK = (
     "leaks the future: what a key may still receive depends on the queries after it, and so does what earlier queries get (with equal masses the first query "
     "can only fill the first key, then the second the second: the plan is the identity). Leave it out, or use anchor.Row()"
@@ -76,7 +78,7 @@ class Operator(nn.Module):
         layer_init: how a layer should start its projections (``zero_output``: orthogonal q and k, zero output; ``orthogonal``: v, too).
         qk_dim: the size that a layer should give q and k of one head; None = that of v.
 
-    The parts are frozen values; ``replace`` swaps any of them. Learned parts are ``learned`` (a ParameterDict), one row
+    The parts are frozen values in frozen slots; ``replace`` makes an operator with other ones. Learned parts are ``learned`` (a ParameterDict), one row
     for each head group; rows are repeated when an operator meets more heads, thinned evenly when it meets fewer, and made
     each head's own by ``for_heads``.
     """
@@ -120,6 +122,16 @@ class Operator(nn.Module):
         for slot, values in drawn.items():
             for key, value in values.items():
                 self.fixed_parts.register_buffer(f"{slot}_{key}", value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SLOTS and name in vars(self):
+            raise ArgumentError(f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one.")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _SLOTS:
+            raise ArgumentError(f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one.")
+        super().__delattr__(name)
 
     def _parts(self) -> list[tuple[str, Declaration]]:
         return [("score", self.score), ("link", self.link), ("anchor", self.anchor), *((f"prior{i}", p) for i, p in enumerate(self.prior))]

@@ -37,10 +37,12 @@ class Learned:
     def __init__(self, operator: Operator) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._values = [_Bytes.of(x) or x.detach().clone() for x in _parts(operator)]
+        # a parametrization takes a parameter away and computes it at each call from numbers that are nowhere here
+        self._declared = sum(len(names) for names in (*operator._learned.values(), *operator._fixed.values()))
 
     def stands(self, operator: Operator) -> bool:
         now = _parts(operator)
-        if len(now) != len(self._values):
+        if not len(now) == len(self._values) == self._declared:
             return False
         for x, kept in zip(now, self._values, strict=True):
             if isinstance(kept, _Bytes):
@@ -53,7 +55,7 @@ class Learned:
     @property
     def nothing(self) -> bool:
         """Whether there is nothing that could change."""
-        return not self._values
+        return not self._declared
 
 
 def _parts(operator: Operator) -> list[Tensor]:
