@@ -23,8 +23,8 @@ from zonal import mechanisms as m
 from zonal.algebra.anchor import TopK
 from zonal.algebra.search import LSH
 from zonal.evaluation.recall import Coverage
-from zonal.execution import native
 from zonal.execution.coverage import measured
+from zonal.kernels import availability
 
 TOP, DIM, CENTRES, ROWS = 256, 64, 128, 128
 # noise beside centres of 1.2; None: no centres
@@ -72,7 +72,7 @@ def attend(inputs: list[Tensor], operator: Operator, path: str) -> Tensor:
 
 
 def without_kernel(inputs: list[Tensor], operator: Operator) -> Tensor:
-    with common.environment(**{native.VARIABLE: "off"}):
+    with common.environment(**{availability.VARIABLE: "off"}):
         return attend(inputs, operator, "sparse")
 
 

@@ -185,6 +185,61 @@ def forbidden(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"global {', '.join(node.names)}: no mutable globals"
 
 
+BY_DEFAULT = frozenset(
+    {"empty", "empty_strided", "zeros", "ones", "full", "eye", "linspace", "logspace", "rand", "randn", "normal", "tensor", "scalar_tensor", "complex", "hann_window"}
+)
+"""Functions of torch whose result has the process's default dtype unless they are told one, ``tensor`` and ``full`` where they are given floats.
+
+``*_like`` and ``new_*`` take it from a tensor. ``arange``, ``randint`` and ``randperm`` of whole numbers are int64 everywhere; ``arange`` of a fraction is not.
+"""
+
+
+def by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, call) of tensors whose dtype is left to torch.set_default_dtype: a kernel that writes to one may write past its end.
+
+    The first value of an nn.Parameter is left to it on purpose, as in torch's own layers.
+    """
+    first = {id(node.args[0]) for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in ("nn.Parameter", "torch.nn.Parameter") and node.args}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+            continue
+        parts = [part for argument in node.args for part in ast.walk(argument)]
+        fraction = any((isinstance(part, ast.Constant) and isinstance(part.value, float)) or isinstance(part, ast.Div) for part in parts)
+        leaves = node.func.attr in BY_DEFAULT or (node.func.attr == "arange" and fraction)
+        if leaves and id(node) not in first and not any(keyword.arg == "dtype" for keyword in node.keywords):
+            yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_tensor_names_its_dtype(name: str) -> None:
+    found = [f"{FILES[name].relative_to(ROOT)}:{line} {call}: pass dtype=" for line, call in by_default(TREES[name])]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("code", ["torch.empty(3)", "torch.zeros(2, device=x.device)", "torch.full((2,), 0.5)", "torch.arange(0, 1, 0.5)", "torch.tensor(numbers)", "torch.randn(3, generator=g)"])
+def test_a_tensor_without_a_dtype_is_seen(code: str) -> None:
+    assert [call for _, call in by_default(ast.parse(code))] == [code]
+
+
+def test_tensors_with_a_dtype_pass() -> None:
+    code = "torch.empty(3, dtype=torch.float32)\ntorch.zeros_like(x)\nx.new_empty(3)\ntorch.arange(n)\nnn.Parameter(torch.empty(dim))\ntorch.randperm(n)"
+    assert not list(by_default(ast.parse(code)))
+
+
+def test_buffers_of_compiled_kernels_name_their_device() -> None:
+    """torch.set_default_device must not move what a kernel of the CPU is given the address of."""
+    made = {*BY_DEFAULT, "arange"}
+    wrong = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name in FILES
+        if name.startswith("zonal.kernels.cpp.")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in made and ast.unparse(node.func).startswith("torch.")
+        if not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 FOREIGN = ("zonal.models.hugging_face", "**others")
 """transformers calls what is there with names that change from version to version."""
 

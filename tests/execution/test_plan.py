@@ -24,6 +24,7 @@ from zonal.execution.problem import Problem, Span, problem_of
 from zonal.execution.streaming import streaming
 from zonal.execution.tally import Tally
 from zonal.execution.tiled import tiled
+from zonal.kernels import availability
 from zonal.memory import Memory
 
 GB = 1 << 30
@@ -51,7 +52,7 @@ def chosen(operator: Operator, queries: int, keys: int | None = None, *, causal:
 def torch_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The borders below are those of torch's own paths; the compiled kernel, where there is one, moves them."""
     if "kernel" not in request.node.name:
-        monkeypatch.setenv(native.VARIABLE, "off")
+        monkeypatch.setenv(availability.VARIABLE, "off")
 
 
 def test_short_is_dense_and_long_is_tiled() -> None:

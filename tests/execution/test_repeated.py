@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native, repeated
+from zonal.execution import repeated
+from zonal.kernels import availability
 from zonal.kernels.cpp import build
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
@@ -97,7 +98,7 @@ def test_switched_off_and_looked_at(seen, monkeypatch):
         zonal.attention(q, k, v, operator, causal=True, path="chunked")
     with FlopCounterMode(display=False):
         zonal.attention(q, k, v, operator, causal=True, path="chunked")
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     zonal.attention(q, k, v, operator, causal=True, path="chunked")
     assert seen == [False, True, False, False]
 

@@ -24,7 +24,7 @@ from zonal.errors import PathError
 from zonal.execution import native, native_distance, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
-from zonal.kernels import ops
+from zonal.kernels import availability, ops
 from zonal.kernels.cpp import build, library
 from zonal.models import CausalLM, ModelConfig
 
@@ -99,7 +99,7 @@ def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype,
     monkeypatch.setattr(native, "tiled", lambda call: called.append("kernel") or original(call))
     got = everything(operator, data, data.run(operator, "tiled"))
     assert called == ["kernel"]
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     other = everything(operator, data, data.run(operator, "tiled"))
     assert called == ["kernel"]
     for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
@@ -187,7 +187,7 @@ def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", ["distance", "distance-squared", "distance-count"])
 def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the definition in float32 is."""
-    monkeypatch.setenv(native.VARIABLE, kernels)
+    monkeypatch.setenv(availability.VARIABLE, kernels)
     operator = KINDS[name]()  # type: ignore[operator]
     q, _, v = (x.detach() for x in sample(60))
     q[:, :, 30:] = q[:, :, :30]
@@ -481,7 +481,7 @@ def test_a_new_link_is_thirty_lines() -> None:
 @pytest.mark.parametrize("tiles", ["kernel", "torch"])
 def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in test_triton.py."""
-    monkeypatch.setenv(native.VARIABLE, "on" if tiles == "kernel" else "off")
+    monkeypatch.setenv(availability.VARIABLE, "on" if tiles == "kernel" else "off")
     operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
     assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
     expected = dense(operator, [x.detach().double().requires_grad_() for x in tensors])
@@ -493,7 +493,7 @@ def test_the_planner_counts_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     operator, tensors = m.yat(), sample(2000, heads=8)
     call = prepare(operator, *tensors, causal=True)
     fast = plan.choose(call)
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     slow = plan.choose(call)
     times = [next(e.seconds for e in p.estimates if e.path == "tiled") for p in (fast, slow)]
     assert fast.path == "tiled"

@@ -15,10 +15,11 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
-from zonal.execution import native, native_decode, plan
+from zonal.execution import native_decode, plan
 from zonal.execution.call import prepare
 from zonal.execution.constants import DEFAULT_CPU
 from zonal.features import SymmetricPowers
+from zonal.kernels import availability
 from zonal.kernels.cpp import build, decode_library, library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums
@@ -105,7 +106,7 @@ def test_steps_equal_the_definition(name: str, shape: str, dtype: torch.dtype, s
         state = Memory.empty(double, 2, *(exact[1].shape[i] for i in (1, 3)), exact[2].shape[3], dtype=torch.float64).absorb(exact[1], exact[2]).state
         y, memory = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
-        monkeypatch.setenv(native.VARIABLE, "off")
+        monkeypatch.setenv(availability.VARIABLE, "off")
         other, without = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
     assert y.dtype == dtype
@@ -362,7 +363,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.decode == page.to_dict()["decode"] == "a compiled kernel"
     assert "one pass" in page.why
     assert "1 to 16 new tokens" in zonal.explain(m.squared_affine(), (1, 8, 17, 32), causal=True, memory=100).decode
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 1, 32), causal=True, memory=100).decode
 
 
@@ -421,7 +422,7 @@ def test_a_model_generates_the_same_with_and_without(steps: list[int], monkeypat
 
     got, tokens = logits(), torch.stack(list(model.generate(prompt, 8, temperature=0)))
     assert len(steps) == 3 * 4 + 3 * 7
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert (got - logits()).abs().max() < 1e-4
     assert torch.equal(tokens, torch.stack(list(model.generate(prompt, 8, temperature=0))))
     assert len(steps) == 3 * 4 + 3 * 7

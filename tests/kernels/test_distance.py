@@ -12,10 +12,10 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.errors import PathError
-from zonal.execution import native, native_distance
+from zonal.execution import native_distance
 from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
-from zonal.kernels import distance_ops
+from zonal.kernels import availability, distance_ops
 from zonal.kernels.cpp import build, distance_library, library
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.spec import TileSpec
@@ -326,7 +326,7 @@ def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (m.rewa(prior=prior.ALiBi()), "log priors"),
     ):  # fmt: skip
         assert said in (refused(operator) or "")
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert "off" in (refused(m.rewa()) or "")
 
 
@@ -337,10 +337,10 @@ def test_explain_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.path, found.tiles) == ("tiled", "a compiled kernel")
     assert "log priors" in zonal.explain(m.rewa(prior=prior.ALiBi()), shape, causal=True).tiles
     assert "float64" in zonal.explain(m.rewa(), shape, causal=True, dtype=torch.float64).tiles
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     slow = zonal.explain(m.rewa(), shape, causal=True)
     assert "off" in slow.tiles
-    monkeypatch.delenv(native.VARIABLE)
+    monkeypatch.delenv(availability.VARIABLE)
     assert slow.plan.estimates[0].seconds > zonal.explain(m.rewa(), shape, causal=True).plan.estimates[0].seconds
 
 

@@ -15,11 +15,11 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import NonFiniteError, PathError
-from zonal.execution import cost, native, native_ridge, native_ridge_decode
+from zonal.execution import cost, native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.constants import DEFAULT_CPU
-from zonal.kernels import ridge_ops
+from zonal.kernels import availability, ridge_ops
 from zonal.kernels.cpp import build, library, ridge_library
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE
@@ -108,7 +108,7 @@ def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype,
     monkeypatch.setattr(native_ridge, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named))
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called == ["kernel"]
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth, dtype)
     assert called == ["kernel"]
 
@@ -121,7 +121,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
     got = everything(operator, data, data.run(operator, "chunked"))
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     with pytest.raises(AssertionError, match="item 0"):
         assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth)
 
@@ -163,7 +163,7 @@ def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, powe
     truth = run([x.double() for x in tensors], "chunked")
     got = run(tensors, "chunked")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(native.VARIABLE, "off")
+        patch.setenv(availability.VARIABLE, "off")
         other = run(tensors, "chunked")
     for a, b, t in zip(got, other, truth, strict=True):
         size = t.abs().max().clamp_min(1.0)
@@ -253,7 +253,7 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     got = gradients(operator, data, y, memory)
     assert called == [b - a for a, b in itertools.pairwise(cuts)]
     assert memory.count == 300
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     y, memory = run(operator, data)
     assert_as_good(got, gradients(operator, data, y, memory), truth)
 
@@ -382,7 +382,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(native_ridge.refusal(prepare(m.ska(), q.double(), k.double(), v.double(), causal=True)))
     assert "anchor Row" in str(native_ridge.refusal(prepare(m.linear(), q, k, v, causal=True)))
     assert zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge == "a compiled kernel"
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_ridge.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge
 
@@ -493,5 +493,5 @@ def test_the_kernel_is_priced_below_torchs_blocks(monkeypatch: pytest.MonkeyPatc
         return cost.MODELS["chunked"](zonal.explain(m.ska(power=1), (1, 8, 4096, 56), causal=True).problem, DEFAULT_CPU).seconds
 
     fast = seconds()
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert fast < seconds()

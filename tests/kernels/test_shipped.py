@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +11,27 @@ import pytest
 import torch
 
 import zonal
+from zonal import mechanisms as m
 from zonal.algebra import link, metric
+from zonal.algebra.anchor import TopK
+from zonal.algebra.search import LSH
 from zonal.cli import build as command
-from zonal.execution import native
+from zonal.execution import native, native_decode, native_distance, native_ridge, native_ridge_decode, native_sparse, native_sums
+from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
-from zonal.kernels.cpp import build, library, recipe
+from zonal.kernels.cpp import (
+    build,
+    decode_library,
+    distance_library,
+    library,
+    mixer_library,
+    recipe,
+    ridge_decode_library,
+    ridge_library,
+    sparse_library,
+    sums_library,
+)
+from zonal.nn import compiled
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -64,7 +80,7 @@ def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkey
         path.write_bytes(data[:1000] if damage == "cut" else data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "/nowhere/g++")
-        assert build.carried() == {"yat"}
+        assert [name for name in ("exp", "yat") if build.carried(FORMULAS[name])] == ["yat"]
         assert "no good library" in zonal.explain(zonal.mechanisms.softmax(), (1, 1, 8, 4), causal=True).tiles
         with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"), pytest.warns(UserWarning, match="is damaged"):
             build.build(code)
@@ -101,6 +117,69 @@ def test_build_says_which_it_would_use(as_installed: Path, capsys: pytest.Captur
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp (float32)")]
     assert "was there" in line
     assert str(as_installed) not in line
+
+
+FAMILIES: dict[str, tuple[str, Callable[[], str]]] = {
+    "tile": ("identity", lambda: "tile"), "sums": ("identity", lambda: sums_library.SOURCE), "decode": ("identity", lambda: decode_library.SOURCE),
+    "ridge": ("identity", lambda: ridge_library.SOURCE), "ridge_decode": ("identity", lambda: ridge_decode_library.SOURCE),
+    "mixer": ("identity", lambda: mixer_library.SOURCE), "sparse": ("identity", lambda: sparse_library.SOURCE), "distance": ("exp", distance_library.source),
+}  # fmt: skip
+"""Of each family of kernels the link and the source that this processor uses."""
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel would hold of each family, taken from the cache where it is compiled already."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, source in FAMILIES.values():
+        code = FORMULAS[name]
+        file = folder / recipe.file_name(code, source(), build.flags(source()))
+        data = build.build(code, source()).read_bytes()
+        file.write_bytes(data)
+        file.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+    return folder
+
+
+def refused(family: str) -> str | None:
+    """What a family says of a call that is meant for it."""
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+    if family == "mixer":
+        return compiled.refusal(q)
+    operator = {"ridge": m.ridge, "ridge_decode": m.ridge, "distance": m.rewa, "sparse": lambda: m.softmax().replace(anchor=TopK(2, search=LSH()))}.get(family, m.linear)()
+    call = prepare(operator, q, k, v, causal=True)
+    if family == "decode":
+        return native_decode.refusal(call, "features")
+    if family == "ridge_decode":
+        return native_ridge_decode.refusal(call, "ridge")
+    asked = {"tile": native, "sums": native_sums, "ridge": native_ridge, "distance": native_distance, "sparse": native_sparse}
+    return asked[family].refusal(call)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_shipped_family_runs_without_a_compiler(family: str, families: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own library is enough, and needed: without it the refusal names it."""
+    name, source = FAMILIES[family]
+    folder, code = tmp_path / "shipped", FORMULAS[name]
+    shutil.copytree(families, folder)
+    monkeypatch.setattr(recipe, "SHIPPED", folder)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    caches = library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear
+    for clear in caches:
+        clear()
+    try:
+        assert build.compiler() is None
+        with torch.no_grad():
+            assert refused(family) is None
+        assert library.load(code, source()) is not None
+        for clear in caches:
+            clear()
+        (folder / recipe.file_name(code, source(), build.flags(source()))).unlink()
+        with torch.no_grad():
+            assert f"no good library of source {source()!r} for link {name!r} came with the package" in (refused(family) or "")
+    finally:
+        for clear in caches:
+            clear()
 
 
 def test_every_link_is_known() -> None:

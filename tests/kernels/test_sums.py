@@ -21,7 +21,7 @@ from zonal.execution.constants import DEFAULT_CPU
 from zonal.execution.cost_sums import work
 from zonal.execution.problem import problem_of
 from zonal.features import SymmetricPowers
-from zonal.kernels import sums_ops
+from zonal.kernels import availability, sums_ops
 from zonal.kernels.cpp import build, library, sums_library
 from zonal.models import CausalLM, ModelConfig
 
@@ -197,7 +197,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True)))
     page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
     assert page.sums == "a compiled kernel"
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_sums.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
 

@@ -17,7 +17,7 @@ from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
-from zonal.kernels import sums_ops
+from zonal.kernels import availability, sums_ops
 from zonal.kernels.cpp import build, sums_library
 from zonal.memory.sums import anchored
 from zonal.nn.recurrence import ssd
@@ -113,7 +113,7 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     assert memory.count == 300
     assert data.mask is not None
     assert torch.equal(memory.real, data.mask.sum(1))  # type: ignore[attr-defined]
-    monkeypatch.setenv(native.VARIABLE, "off")
+    monkeypatch.setenv(availability.VARIABLE, "off")
     y, by_torch = run(operator, data)
     assert memory.kind == by_torch.kind
     for key, mine in memory.tensors().items():

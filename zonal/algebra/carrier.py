@@ -82,7 +82,7 @@ class Factor:
 
     def masses(self, mass: Tensor | None = None) -> Tensor:
         """The mass (..., size) of coarse buckets from that of fine ones (..., n); None = 1 each: how many there are."""
-        mass = torch.ones(self.to.shape, device=self.to.device) if mass is None else mass
+        mass = torch.ones(self.to.shape, device=self.to.device, dtype=torch.float32) if mass is None else mass
         return self.total(mass[..., None])[..., 0]
 
     def merged(self, values: Tensor, mass: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
 
 def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor | None:
     """Which heads take their Koopman step number ``step`` (from 0): bool (H,), or None when all do."""
-    return None if step < min(powers) else torch.tensor([step < power for power in powers], device=device)
+    return None if step < min(powers) else torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
 
 
 def fading_weights(q: Tensor, k: Tensor, log_decay: Tensor, ridge: Tensor, powers: tuple[int, ...], visibility: Visibility) -> Tensor:

@@ -105,7 +105,7 @@ class Decay(Prior):
         require(not (self.gated and self.learn), "Decay: gated=True takes the decay from a layer's gate, which learns; pass learn=False.")
 
     def initial(self) -> dict[str, Tensor]:
-        return {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates])} if self.learn else {}
+        return {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates], dtype=torch.float32)} if self.learn else {}
 
     def log_decay(self, params: dict[str, Tensor], heads: int) -> Tensor:
         """log rate (H,) <= 0."""

@@ -116,7 +116,7 @@ def run(options: Generate, command: str) -> int:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
     stop = [written.encode(options.stop)] if options.stop else []
     tokens = model.generate(
-        torch.tensor([prompt], device=options.device), options.max_new_tokens, options.temperature, options.top_k, options.top_p, stop, options.seed
+        torch.tensor([prompt], device=options.device, dtype=torch.int64), options.max_new_tokens, options.temperature, options.top_k, options.top_p, stop, options.seed
     )
     sys.stdout.write(options.prompt)
     for piece in pieces((int(token) for token in tokens), written.decode):

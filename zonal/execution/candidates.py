@@ -20,7 +20,7 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     seen, score, width = call.visibility, call.bound.score, call.k.shape[3]
     search = search.sized(call.k.shape[2], hashing.spaces(score))
     asked, held = (hashing.codes(score, search, x, width, native) for x in (call.q, call.k))
-    reach = torch.tensor([search.window] + [search.reach] * search.tables)
+    reach = torch.tensor([search.window] + [search.reach] * search.tables, dtype=torch.int64)
     lo, hi, position = seen.lo, torch.maximum(seen.lo, seen.hi), seen.position
     if native:
         return sparse_library.places(asked, held, lo, hi, position, reach, seen.key_mask)

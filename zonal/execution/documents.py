@@ -31,8 +31,8 @@ def by_document(call: Call, run: Callable[[Call], Tensor]) -> Tensor:
 
 def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor, Tensor]:
     """(the call of some documents as a batch, position of each of its tokens (n, L), which of them are inside their document)."""
-    start = torch.tensor([s for s, _ in members])[:, None]
-    length = torch.tensor([n for _, n in members])[:, None]
+    start = torch.tensor([s for s, _ in members], dtype=torch.int64)[:, None]
+    length = torch.tensor([n for _, n in members], dtype=torch.int64)[:, None]
     step = torch.arange(int(length.max()))
     inside = step < length
     index = (start + torch.minimum(step, length - 1)).to(call.q.device)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 from dataclasses import replace
 
 import torch
@@ -14,11 +13,10 @@ from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import ops, transforms
-from zonal.kernels.cpp import build, library
+from zonal.kernels import availability, ops, transforms
+from zonal.kernels.cpp import library
 from zonal.kernels.spec import TileSpec
 
-VARIABLE = "ZONAL_KERNELS"
 # to look these up among all that torch has takes longer than to call them, where other work has swept the caches
 _compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
 _modes, _transformed = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
@@ -27,12 +25,9 @@ LARGEST = 256
 
 def refusal(call: Call) -> str | None:
     """Why torch's tiles run in the kernel's place, or None."""
-    if os.environ.get(VARIABLE) == "off":
-        return f"the environment says {VARIABLE}=off"
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    if reason is not None:
+        return reason
     link, score = call.bound.link, call.bound.score
     if not score.bilinear and score.lift is None:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
@@ -51,12 +46,7 @@ def refusal(call: Call) -> str | None:
         if not (code.triton or (code.log and not code.cpp_value)):
             return f"link {type(link).__name__} has no Triton functions"
         return None if has_triton() else "triton is not installed (pip install triton)"
-    if build.compiler() is None and code.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library of this link came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(code)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(code, "tile")
 
 
 def _carried(call: Call, code: Formula) -> bool:
@@ -123,7 +113,7 @@ def tiled(call: Call) -> Tensor:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
     learned = call.coefficients.shape[0]
     coefficients = call.coefficients.flatten(1).T.expand(heads, -1)
     if code.constants:
@@ -148,4 +138,4 @@ def plain(*tensors: Tensor) -> bool:
     return True
 
 
-__all__ = ["LARGEST", "VARIABLE", "code_of", "has_triton", "plain", "refusal", "rules", "tiled"]
+__all__ = ["LARGEST", "code_of", "has_triton", "plain", "refusal", "rules", "tiled"]

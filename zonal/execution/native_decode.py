@@ -3,7 +3,6 @@
 A decoder's step is short, so that planning it costs more than running it: ``again`` repeats a step of which nothing but the numbers changed.
 """
 
-import os
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,8 +16,8 @@ from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import feature_map
-from zonal.kernels import transforms
-from zonal.kernels.cpp import build, decode_library, library
+from zonal.kernels import availability, transforms
+from zonal.kernels.cpp import decode_library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums, Memory
 from zonal.memory.form import Form
@@ -31,12 +30,9 @@ _KEPT = 64
 def refusal(call: Call, kind: str) -> str | None:
     """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
     bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    if reason is not None:
+        return reason
     if kind != "features":
         return f"a memory of kind {kind!r} is not in it"
     if call.chunk is not None:
@@ -51,12 +47,9 @@ def refusal(call: Call, kind: str) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    if build.compiler() is None and decode_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    failure = library.failure(decode_library.CODE, decode_library.SOURCE)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(decode_library.CODE, decode_library.SOURCE)
 
 
 class _Kept(NamedTuple):
@@ -115,9 +108,9 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
         "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self, plain.normalise, plain.eps,
     )  # fmt: skip
     with torch.no_grad():
-        monomials = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)
+        monomials = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)
         weights = features.scale(monomials.float(), dim)
-        scale = plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale)
+        scale = plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale, dtype=torch.float32)
         decoder = Decoder(spec, scale, weights)
     fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
     temperature = _temperature(fused)

@@ -1,6 +1,5 @@
 """The tiled path of distance scores by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
 
-import os
 
 import torch
 from torch import Tensor
@@ -9,8 +8,8 @@ from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.link import Link, Oscillatory
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.kernels import distance_ops, transforms
-from zonal.kernels.cpp import build, distance_library, library
+from zonal.kernels import availability, distance_ops, transforms
+from zonal.kernels.cpp import distance_library
 from zonal.kernels.distance_spec import TERMS, WAVES, DistanceSpec
 
 
@@ -21,12 +20,7 @@ def refusal(call: Call) -> str | None:
         return reason
     if call.device.type == "cuda":
         return cuda_refusal()
-    if build.compiler() is None and distance_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(distance_library.CODE, distance_library.source())
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(distance_library.CODE, distance_library.source())
 
 
 def cuda_refusal() -> str | None:
@@ -36,12 +30,9 @@ def cuda_refusal() -> str | None:
 
 def unfit(call: Call) -> str | None:
     """What of a call no kernel for distances takes, or None."""
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        return f"there is no kernel for distances on device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    if reason is not None:
+        return reason
     score, link = call.bound.score, call.bound.link
     dim, value_dim = call.shape[4:]
     if call.raw is None:  # prepared queries have their weights in front

@@ -1,6 +1,5 @@
 """The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which ridge and Koopman read-outs it takes, and how a call becomes one."""
 
-import os
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.execution.native_sums import Runner, places_of
-from zonal.kernels import ridge_ops, transforms
-from zonal.kernels.cpp import build, library, ridge_library
+from zonal.kernels import availability, ridge_ops, transforms
+from zonal.kernels.cpp import ridge_library
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
@@ -21,12 +20,9 @@ from zonal.memory.lift import Lift, width_of
 def refusal(call: Call, remembers: bool = False) -> str | None:
     """Why torch's blocks run in the kernel's place, or None. remembers: the call goes on from a memory, or leaves one."""
     anchor = call.bound.anchor
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    if reason is not None:
+        return reason
     if type(anchor) not in (Ridge, Koopman):
         return f"anchor {type(anchor).__name__} is not in it"
     if isinstance(anchor, Ridge) and anchor.by_query:
@@ -45,12 +41,7 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "a call that is transformed needs operations of torch"
     if call.device.type == "cuda":
         return cuda_refusal(call)
-    if build.compiler() is None and ridge_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(ridge_library.CODE, ridge_library.SOURCE)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(ridge_library.CODE, ridge_library.SOURCE)
 
 
 def cuda_refusal(call: Call) -> str | None:

@@ -3,7 +3,6 @@
 A decoder's step is short, so that planning it costs more than running it: ``again`` repeats a step of which nothing but the numbers changed.
 """
 
-import os
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,8 +18,8 @@ from zonal.execution.call import Call
 from zonal.execution.learned import Learned
 from zonal.execution.native_decode import MOST_TOKENS
 from zonal.execution.native_ridge import clipped_of, multiplied, query_scale
-from zonal.kernels import transforms
-from zonal.kernels.cpp import build, library, ridge_decode_library
+from zonal.kernels import availability, transforms
+from zonal.kernels.cpp import ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
 from zonal.memory import Memory, RidgeStatistics
 from zonal.memory.lift import width_of
@@ -34,12 +33,9 @@ def refusal(call: Call, kind: str) -> str | None:
     """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
     bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
     anchor = bound.anchor
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    if reason is not None:
+        return reason
     if kind != "ridge":
         return f"a memory of kind {kind!r} is not in it"
     if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
@@ -54,12 +50,9 @@ def refusal(call: Call, kind: str) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad or any(p.requires_grad for p in bound.anchor_params.values())):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    if build.compiler() is None and ridge_decode_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    failure = library.failure(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
 
 
 def takes(memory: RidgeStatistics) -> bool:
@@ -95,7 +88,7 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     with torch.no_grad():
         scale = query_scale(call, anchor, clipped or Clipped(1.0, None)).contiguous()
     limit = 0.0 if clipped is None or clipped.limit is None else clipped.limit
-    stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads)), limit, call.include_self)
+    stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads), dtype=torch.int64), limit, call.include_self)
     kept = _Kept(bound, stepper, clipped, Learned(call.operator), ridge_version(call.operator))
     if clipped is None or raw is None:
         q, k, v = call.tokens
@@ -143,6 +136,7 @@ def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
             inverse = Inverse(memory.made(kept.bound), 0, version)
     sums = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
     stepped = Stepped.of(sums, memory.count, inverse.age, version)
+    kept.stepper.places(stepped.sums)
     if not (memory.gram.requires_grad or memory.cross.requires_grad):
         memory.keep(stepped)
     return stepped

@@ -1,6 +1,5 @@
 """The sparse path by a compiled kernel on the CPU: which calls it takes, and how a call becomes one."""
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -11,10 +10,9 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
-from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.kernels import sparse_ops, transforms
-from zonal.kernels.cpp import build, library, sparse_library
+from zonal.kernels import availability, sparse_ops, transforms
+from zonal.kernels.cpp import sparse_library
 from zonal.kernels.cpp.sparse_library import KINDS, Candidates, Factors
 
 _KINDS: dict[type[Metric], str] = {
@@ -24,12 +22,9 @@ _KINDS: dict[type[Metric], str] = {
 
 def refusal(call: Call) -> str | None:
     """Why torch runs in the kernel's place, or None."""
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    if reason is not None:
+        return reason
     reason = _factors_refusal(call.bound.score)
     if reason is not None:
         return reason
@@ -37,12 +32,7 @@ def refusal(call: Call) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    if build.compiler() is None and sparse_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(sparse_library.CODE, sparse_library.SOURCE)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(sparse_library.CODE, sparse_library.SOURCE)
 
 
 def _factors_refusal(score: Score) -> str | None:

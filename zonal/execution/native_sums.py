@@ -15,8 +15,8 @@ from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
-from zonal.kernels import sums_ops, transforms
-from zonal.kernels.cpp import build, library, sums_library
+from zonal.kernels import availability, sums_ops, transforms
+from zonal.kernels.cpp import sums_library
 from zonal.kernels.cpp.sums_library import Places
 from zonal.kernels.sums_spec import SumsSpec
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
@@ -29,12 +29,9 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 def refusal(call: Call, kind: str | None = None) -> str | None:
     """Why torch's scan runs in the kernel's place, or None. kind: of the memory that the call goes on from or leaves, None without."""
     bound = call.bound
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if call.device.type not in ("cpu", "cuda", "meta"):
-        return f"there is no kernel for device {call.device.type!r}"
-    if call.coefficients.dtype == torch.float64:
-        return "the kernel is for float32 and shorter, the call is in float64"
+    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    if reason is not None:
+        return reason
     code = native.code_of(bound.link)
     if code is None:
         return f"link {type(bound.link).__name__} has no formula for it"
@@ -48,12 +45,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
         return cuda_refusal(call)
-    if build.compiler() is None:
-        return "no C++ compiler was found (set CXX, or install g++ or clang++)"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    failure = library.failure(code, sums_library.SOURCE)
-    return None if failure is None else f"the kernel could not be had ({failure})"
+    return availability.missing(code, sums_library.SOURCE)
 
 
 def cuda_refusal(call: Call) -> str | None:
@@ -122,7 +114,7 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device)
+    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
     if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
         q, k = call.shared
     given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
@@ -177,12 +169,12 @@ def runner(call: Call) -> Runner | None:
     code, features = native.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
-    scale = fused.scale.float().contiguous() if isinstance(fused.scale, Tensor) else torch.full((bound.heads,), fused.scale)
+    scale = fused.scale.float().contiguous() if isinstance(fused.scale, Tensor) else torch.full((bound.heads,), fused.scale, dtype=torch.float32)
     rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        if os.environ.get(native.VARIABLE) == "off":
+        if os.environ.get(availability.VARIABLE) == "off":
             return None
         return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
 

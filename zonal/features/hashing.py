@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 def drawn(dim: int, tables: int, count: int, seed: int) -> Drawn:
     """The same numbers for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
-    return Drawn(torch.randn(dim, tables * count, generator=generator), torch.rand(tables * count, generator=generator))
+    return Drawn(torch.randn(dim, tables * count, generator=generator, dtype=torch.float32), torch.rand(tables * count, generator=generator, dtype=torch.float32))
 
 
 def spaces(score: Score) -> int:

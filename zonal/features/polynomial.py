@@ -146,7 +146,7 @@ def _spread(coefficients: tuple[float, ...], dim: int, dtype: torch.dtype, devic
     sizes = [math.comb(dim + k - 1, k) for k, c in enumerate(coefficients) if c != 0]
     values = torch.tensor([c for c in coefficients if c != 0], dtype=torch.float64)
     with torch.inference_mode(False):  # kept for later calls, which may record a graph
-        return values.repeat_interleave(torch.tensor(sizes)).to(device, dtype)
+        return values.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, dtype)
 
 
 __all__ = ["Polynomial", "square", "taylor_exp"]

@@ -80,7 +80,7 @@ def _laguerre(count: int, eps: float) -> Quadrature:
 @functools.lru_cache(maxsize=64)
 def _minimax(count: int, eps: float) -> Quadrature:
     """Least squares first, then Remez's exchange: at the optimum the error has 2R + 1 equal peaks of changing sign."""
-    best = (torch.empty(0), math.inf, math.inf)
+    best = (torch.empty(0, dtype=torch.float64), math.inf, math.inf)
     for least, most in itertools.product((0.3, 0.1, 1.0, 0.03), (2.0, 4.0, 8.0, 16.0)):
         found = _exchange(_least_squares(count, eps, least, most), count, eps)
         best = min(best, found, key=lambda candidate: (candidate[2], candidate[1]))
@@ -116,7 +116,7 @@ def _peaks(error: Tensor) -> Tensor:
     """Where |error| is largest between two changes of sign."""
     change = (error[1:].sign() != error[:-1].sign()).nonzero()[:, 0] + 1
     edges = [0, *change.tolist(), len(error)]
-    return torch.tensor([a + int(error[a:b].abs().argmax()) for a, b in itertools.pairwise(edges)])
+    return torch.tensor([a + int(error[a:b].abs().argmax()) for a, b in itertools.pairwise(edges)], dtype=torch.int64)
 
 
 def _exchange(at: Tensor, count: int, eps: float) -> tuple[Tensor, float, float]:

@@ -172,7 +172,7 @@ def _square_vjp(x: Tensor, grad: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _power_of(dim: int, lowest: int, degree: int, device: torch.device) -> Tensor:
     """Which power each feature belongs to, counted from ``lowest``."""
-    sizes = torch.tensor(SymmetricPowers(degree, lowest).sizes(dim))
+    sizes = torch.tensor(SymmetricPowers(degree, lowest).sizes(dim), dtype=torch.int64)
     return torch.arange(degree + 1 - lowest).repeat_interleave(sizes).to(device)
 
 

@@ -264,7 +264,7 @@ class KeyValues(Memory):
         n = held.length
         expected = Tokens(
             held.k.new_empty(form.batch, form.heads, n, operator.score.width(form.key_dim)), held.v.new_empty(form.batch, form.heads, n, form.value_dim),
-            torch.empty(form.batch, n), torch.empty(form.batch, form.heads, n), torch.empty(form.batch, form.heads, n),
+            torch.empty(form.batch, n, dtype=torch.float32), torch.empty(form.batch, form.heads, n, dtype=torch.float32), torch.empty(form.batch, form.heads, n, dtype=torch.float32),
         )
         if any(x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)) or held.k.dtype != _key_dtype(operator, form):
             raise ValueError("the tensors do not have the shapes of the header")

@@ -55,7 +55,7 @@ class Batched(Spanned):
 
     def unbind(self) -> tuple[Self, ...]:
         """A memory for each sequence, without the padding that ``stack`` gave it."""
-        return tuple(self.picked(torch.tensor([row])).trimmed() for row in range(self.form.batch))
+        return tuple(self.picked(torch.tensor([row], dtype=torch.int64)).trimmed() for row in range(self.form.batch))
 
     # --- what a kind of memory provides --------------------------------------------------------------------------------
 

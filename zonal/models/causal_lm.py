@@ -265,7 +265,7 @@ class CausalLM(nn.Module):
             mask = ~finished[:, None] if bool(finished.any()) else None
             after, memory = self.step(drawn[:, None], memory, key_padding_mask=mask, last_only=True)
             logits = torch.where(finished[:, None], logits, after[:, -1])
-            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=logits.device)
+            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=logits.device, dtype=torch.bool)
             if bool(finished.all()):
                 break
         return Continued(torch.cat(rows, 1), logits, memory)
@@ -325,7 +325,7 @@ class CausalLM(nn.Module):
             logits, memory = self.step(tokens, memory, key_padding_mask=mask, last_only=True)
             drawn = sampler.draw(logits[:, -1], generator)
             yield drawn.masked_fill(finished, FINISHED)
-            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=tokens.device)
+            finished = finished | torch.tensor(rule.update(drawn.tolist()), device=tokens.device, dtype=torch.bool)
             if bool(finished.all()):
                 return
             tokens, mask = drawn[:, None], None

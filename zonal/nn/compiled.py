@@ -1,14 +1,13 @@
 """Which layers run the compiled kernels around a recurrence (the short convolution, the gated norm), and how a layer's call becomes one."""
 
-import os
 import warnings
 
 import torch
 from torch import Tensor
 
 from zonal.execution import native
-from zonal.kernels import mixer_ops, transforms
-from zonal.kernels.cpp import build, library, mixer_library
+from zonal.kernels import availability, mixer_ops, transforms
+from zonal.kernels.cpp import library, mixer_library
 from zonal.kernels.cpp.build import BuildError
 from zonal.kernels.cpp.mixer_library import Seen
 
@@ -16,26 +15,22 @@ from zonal.kernels.cpp.mixer_library import Seen
 def refusal(*tensors: Tensor | None) -> str | None:
     """Why torch runs in the kernel's place on these tensors, or None. The kernel is compiled at its first use."""
     given = [x for x in tensors if x is not None]
-    if os.environ.get(native.VARIABLE) == "off":
-        return f"the environment says {native.VARIABLE}=off"
-    if any(x.device.type not in ("cpu", "meta") for x in given):
-        return "there is no kernel for devices other than the CPU"
+    reason = next((why for x in given if (why := availability.unfit(x.device.type, x.dtype, ("cpu", "meta"))) is not None), None)
+    if reason is not None:
+        return reason
     if any(x.dtype != torch.float32 for x in given):
         return "the kernel is for float32"
-    if build.compiler() is None and mixer_library.CODE.name not in build.carried():
-        return "no C++ compiler was found (set CXX, or install g++ or clang++) and no good library came with the package"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    if torch.compiler.is_compiling():  # a traced graph has the kernel in it and says so when it cannot be had
-        return None
-    known = library.failure(mixer_library.CODE, mixer_library.SOURCE)
-    if known is None:
-        try:
-            library.load(mixer_library.CODE, mixer_library.SOURCE)
-        except BuildError as error:  # once: from now on it is refused
-            known = str(error)
-            warnings.warn(f"zonal: convolutions and gated norms run in torch, several times slower. {error}", stacklevel=4)
-    return None if known is None else f"the kernel could not be had ({known})"
+    reason = availability.missing(mixer_library.CODE, mixer_library.SOURCE)
+    if reason is not None or torch.compiler.is_compiling():
+        return reason
+    try:
+        library.load(mixer_library.CODE, mixer_library.SOURCE)
+    except BuildError as error:  # once: from now on it is refused
+        warnings.warn(f"zonal: convolutions and gated norms run in torch, several times slower. {error}", stacklevel=4)
+        return f"the kernel could not be had ({error})"
+    return None
 
 
 def _recorded(*tensors: Tensor | None) -> bool:

@@ -162,7 +162,7 @@ class LayerMemory:
 
     def unbind(self) -> "tuple[LayerMemory, ...]":
         """A memory for each sequence, without the padding that ``stack`` gave it."""
-        rows = (_placed(self._picked(memory, torch.tensor([row])), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
+        rows = (_placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
         others = [other.unbind() for other in self.others]
         return tuple(dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows))
 

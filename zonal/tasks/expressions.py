@@ -210,7 +210,7 @@ class Expressions(Task):
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, and the number of each token's group."""
-        return ("sign", "head", "atom"), torch.bucketize(tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device), right=True)
+        return ("sign", "head", "atom"), torch.bucketize(tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device, dtype=torch.int64), right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Signs as they are, f0 … for heads, a0 … for atoms."""

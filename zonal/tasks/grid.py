@@ -161,7 +161,7 @@ class Retrieval(Task):
         return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.chance():.0%}{transfer}."
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        starts = torch.tensor([self.words.noise.start, self.words.keys.start, self.words.values.start], device=tokens.device)
+        starts = torch.tensor([self.words.noise.start, self.words.keys.start, self.words.values.start], device=tokens.device, dtype=torch.int64)
         return ("marker", "noise", "key", "value"), torch.bucketize(tokens, starts, right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -157,7 +157,7 @@ class Lookup(Task):
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, and the number of each token's group."""
-        starts = torch.tensor([self._labels, self._relations, self._entities], device=tokens.device)
+        starts = torch.tensor([self._labels, self._relations, self._entities], device=tokens.device, dtype=torch.int64)
         return ("sign", "label", "relation", "entity"), torch.bucketize(tokens, starts, right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -190,7 +190,7 @@ class Text(Task):
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """By the first character after spaces."""
         known, places = tokens.unique(return_inverse=True)
-        found = torch.tensor([_group(self.decode([token])) for token in known.tolist()], device=tokens.device)
+        found = torch.tensor([_group(self.decode([token])) for token in known.tolist()], device=tokens.device, dtype=torch.int64)
         return _GROUPS, found[places] if tokens.numel() else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:

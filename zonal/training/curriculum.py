@@ -128,7 +128,7 @@ def _places(product: Product) -> Tensor:
     """(factors,) the stage before which each distance is closed, less one: 0, 1 or 2 by the order sphere, plane, hyperbolic space, others."""
     rank = [next((i for i, kind in enumerate(_ORDER) if isinstance(factor, kind)), len(_ORDER)) for factor in product.factors]
     order = sorted(range(len(rank)), key=lambda index: rank[index])
-    return torch.tensor([min(order.index(index), STAGES - 2) for index in range(len(rank))])
+    return torch.tensor([min(order.index(index), STAGES - 2) for index in range(len(rank))], dtype=torch.int64)
 
 
 def _shares(layer: Attention) -> Iterator[_Share]:
@@ -140,7 +140,7 @@ def _shares(layer: Attention) -> Iterator[_Share]:
             yield _Share(operator.learned_parts[name], places)
     if layer.lift is not None:
         return  # every number of a lifted vector is made of all
-    sizes = torch.tensor(product.parts(product.width(layer.key_dim)), device=device)
+    sizes = torch.tensor(product.parts(product.width(layer.key_dim)), device=device, dtype=torch.int64)
     first = layer.key_dim - product.width(layer.key_dim)
     # what is in front belongs to no distance, and deaths behind are not projected
     rows = torch.cat([places.new_full((first,), -1), places.repeat_interleave(sizes)])[: layer.qk_dim]

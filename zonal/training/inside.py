@@ -31,7 +31,7 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
     try:
         inputs = [(index, layer, x) for index, layer, x in model.layer_inputs(tokens) if isinstance(layer, Attention)]
         solved = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in inputs if _solves(layer)]
-        seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel())).round().long()
+        seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel()), dtype=torch.float32).round().long()
         placed = [{"layer": index, "heads": spaces(layer, x, seen)} for index, layer, x in inputs if witness.metric_of(layer)]
     finally:
         model.train(training)

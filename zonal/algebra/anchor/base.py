@@ -449,7 +449,7 @@ class Koopman(Ridge):
         if heads % have == 0:
             return known * (heads // have)
         if have % heads:
-            expand_rows(torch.tensor(known), heads, "Koopman powers")  # says what does not fit
+            expand_rows(torch.tensor(known, dtype=torch.int64), heads, "Koopman powers")  # says what does not fit
         return known[have // heads - 1 :: have // heads]
 
     @property

@@ -71,7 +71,7 @@ class Riemannian(Metric):
     def _start(self, dim: int, seed: int | None) -> dict[str, Tensor]:
         """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the mean for points from N(0, 1)."""
         generator = torch.Generator().manual_seed(seed or 0)
-        unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator).unbind(0)
+        unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator, dtype=torch.float32).unbind(0)
         length = (2 * (1 - self.floor) * dim / self.units) ** 0.5
         return {"unit": F.pad(unit / dim**0.5, (0, 1)), "direction": length * F.normalize(direction, dim=-1)}
 

@@ -101,7 +101,7 @@ class OperatorPath(Score):
         if self.choices is None:
             return {"relation": relation}
         generator = torch.Generator().manual_seed((seed or 0) + 1)
-        gate = torch.randn(self.heads, self.relations, self.choices + 1, size, size, generator=generator)
+        gate = torch.randn(self.heads, self.relations, self.choices + 1, size, size, generator=generator, dtype=torch.float32)
         return {"relation": relation, "gate": gate / size}
 
     def _matrices(self, x: Tensor) -> Tensor:

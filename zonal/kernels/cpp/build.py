@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zonal.data.cache import cache_folder
-from zonal.formula import FORMULAS, Formula
+from zonal.formula import Formula
 from zonal.kernels.cpp import recipe
 from zonal.kernels.cpp.recipe import SOURCES, BuildError
 
@@ -46,16 +46,16 @@ def shipped(code: Formula, source: str = "tile") -> Path | None:
     return library if library.exists() else None
 
 
-@functools.lru_cache(maxsize=1)
-def _carried() -> frozenset[str]:
-    found = ((name, shipped(formula)) for name, formula in FORMULAS.items())
-    return frozenset(name for name, library in found if library is not None and recipe.good(library))
+@functools.lru_cache(maxsize=64)
+def _carried(code: Formula, source: str) -> bool:
+    library = shipped(code, source)
+    return library is not None and recipe.good(library)
 
 
 @torch.compiler.assume_constant_result
-def carried() -> frozenset[str]:
-    """The names of the links whose good libraries came with the package. Looked for once in a process."""
-    return _carried()
+def carried(code: Formula, source: str = "tile") -> bool:
+    """Whether a good library of a link came with the package. Looked for once in a process."""
+    return _carried(code, source)
 
 
 def built(code: Formula, source: str = "tile") -> Path | None:

@@ -61,16 +61,19 @@ class Decoder:
         roots = tails = None
         if spec.degree > 2:
             table = sums_library.tables(spec.degree, spec.lowest, dim)
-            roots = torch.empty(table.roots.shape[0]).scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :].clone()
+            roots = library.empty(table.roots.shape[0]).scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :].clone()
             counts = [[math.comb(dim - i + power - 2, power - 1) for i in range(dim)] for power in range(2, spec.degree + 1)]
-            tails = torch.tensor(counts, dtype=torch.int32)
-        self._kept = {"scale": scale.float().contiguous(), "weights": weights.float().contiguous(), "roots": roots, "tails": tails}
+            tails = torch.tensor(counts, dtype=torch.int32, device="cpu")
+        self._kept = (scale.float().contiguous(), weights.float().contiguous(), roots, tails)
+        types, shapes = (torch.float32,) * 3 + (torch.int32,), ((heads,), weights.shape, () if roots is None else roots.shape, (spec.degree - 1, dim))
+        found = (library.address(x, dtype, shape) for x, dtype, shape in zip(self._kept, types, shapes, strict=True))
         self._rules = _Decoder(
-            **{name: None if x is None else x.data_ptr() for name, x in self._kept.items()}, B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
+            **dict(zip(_POINTERS, found, strict=True)), B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
             F=weights.shape[1], degree=spec.degree, lowest=spec.lowest, heads_weigh=weights.shape[0] > 1, anchor=_ANCHORS[spec.anchor],
             positive=spec.positive, normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
         )  # fmt: skip
         self._address, self._square = ctypes.addressof(self._rules), dim == value_dim
+        self._state = batch, kv_heads, weights.shape[1], value_dim + (spec.anchor == "row")
         function = library.load(CODE, SOURCE).zonal_decode
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
         self._function = function
@@ -89,10 +92,13 @@ class Decoder:
         # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
         after = torch.empty_like(state)
         # like another tensor is made in half the time, which is a good part of a short step
-        y = torch.empty_like(q) if self._square and q.is_contiguous() else torch.empty((batch, heads, tokens, self.spec.shape[4]), dtype=q.dtype)
+        y = torch.empty_like(q) if self._square and q.is_contiguous() else library.empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
+        address, dtype, (_, _, kv_heads, dim, value_dim) = library.address, q.dtype, self.spec.shape
         step = _STEP.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *qs, *ks, *vs, tokens, q.dtype is torch.bfloat16, state.data_ptr(), after.data_ptr(), count,
-            padding.data_ptr(), y.data_ptr(),
+            address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
+            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, tokens, dtype is torch.bfloat16,
+            address(state, torch.float32, self._state), address(after, torch.float32, self._state), count, address(padding, torch.int64, (batch,)),
+            address(y, dtype, (batch, heads, tokens, value_dim)),
         )  # fmt: skip
         failed = self._function(self._address, step)
         if not failed:

@@ -41,14 +41,14 @@ class _Arguments(library.Arguments):
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec
     ) -> None:
-        super().__init__(q, k, v, torch.ones(q.shape[1]), coefficients, key_mask, cu_seqlens, spec.rules)
+        super().__init__(q, k, v, torch.ones(q.shape[1], dtype=torch.float32, device="cpu"), coefficients, key_mask, cu_seqlens, spec.rules)
         weights = library.dense_last(weights, torch.float32)
         self.terms = (_Term * len(spec.terms))(*((_KINDS[term.kind], *term[1:]) for term in spec.terms))
         self.whole = _Distance(
-            terms=ctypes.addressof(self.terms), weights=weights.data_ptr(), weighs=library.Strides(*weights.stride()[:3]), count=len(spec.terms),
+            terms=ctypes.addressof(self.terms), weights=library.address(weights, torch.float32, (*q.shape[:3], len(spec.terms)), strided=True), weighs=library.Strides(*weights.stride()[:3]), count=len(spec.terms),
             dim=q.shape[3], waves=spec.waves,
         )  # fmt: skip
-        self.kept["weights"] = weights
+        self.kept.append(weights)
         self.function = library.load(CODE, source())
         self.width = int(self.function.zonal_distance_width(ctypes.byref(self.whole)))
 
@@ -66,9 +66,11 @@ def forward(
 
     q (B, H, T, D), k (B, Hkv, S, D): points. weights (B, H, T, terms). coefficients (H, 3 waves). key_mask, cu_seqlens: as ``library.forward``.
     """
-    y, factor = torch.empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    rows, value_dim = q.shape[:3], v.shape[3]
+    y, factor = library.empty(*rows, value_dim), library.empty(*rows)
     arguments = _Arguments(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
-    arguments.point({"y": y, "factor": factor})
+    arguments.point("y", y, torch.float32, (*rows, value_dim))
+    arguments.point("factor", factor, torch.float32, rows)
     arguments.run("zonal_distance_forward")
     return y, factor
 
@@ -83,19 +85,21 @@ def backward(
     # with fewer heads than threads the queries are split as well, at the price of sums of their own
     split = max(1, min(-(-torch.get_num_threads() // max(batch * kv_heads, 1)), -(-queries // 64)))
     places = torch.get_num_threads() if split == 1 else split * batch * kv_heads
-    dq, dk, dv, dweights = (torch.empty(x.shape) for x in (q, k, v, weights))
+    dq, dk, dv, dweights = (library.empty(*x.shape) for x in (q, k, v, weights))
     numbers = 3 * spec.waves if learned else 0
-    dcoefficients = torch.zeros(split, batch, heads, numbers, dtype=torch.float64) if numbers else None
+    dcoefficients = library.zeros(split, batch, heads, numbers, dtype=torch.float64) if numbers else None
     arguments = _Arguments(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
     dy = library.dense_last(dy, torch.float32)
     arguments.call.learned, arguments.call.split, arguments.call.places, arguments.call.dys = numbers, split, places, library.Strides(*dy.stride()[:3])
-    arguments.point(
-        {
-            "y": y, "factor": factor, "dy": dy, "dq": dq, "dk": dk, "dv": dv, "dcoefficients": dcoefficients,
-            "sums": torch.empty(places, keys, arguments.width + value_dim),
-        }
-    )  # fmt: skip
-    arguments.whole.dweights = dweights.data_ptr()
+    shape, sums = (batch, heads, queries, value_dim), (places, keys, arguments.width + value_dim)
+    arguments.point("y", y, torch.float32, shape)
+    arguments.point("factor", factor, torch.float32, shape[:3])
+    arguments.point("dy", dy, torch.float32, shape, strided=True)
+    for name, gradient, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        arguments.point(name, gradient, torch.float32, x.shape)
+    arguments.point("dcoefficients", dcoefficients, torch.float64, (split, batch, heads, numbers))
+    arguments.point("sums", library.empty(*sums), torch.float32, sums)
+    arguments.whole.dweights = library.address(dweights, torch.float32, weights.shape)
     arguments.run("zonal_distance_backward")
     return dq, dk, dv, dweights, None if dcoefficients is None else dcoefficients.sum((0, 1))
 

@@ -42,13 +42,14 @@ class _Gated(ctypes.Structure):
     ]  # fmt: skip
 
 
-def _rows(x: Tensor | None) -> _Rows:
-    """A tensor (B, T, n) or (B, T, heads, n) as the kernels read it."""
-    return _Rows(None, 0, 0, 0) if x is None else _Rows(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2) if x.dim() == 4 else 0)
+def _rows(x: Tensor | None, *shape: int) -> _Rows:
+    """A float32 tensor (B, T, n) or (B, T, heads, n) as the kernels read it."""
+    at = library.address(x, torch.float32, shape, strided=True)
+    return _Rows(None, 0, 0, 0) if x is None else _Rows(at, x.stride(0), x.stride(1), x.stride(2) if x.dim() == 4 else 0)
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _pointer(x: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32) -> int:
+    return library.address(x, dtype, shape)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -70,12 +71,20 @@ def empty_parts(x: Tensor, heads: int, parts: list[int]) -> list[Tensor]:
     return [_by_head(x, batch, length, heads, parts[0] // heads), *(x.new_empty((batch, length, part), dtype=torch.float32) for part in parts[1:])]
 
 
+def _part(x: Tensor, heads: int, parts: list[int], i: int) -> tuple[int, ...]:
+    """The shape of a part of a convolution of x."""
+    return (*x.shape[:2], *((parts[i],) if i else (heads, parts[0] // heads)))
+
+
 def _call(x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]) -> _Convolution:
     batch, length, channels = x.shape
-    counts, numbers = [heads, 1, 1], [parts[0] // heads, *parts[1:], 0, 0]
+    counts, numbers, width = [heads, 1, 1], [parts[0] // heads, *parts[1:], 0, 0], taps.shape[0]
+    order, present, reach = (
+        _pointer(index, *shape, dtype=torch.int32) for index, shape in zip(seen, ((batch, length), (batch,), (length,)), strict=True)
+    )
     return _Convolution(
-        x=_rows(x), tail=_pointer(tail), taps=taps.data_ptr(), bias=_pointer(bias), order=_pointer(seen.order), present=_pointer(seen.present),
-        reach=_pointer(seen.reach), B=batch, T=length, channels=channels, width=taps.shape[0], silu=silu, parts=len(parts),
+        x=_rows(x, *x.shape), tail=_pointer(tail, batch, width - 1, channels), taps=_pointer(taps, width, channels), bias=_pointer(bias, channels), order=order,
+        present=present, reach=reach, B=batch, T=length, channels=channels, width=width, silu=silu, parts=len(parts),
         heads=(ctypes.c_int64 * _PARTS)(*counts), widths=(ctypes.c_int64 * _PARTS)(*numbers[:_PARTS]),
     )  # fmt: skip
 
@@ -91,7 +100,7 @@ def convolution(
     found = empty_parts(x, heads, parts)
     call = _call(x, tail, across, bias, seen, silu, heads, parts)
     for i, y in enumerate(found):
-        call.y[i] = _rows(y)
+        call.y[i] = _rows(y, *_part(x, heads, parts, i))
     _run(library.load(CODE, SOURCE).zonal_convolution_forward, call)
     return found
 
@@ -103,12 +112,14 @@ def convolution_backward(
     x, tail, bias, across = library.dense_last(x, torch.float32), _contiguous(tail), _contiguous(bias), taps.float().t().contiguous()
     batch, length, channels = x.shape
     given = [None if g is None else library.dense_last(g, torch.float32) for g in dy]
-    dx, dtail = torch.empty(batch, length, channels), None if tail is None else torch.empty(tail.shape)
-    sums = torch.zeros(batch * -(-length // _RANGE), taps.shape[1] + 1, channels)
+    dx, dtail = library.empty(batch, length, channels), None if tail is None else library.empty(*tail.shape)
+    ranges, width = batch * -(-length // _RANGE), taps.shape[1]
+    sums = library.zeros(ranges, width + 1, channels)
     call = _call(x, tail, across, bias, seen, silu, heads, parts)
     for i, g in enumerate(given):
-        call.dy[i] = _rows(g)
-    call.dx, call.dtail, call.sums = dx.data_ptr(), _pointer(dtail), sums.data_ptr()
+        call.dy[i] = _rows(g, *_part(x, heads, parts, i))
+    call.dx, call.dtail = _pointer(dx, batch, length, channels), _pointer(dtail, batch, width - 1, channels)
+    call.sums = _pointer(sums, ranges, width + 1, channels)
     _run(library.load(CODE, SOURCE).zonal_convolution_backward, call)
     total = sums.sum(0)
     return dx, dtail, total[:-1].t().contiguous(), total[-1].clone()
@@ -117,7 +128,7 @@ def convolution_backward(
 def _gated(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float) -> _Gated:
     batch, length, heads, width = y.shape
     return _Gated(
-        y=_rows(y), v=_rows(v), z=_rows(z), skip=_pointer(skip), gain=gain.data_ptr(), B=batch, T=length, heads=heads, width=width, groups=groups, eps=eps
+        y=_rows(y, *y.shape), v=_rows(v, *y.shape), z=_rows(z, batch, length, heads * width), skip=_pointer(skip, heads), gain=_pointer(gain, heads * width), B=batch, T=length, heads=heads, width=width, groups=groups, eps=eps
     )
 
 
@@ -128,9 +139,9 @@ def gated_norm(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain
     """
     y, z, gain, skip = library.dense_last(y, torch.float32), library.dense_last(z, torch.float32), gain.float().contiguous(), _contiguous(skip)
     v = None if v is None else library.dense_last(v, torch.float32)
-    out = torch.empty(z.shape)
+    out = library.empty(*z.shape)
     call = _gated(y, v, z, skip, gain, groups, eps)
-    call.out = _rows(out)
+    call.out = _rows(out, *z.shape)
     _run(library.load(CODE, SOURCE).zonal_gated_forward, call)
     return out
 
@@ -142,13 +153,14 @@ def gated_norm_backward(
     y, z, gain, skip = library.dense_last(y, torch.float32), library.dense_last(z, torch.float32), gain.float().contiguous(), _contiguous(skip)
     v, dout = None if v is None else library.dense_last(v, torch.float32), library.dense_last(dout, torch.float32)
     batch, length, heads, width = y.shape
-    dy, dz = head_by_head(y), torch.empty(z.shape)
+    dy, dz = head_by_head(y), library.empty(*z.shape)
     dv = None if v is None else head_by_head(v)
     ranges = batch * -(-length // _RANGE)
-    dgain, dskip = torch.zeros(ranges, heads * width), None if v is None else torch.zeros(ranges, heads * width)
+    dgain, dskip = library.zeros(ranges, heads * width), None if v is None else library.zeros(ranges, heads * width)
     call = _gated(y, v, z, skip, gain, groups, eps)
-    call.dout, call.dy, call.dv, call.dz = (_rows(x) for x in (dout, dy, dv, dz))
-    call.dgain, call.dskip = dgain.data_ptr(), _pointer(dskip)
+    call.dout, call.dz = (_rows(x, *z.shape) for x in (dout, dz))
+    call.dy, call.dv = (_rows(x, *y.shape) for x in (dy, dv))
+    call.dgain, call.dskip = _pointer(dgain, ranges, heads * width), _pointer(dskip, ranges, heads * width)
     _run(library.load(CODE, SOURCE).zonal_gated_backward, call)
     return dy, dv, dz, None if dskip is None else dskip.sum(0).view(heads, width).sum(1), dgain.sum(0)
 

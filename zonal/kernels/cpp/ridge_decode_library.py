@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +33,18 @@ class Stepper:
     def __init__(self, shape: tuple[int, int, int, int, int], moves: bool, scale: Tensor, powers: Tensor, limit: float, include_self: bool) -> None:
         self.shape, self._kept = shape, (scale, powers)
         self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
-        self._rules = (limit, scale.data_ptr(), powers.data_ptr())
+        heads = (shape[1],)
+        self._rules = (limit, library.address(scale, torch.float64, heads), library.address(powers, torch.int64, heads))
         function = library.load(CODE, SOURCE).zonal_ridge_step
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
         self._function = function
+
+    def places(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """Where gram, cross, inverse, shift, first and last lie, each checked; 0 for None."""
+        batch, _, kv_heads, dim, value_dim = self.shape
+        pair = batch, kv_heads
+        shapes = (*pair, dim, dim), (*pair, value_dim, dim), (*pair, dim, dim), (*pair, dim, dim), (*pair, dim), (*pair, dim)
+        return tuple(library.address(x, torch.float64, shape) for x, shape in zip(sums, shapes, strict=True))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sums: tuple[int, ...], late: tuple[int, ...], count: int, padding: Tensor, after: tuple[Tensor | None, ...] | None
@@ -52,12 +61,13 @@ class Stepper:
         if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
-        rows = torch.empty((tokens, batch, kv_heads, 2 * dim + value_dim), dtype=torch.float64) if after is None else None
-        y = torch.empty((batch, heads, tokens, value_dim), dtype=q.dtype)
+        rows = library.empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
+        y, address, dtype = library.empty(batch, heads, tokens, value_dim, dtype=q.dtype), library.address, q.dtype
         step = _STEP.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), *qs, *ks, *vs, batch, heads, kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
-            self._include_self, *self._rules, *sums, *(_NONE[:6] if after is None else (0 if x is None else x.data_ptr() for x in after)), count, padding.data_ptr(),
-            len(late), *late, *_NONE[len(late) :], 0 if rows is None else rows.data_ptr(), y.data_ptr(),
+            address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
+            address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, batch, heads, kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
+            self._include_self, *self._rules, *sums, *(_NONE[:6] if after is None else self.places(after)), count,
+            address(padding, torch.int64, (batch,)), len(late), *late, *_NONE[len(late) :], 0 if rows is None else rows.data_ptr(), y.data_ptr(),
         )  # fmt: skip
         failed = self._function(step)
         if not failed:

@@ -1,7 +1,7 @@
 """Calls the compiled kernel for the largest of some candidates (sparse.cpp) on float32 tensors of the CPU; any strides but the last."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,13 +90,13 @@ def codes(functions: list[Function], tables: int) -> Tensor:
     Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
     """
     batch, heads, tokens, _ = functions[0].x.shape
-    found, kernel = torch.zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), library.load(CODE, SOURCE)
+    found, kernel = library.zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), library.load(CODE, SOURCE)
     at, count, cells = ctypes.c_void_p(found.data_ptr()), batch * heads * tokens, 0
     for function in functions:
         x = plain(function.x, torch.float32).flatten(0, 2)
         directions, offsets = (None if t is None else plain(t, torch.float32) for t in function[1:3])
         wide, step = (1, 0) if directions is None else (directions.shape[1], directions.shape[1] // tables)
-        made = torch.empty(min(_ROWS, count) + 16, wide)  # the kernel looks sixteen numbers past the end
+        made = library.empty(min(_ROWS, count) + 16, wide)  # the kernel looks sixteen numbers past the end
         for first in range(0, count, _ROWS):
             rows = x[first : first + _ROWS]
             if directions is None:
@@ -106,7 +106,7 @@ def codes(functions: list[Function], tables: int) -> Tensor:
             sizes = (ctypes.c_int64(n) for n in (first, rows.shape[0], tokens, tables))
             kernel.zonal_sparse_hash(
                 ctypes.c_void_p(made.data_ptr()), *(ctypes.c_int64(n) for n in (wide, step, max(step, 1))),
-                None if offsets is None else ctypes.c_void_p(offsets.data_ptr()), ctypes.c_float(function.width), *sizes, at,
+                ctypes.c_void_p(library.address(offsets, torch.float32, (tables * max(step, 1),))), ctypes.c_float(function.width), *sizes, at,
             )  # fmt: skip
         cells += 1 if offsets is None else max(step, 1)
     kernel.zonal_sparse_fold(ctypes.c_int64(cells), ctypes.c_int64(found.numel()), at)
@@ -118,17 +118,22 @@ def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor
     it may see, at most ``reach`` (L,) of each table, the nearest to ``position``. lo, hi, position (T,); key_mask (B, S)."""
     batch, heads, tables, queries = asked.shape
     kv_heads, keys = held.shape[1], held.shape[3]
-    found = Candidates(
-        torch.empty(batch, kv_heads, tables, keys, dtype=torch.int32), torch.empty(batch, heads, queries, tables, dtype=torch.int32),
-        torch.empty(batch, heads, queries, tables, dtype=torch.int32), torch.empty(batch, heads, queries, dtype=torch.int32),
-    )  # fmt: skip
-    kept = {name: plain(x, torch.int32) for name, x in zip(_CODES[:6], (asked, held, lo, hi, position, reach), strict=True)}
+    shapes = _shapes(batch, heads, kv_heads, tables, queries, keys)
+    found = Candidates(*(library.empty(*shape, dtype=torch.int32) for shape in shapes))
+    kept = tuple(plain(x, torch.int32) for x in (asked, held, lo, hi, position, reach))
+    given = ((batch, heads, tables, queries), (batch, kv_heads, tables, keys), (queries,), (queries,), (queries,), (tables,))
     mask = None if key_mask is None else key_mask.contiguous()
     call = _Places(B=batch, H=heads, Hkv=kv_heads, T=queries, S=keys, L=tables)
-    for name, x in (*kept.items(), ("key_mask", mask), *found._asdict().items()):
-        setattr(call, name, None if x is None else x.data_ptr())
+    for name, x, shape in zip((*_CODES[:6], *_PLACES), (*kept, *found), (*given, *shapes), strict=True):
+        setattr(call, name, library.address(x, torch.int32, shape))
+    call.key_mask = library.address(mask, torch.bool, (batch, keys))
     _run(library.load(CODE, SOURCE).zonal_sparse_places, call)
     return found
+
+
+def _shapes(batch: int, heads: int, kv_heads: int, tables: int, queries: int, keys: int) -> tuple[tuple[int, ...], ...]:
+    """Of the four tensors of ``Candidates``."""
+    return (batch, kv_heads, tables, keys), (batch, heads, queries, tables), (batch, heads, queries, tables), (batch, heads, queries)
 
 
 class _Arguments:
@@ -142,27 +147,31 @@ class _Arguments:
             qs=_Strides(*q.stride()[:3]), ks=_Strides(*k.stride()[:3]), vs=_Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
             S=k.shape[2], D=width - 3 * count, P=v.shape[3], L=found.order.shape[2], F=count, top=top,
         )  # fmt: skip
-        self.kept: list[Tensor | None] = []
-        self.point(
-            {
-                "q": q, "k": k, "v": v, **{name: plain(x, torch.int32) for name, x in found._asdict().items()},
-                "kinds": torch.tensor([KINDS.index(kind) for kind in factors.kinds], dtype=torch.int64),
-                "sizes": torch.tensor(factors.sizes, dtype=torch.int64), "eps": torch.tensor(factors.eps, dtype=torch.float32),
-            }
-        )  # fmt: skip
+        self.kept: list[Tensor] = []
+        kv_heads, keys = k.shape[1:3]
+        for name, x, shape in (("q", q, q.shape), ("k", k, k.shape), ("v", v, (batch, kv_heads, keys, v.shape[3]))):
+            self.point(name, x, torch.float32, shape, strided=True)
+        for name, x, shape in zip(_PLACES, found, _shapes(batch, heads, kv_heads, found.order.shape[2], queries, keys), strict=True):
+            self.point(name, plain(x, torch.int32), torch.int32, shape)
+        kinds = [KINDS.index(kind) for kind in factors.kinds]
+        for name, numbers, dtype in (("kinds", kinds, torch.int64), ("sizes", factors.sizes, torch.int64), ("eps", factors.eps, torch.float32)):
+            self.point(name, torch.tensor(numbers, dtype=dtype, device="cpu"), dtype, (count,))
 
-    def point(self, tensors: dict[str, Tensor | None]) -> None:
-        for name, x in tensors.items():
-            setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept.append(x)
+    def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False) -> None:
+        """Let a field of the call point to a tensor, which ``library.address`` checks."""
+        setattr(self.call, name, library.address(x, dtype, shape, strided=strided))
+        self.kept.append(x)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, found: Candidates, factors: Factors, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y (B, H, T, P), the least score that each row keeps, the logarithm of the sum of its kernel, how many keys it met), rows (B, H, T); float32, and int32."""
-    rows = q.shape[:3]
-    y, least, whole, met = torch.empty(*rows, v.shape[3]), torch.empty(rows), torch.empty(rows), torch.empty(rows, dtype=torch.int32)
+    rows, value_dim = q.shape[:3], v.shape[3]
+    y, least, whole, met = library.empty(*rows, value_dim), library.empty(*rows), library.empty(*rows), library.empty(*rows, dtype=torch.int32)
     arguments = _Arguments(q, k, v, found, factors, top)
-    arguments.point({"y": y, "least": least, "whole": whole, "met": met})
+    arguments.point("y", y, torch.float32, (*rows, value_dim))
+    arguments.point("least", least, torch.float32, rows)
+    arguments.point("whole", whole, torch.float32, rows)
+    arguments.point("met", met, torch.int32, rows)
     _run(library.load(CODE, SOURCE).zonal_sparse_forward, arguments.call)
     return y, least, whole, met
 
@@ -171,11 +180,17 @@ def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, least: Tensor, whole: Tensor, found: Candidates, factors: Factors, top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in float32, of what each row kept."""
-    dq, dk, dv = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+    dq, dk, dv = (library.zeros(*x.shape) for x in (q, k, v))
     arguments = _Arguments(q, k, v, found, factors, top)
     dy = library.dense_last(dy, torch.float32)
     arguments.call.dys = _Strides(*dy.stride()[:3])
-    arguments.point({"y": y.contiguous(), "least": least.contiguous(), "whole": whole.contiguous(), "dy": dy, "dq": dq, "dk": dk, "dv": dv})
+    rows, shape = q.shape[:3], (*q.shape[:3], v.shape[3])
+    arguments.point("y", y.contiguous(), torch.float32, shape)
+    arguments.point("least", least.contiguous(), torch.float32, rows)
+    arguments.point("whole", whole.contiguous(), torch.float32, rows)
+    arguments.point("dy", dy, torch.float32, shape, strided=True)
+    for name, gradient, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        arguments.point(name, gradient, torch.float32, x.shape)
     _run(library.load(CODE, SOURCE).zonal_sparse_backward, arguments.call)
     return dq, dk, dv
 

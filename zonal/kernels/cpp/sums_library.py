@@ -6,6 +6,7 @@ import itertools
 import math
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,9 +103,9 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
     for a in range(len(made) - 2, -1, -1):
         follows = made[a + 1][:2] == (made[a][0], made[a][1] + 1)
         ends[a] = ends[a + 1] if follows else a + 1
-    left, right, power, place, squares = (torch.tensor(column, dtype=torch.int32) for column in zip(*made, strict=True))
-    low_left, low_right = (torch.tensor(column, dtype=torch.int32) for column in zip(*low, strict=True))
-    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32), power, place, squares.float(), squares.double().sqrt().float())
+    left, right, power, place, squares = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*made, strict=True))
+    low_left, low_right = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*low, strict=True))
+    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32, device="cpu"), power, place, squares.float(), squares.double().sqrt().float())
 
 
 class Places(NamedTuple):
@@ -126,11 +127,11 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
     begins, None = there is only one."""
     hi = torch.maximum(lo, hi)
     if segment_start is None:
-        edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32)
+        edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32, device="cpu")
     else:
         edges = torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)).to(torch.int32)
     if key_mask is None:
-        index, present = torch.arange(keys, dtype=torch.int32)[None], torch.tensor([keys], dtype=torch.int32)
+        index, present = torch.arange(keys, dtype=torch.int32, device="cpu")[None], torch.tensor([keys], dtype=torch.int32, device="cpu")
         return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
     # intervals become intervals of places among the keys that are there
     index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
@@ -151,24 +152,37 @@ class _Arguments:
         table = tables(spec.degree, spec.lowest, dim)
         running = None if log_decay is None else log_decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
         favour = None if key_bias is None else plain(key_bias.double().exp(), torch.float32)
-        small = (scale, coefficients, monomials)
-        tensors = (
-            q, k, v, *(plain(x, torch.float32) for x in small), table.squares, table.roots, running, favour, *(getattr(table, name) for name in _OF_MAP), *seen,
-            None if initial is None else plain(initial, torch.float32), None if before is None else plain(before, torch.float64),
+        small = tuple(plain(x, torch.float32) for x in (scale, coefficients, monomials))
+        initial = None if initial is None else plain(initial, torch.float32)
+        before = None if before is None else plain(before, torch.float64)
+        features, low, rows, by_key = table.left.shape, table.low_left.shape, seen.lo.shape[0], (batch, kv_heads, keys)
+        floats = (
+            *zip(small, ((heads,), (heads, coefficients.shape[1]), (heads, monomials.shape[1])), strict=True), (table.squares, features), (table.roots, features),
+        )  # fmt: skip
+        whole = (
+            *((getattr(table, name), low if name.startswith("low") else features) for name in _OF_MAP),
+            *zip(seen, ((rows, keys), (rows,), (rows, queries), (rows, queries), seen.edges.shape), strict=True),
+        )  # fmt: skip
+        tokens = ((q, (batch, heads, queries, dim)), (k, (*by_key, dim)), (v, (*by_key, value_dim)))
+        addresses = (
+            *(library.address(x, torch.float32, shape, strided=True) for x, shape in tokens), *(library.address(x, torch.float32, shape) for x, shape in floats),
+            library.address(running, torch.float64, by_key), library.address(favour, torch.float32, by_key),
+            *(library.address(x, torch.int32, shape) for x, shape in whole),
+            library.address(initial, torch.float32, state_shape(batch, kv_heads, dim, value_dim, spec)), library.address(before, torch.float64, (batch,)),
         )  # fmt: skip
         sizes = (
             batch, heads, kv_heads, queries, keys, dim, value_dim, table.left.shape[0], table.low_left.shape[0], monomials.shape[1],
             seen.edges.shape[0] - 1, seen.lo.shape[0] > 1, coefficients.shape[1], 0, _ANCHORS[spec.anchor], spec.normalise, split, keys - queries, spec.guards, shares,
         )  # fmt: skip
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        self.kept: list[object] = [tensors]
+        self.kept: list[object] = [q, k, v, small, table, running, favour, seen, initial, before]
         # a structure is filled in field by field in five times the time, a good part of a short call
-        self.call = _Sums.from_buffer_copy(_PACKED.pack(*(0 if x is None else x.data_ptr() for x in tensors), *strides, *sizes, spec.eps))
+        self.call = _Sums.from_buffer_copy(_PACKED.pack(*addresses, *strides, *sizes, spec.eps))
 
-    def point(self, tensors: dict[str, Tensor | None]) -> None:
-        for name, x in tensors.items():
-            setattr(self.call, name, None if x is None else x.data_ptr())
-            self.kept.append(x)
+    def point(self, name: str, x: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Let a field of the call point to a tensor, which ``library.address`` checks."""
+        setattr(self.call, name, library.address(x, dtype, shape))
+        self.kept.append(x)
 
 
 def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,13 +214,16 @@ def forward(
     summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
     """
     heads, (batch, kv_heads, _, value_dim), (queries, dim) = scale.shape[0], v.shape, q.shape[2:]
-    y = torch.empty(batch, heads, queries, value_dim)
-    factor = torch.empty(batch, heads, queries)
-    final = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec) if spec.keeps else 0)
-    apart = torch.zeros((batch, heads, queries) if spec.guards else 0, dtype=torch.uint8)
+    rows, state = (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
+    y, factor = library.empty(*rows, value_dim), library.empty(*rows)
+    final = library.empty(*state) if spec.keeps else library.empty(0)
+    apart = library.zeros(*rows, dtype=torch.uint8) if spec.guards else library.zeros(0, dtype=torch.uint8)
     split = _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim)
     arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split)
-    arguments.point({"y": y, "factor": factor, "final": final if spec.keeps else None, "apart": apart if spec.guards else None})
+    arguments.point("y", y, torch.float32, (*rows, value_dim))
+    arguments.point("factor", factor, torch.float32, rows)
+    arguments.point("final", final if spec.keeps else None, torch.float32, state)
+    arguments.point("apart", apart if spec.guards else None, torch.uint8, rows)
     _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
     return y, factor, final, apart
 
@@ -252,21 +269,29 @@ def backward(
     shared = (q.shape[1], k.shape[1]) != (heads, kv_heads)
     shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
     parts = shares or split
-    dq, dk = torch.empty(parts, batch, q.shape[1], queries, dim), torch.empty(parts, batch, k.shape[1], keys, dim)
-    dv = torch.empty(batch, kv_heads, keys, value_dim)
-    dinitial = torch.empty(state_shape(batch, kv_heads, dim, value_dim, spec)) if asked.initial else None
-    dmass = torch.zeros(batch, kv_heads, keys) if spec.anchor == "row" and (asked.log_decay or asked.key_bias) else None
-    dscale = torch.zeros(batch, heads, dtype=torch.float64) if asked.scale else None
-    dcoefficients = torch.zeros(tasks, groups, asked.learned, dtype=torch.float64) if asked.learned else None
-    dmonomials = torch.zeros(tasks, groups, monomials.shape[1], dtype=torch.float64) if asked.monomials else None
+    rows, by_key, state = (batch, heads, queries), (batch, kv_heads, keys), state_shape(batch, kv_heads, dim, value_dim, spec)
+    shapes = {
+        "dq": (parts, batch, q.shape[1], queries, dim), "dk": (parts, batch, k.shape[1], keys, dim), "dv": (*by_key, value_dim), "dinitial": state, "dmass": by_key,
+        "dscale": (batch, heads), "dcoefficients": (tasks, groups, asked.learned), "dmonomials": (tasks, groups, monomials.shape[1]),
+    }  # fmt: skip
+    dq, dk, dv = (library.empty(*shapes[name]) for name in ("dq", "dk", "dv"))
+    dinitial = library.empty(*state) if asked.initial else None
+    dmass = library.zeros(*by_key) if spec.anchor == "row" and (asked.log_decay or asked.key_bias) else None
+    dscale, dcoefficients, dmonomials = (
+        library.zeros(*shapes[name], dtype=torch.float64) if wanted else None
+        for name, wanted in (("dscale", asked.scale), ("dcoefficients", asked.learned), ("dmonomials", asked.monomials))
+    )
     arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split, shares)
     arguments.call.learned = asked.learned
-    arguments.point(
-        {
-            "y": y, "factor": factor, "apart": apart if spec.guards else None, "dy": dy.float().contiguous(), "dfinal": None if dfinal is None else dfinal.float().contiguous(),
-            "dq": dq, "dk": dk, "dv": dv, "dinitial": dinitial, "dmass": dmass, "dscale": dscale, "dcoefficients": dcoefficients, "dmonomials": dmonomials,
-        }
-    )  # fmt: skip
+    arguments.point("y", y, torch.float32, (*rows, value_dim))
+    arguments.point("factor", factor, torch.float32, rows)
+    arguments.point("apart", apart if spec.guards else None, torch.uint8, rows)
+    arguments.point("dy", dy.float().contiguous(), torch.float32, (*rows, value_dim))
+    arguments.point("dfinal", None if dfinal is None else dfinal.float().contiguous(), torch.float32, state)
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv), ("dinitial", dinitial), ("dmass", dmass)):
+        arguments.point(name, x, torch.float32, shapes[name])
+    for name, x in (("dscale", dscale), ("dcoefficients", dcoefficients), ("dmonomials", dmonomials)):
+        arguments.point(name, x, torch.float64, shapes[name])
     _run(library.load(spec.link, SOURCE).zonal_sums_backward, arguments)
 
     def by_head(x: Tensor | None) -> Tensor | None:
@@ -303,8 +328,9 @@ def decay_gradient(counted: Tensor, rows: Tensor | None, queries: int, dfinal: T
 def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
     """Σ_p a_tp b_tp of two float32 tensors (B, H, T, P), float64 (B, H, T)."""
     batch, heads, length, width = a.shape
-    out = torch.empty(batch, heads, length, dtype=torch.float64)
-    call = _Dots(a.data_ptr(), b.data_ptr(), _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr())
+    out = library.empty(batch, heads, length, dtype=torch.float64)
+    first, second = (library.address(x, torch.float32, a.shape, strided=True) for x in (a, b))
+    call = _Dots(first, second, _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr())
     library.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
     return out
 

@@ -260,7 +260,7 @@ def with_next(call: Call, dz: Tensor, dearlier: Tensor, key_mask: Tensor | None)
         # of each key, and of what came before all, the one it stands before: every key that is there stands behind one alone
         owner = call.before if key_mask is None else torch.where(key_mask, call.before, keys + 1)
         place = torch.arange(keys, device=dz.device).expand(owner.shape)
-        following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device).scatter(1, owner, place)[:, : keys + 1]
+        following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device, dtype=torch.int64).scatter(1, owner, place)[:, : keys + 1]
         given = F.pad(dearlier, (0, 0, 0, 1)).gather(2, following[:, None, :, None].expand(*dz.shape[:2], keys + 1, dz.shape[3]))
     return dz + given[:, :, 1:], given[:, :, 0]
 

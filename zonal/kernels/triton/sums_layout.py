@@ -57,7 +57,7 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
         return (number[i // block, j // block] * block + i % block) * block + j % block
 
     rows = rows_of(degree, dim, block)
-    place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+    place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.float32)
     first, root, times = [], [], []
     table = sums_library.tables(degree, lowest, dim)
     order = table.place.argsort()
@@ -72,7 +72,7 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
         root.append(weight)
         times.append(float(len(found)))
     left, right = torch.tensor(pairs, dtype=torch.int32).view(len(pairs), 2).T.contiguous()
-    made = left, right, place, share, torch.tensor(first), torch.tensor(root), torch.tensor(times)
+    made = left, right, place, share, torch.tensor(first, dtype=torch.int64), torch.tensor(root, dtype=torch.float32), torch.tensor(times, dtype=torch.float32)
     return Layout(block, width, *(x.to(device) for x in made))
 
 
