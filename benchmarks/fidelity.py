@@ -70,14 +70,13 @@ def point(
         "family": found.family, "label": found.label, "m": features.dimension(dim), "flops": features.flops(dim), "positive": features.positive,
         "claim": features.claim.kind,
     }  # fmt: skip
-    delta = float(getattr(features, "delta", 0.0))
     results: dict[bool, list[Fidelity]] = {causal: [] for causal in modes}
     for seed, (measured, seen) in enumerate(data):
         kernel = None
         for causal in modes:
             if kernel is None or found.trained:  # what is trained is trained for a mask
                 kernel = feature_kernel(features, buffers_for(found, seen, eps, seed, steps, causal), measured)
-            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, delta=delta, readout=readouts[seed] if readouts else None))
+            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None))
     for causal, of_seeds in results.items():
         total = spread([result.error for result in of_seeds])
         row["causal" if causal else "bidirectional"] = {

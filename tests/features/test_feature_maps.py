@@ -390,7 +390,6 @@ def test_nothing_to_learn() -> None:
         (lambda: Slay(nodes=0), "from 1 to 128 nodes"),
         (lambda: Slay(nodes=2, tolerance=0.01), "relative error of 0.97"),
         (lambda: Slay(fusion="mean"), "fusion must be one of"),  # type: ignore[arg-type]
-        (lambda: Slay(delta=-1e-9), "delta must be >= 0"),
         (lambda: Slay(fusion="shared", learn=True), "independent draws"),
         (lambda: Slay.preset("huge"), "small"),
         (lambda: PositiveRandom(0), "draws must be a whole number >= 1"),

@@ -1,7 +1,9 @@
 """SLAY from plain values, and the polynomial that takes its place."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from zonal.features import (
     sample,
     square,
 )
+from zonal.features.slay import Fusion
 from zonal.mechanisms.slay import slay_features
 
 
@@ -35,7 +38,50 @@ def test_every_factor(polynomial: str, expected: FeatureMap | None) -> None:
 def test_scales_are_the_presets() -> None:
     for scale in ("small", "medium", "large"):
         assert slay_features(scale) == Slay.preset(scale)
-    assert slay_features(learn=True).learned == tuple(f"node{r}_{side}" for r in (0, 1) for side in ("left_anchors", "right_omega"))
+    assert slay_features(learn=True).learned == ("polynomial_anchors", "node0_right_omega", "node1_right_omega")
+    assert slay_features(learn=True, anew=True).learned == tuple(f"node{r}_{side}" for r in (0, 1) for side in ("left_anchors", "right_omega"))
+
+
+def algorithm_1(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drawn: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+    """The paper's algorithm 1, line by line, for one head; eq. 9 and 10, and the anchors of table 1."""
+    nodes, weights = np.polynomial.laguerre.laggauss(2)
+    s_r, w_r = nodes / (2 + eps), weights / (2 + eps)
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))  # 1: unit norm
+    anchors = drawn["polynomial_anchors"][0]
+    poly = [(x @ anchors.T) ** 2 / len(anchors) ** 0.5 for x in (q, k)]  # 2: polynomial features
+    psi: list[list[torch.Tensor]] = [[], []]
+    for r in range(2):  # 3
+        omega = drawn[f"node{r}_right_omega"][0]
+        for side, x in enumerate((q, k)):
+            prf = torch.exp((2 * s_r[r]) ** 0.5 * x @ omega.T - s_r[r]) / len(omega) ** 0.5  # 4: eq. 9
+            psi[side].append(w_r[r] ** 0.5 * torch.einsum("tp,td->tpd", poly[side], prf).flatten(1))  # 5: eq. 10, S the identity
+    psi_q, psi_k = (torch.cat(found, 1) for found in psi)  # 7
+    return psi_q @ (psi_k.T @ v) / (psi_q @ psi_k.sum(0))[:, None]  # 8
+
+
+@pytest.mark.parametrize("eps", [0.01, 1.0])
+def test_it_is_the_papers_algorithm(eps: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 20, 6, dtype=torch.float64).unbind(0)
+    operator = mechanisms.slay("small", eps=eps)
+    drawn = {name: x.double() for name, x in slay_features("small", eps).start(6).items()}
+    with torch.no_grad():
+        assert torch.allclose(zonal.attention(q, k, v, operator), algorithm_1(q[0, 0], k[0, 0], v[0, 0], drawn, eps), rtol=1e-9)
+
+
+@pytest.mark.parametrize("fusion", ["tensor", "hadamard", "sketch"])
+def test_polynomial_features_are_made_once_or_for_each_node(fusion: Fusion) -> None:
+    once = Slay(polynomial=RandomMaclaurin(8), draws=8, fusion=fusion)
+    each = replace(once, anew=True)
+    shared, own = once.prepare(5, 2), each.prepare(5, 2)
+    assert not any("left_signs" in name for name in shared)
+    assert not torch.equal(own["node0_left_signs"], own["node1_left_signs"])
+    # with the same polynomial features in every node both are one map
+    rest = {name: x for name, x in shared.items() if not name.startswith("polynomial_")}
+    same = rest | {f"node{r}_left_signs": shared["polynomial_signs"] for r in (0, 1)}
+    x = torch.randn(2, 7, 5)
+    assert torch.allclose(once(x, shared), each(x, same), atol=1e-6)
+    assert once.flops(5) == each.flops(5) - RandomMaclaurin(8).flops(5)
 
 
 def test_wrong_names() -> None:

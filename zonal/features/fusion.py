@@ -1,5 +1,6 @@
 """Two maps made one: phi_left ⊗ phi_right and its cheaper stand-ins, for the product of their kernels."""
 
+import abc
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from zonal.features.random import convolve, count_sketch
 
 
 @dataclass(frozen=True)
-class _Fusion(FeatureMap):
+class Fused(FeatureMap, abc.ABC):
+    """phi_left and phi_right made one."""
+
     left: FeatureMap
     right: FeatureMap
 
@@ -42,15 +45,24 @@ class _Fusion(FeatureMap):
             return Claim("biased", f"{text}; {(self.left if self.left.claim.kind == 'biased' else self.right).claim.text}")
         return Claim("exact" if kinds == {"exact"} and not sampled else "unbiased", text, 0.0 if kinds == {"exact"} and not sampled else None)
 
-    def _parts_drawn(self, source: Source) -> dict[str, Tensor]:
-        return {**under("left", self.left.draw(source.child("left"))), **under("right", self.right.draw(source.child("right")))}
+    def draw(self, source: Source) -> dict[str, Tensor]:
+        self.dimension(source.dim)  # of maps that fit
+        return {**under("left", self.left.draw(source.child("left"))), **self.draw_rest(source)}
 
-    def _both(self, x: Tensor, buffers: Buffers, side: Side) -> tuple[Tensor, Tensor]:
-        return self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side)
+    def draw_rest(self, source: Source) -> dict[str, Tensor]:
+        """What ``draw`` does, but for the left map."""
+        return under("right", self.right.draw(source.child("right")))
+
+    @abc.abstractmethod
+    def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
+        """phi from features of both maps."""
+
+    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
+        return self.fuse(self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side), buffers)
 
 
 @dataclass(frozen=True)
-class TensorProduct(_Fusion):
+class TensorProduct(Fused):
     """phi = phi_left ⊗ phi_right, all m_left · m_right products: the product of the two kernels, as good as its factors."""
 
     @property
@@ -67,16 +79,12 @@ class TensorProduct(_Fusion):
     def flops(self, dim: int) -> int:
         return self.left.flops(dim) + self.right.flops(dim) + self.dimension(dim)
 
-    def draw(self, source: Source) -> dict[str, Tensor]:
-        return self._parts_drawn(source)
-
-    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        left, right = self._both(x, buffers, side)
+    def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
         return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
 
 
 @dataclass(frozen=True)
-class Hadamard(_Fusion):
+class Hadamard(Fused):
     """phi_i = sqrt(m) phi_left,i phi_right,i, for two maps of m features that are independent draws of one form each.
 
     Unbiased for the product of kernels when each feature of both maps is unbiased on its own and they are independent of each other
@@ -99,17 +107,12 @@ class Hadamard(_Fusion):
     def flops(self, dim: int) -> int:
         return self.left.flops(dim) + self.right.flops(dim) + 2 * self.dimension(dim)
 
-    def draw(self, source: Source) -> dict[str, Tensor]:
-        self.dimension(source.dim)
-        return self._parts_drawn(source)
-
-    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        left, right = self._both(x, buffers, side)
+    def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
         return left * right * left.shape[-1] ** 0.5
 
 
 @dataclass(frozen=True)
-class Sketched(_Fusion):
+class Sketched(Fused):
     """The count sketch of phi_left ⊗ phi_right in ``size`` numbers, by convolution: unbiased, and signed even when both maps are not."""
 
     size: int = 64
@@ -132,16 +135,15 @@ class Sketched(_Fusion):
         transforms = 3 * 5 * self.size * self.size.bit_length() // 2
         return self.left.flops(dim) + self.right.flops(dim) + 2 * (self.left.dimension(dim) + self.right.dimension(dim)) + transforms
 
-    def draw(self, source: Source) -> dict[str, Tensor]:
-        drawn = self._parts_drawn(source)
+    def draw_rest(self, source: Source) -> dict[str, Tensor]:
+        drawn = super().draw_rest(source)
         for name, of in (("left", self.left), ("right", self.right)):
             count = of.dimension(source.dim)
             drawn[f"{name}hash_bucket"] = source.integers(f"{name}.bucket", self.size, source.heads, count)
             drawn[f"{name}hash_sign"] = source.signs(f"{name}.sign", source.heads, count)
         return drawn
 
-    def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        left, right = self._both(x, buffers, side)
+    def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
         sketches = [
             count_sketch(phi, buffers[f"{name}hash_bucket"], buffers[f"{name}hash_sign"], self.size) for name, phi in (("left", left), ("right", right))
         ]
@@ -193,4 +195,4 @@ class SharedHadamard(FeatureMap):
         return along.square() * torch.exp(exponent) * self.draws**-0.5
 
 
-__all__ = ["Hadamard", "SharedHadamard", "Sketched", "TensorProduct"]
+__all__ = ["Fused", "Hadamard", "SharedHadamard", "Sketched", "TensorProduct"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from zonal.algebra.declaration import require
 from zonal.errors import unknown_name
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source, part, under
-from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
+from zonal.features.fusion import Fused, Hadamard, SharedHadamard, Sketched, TensorProduct
 from zonal.features.landmarks import Anchors
 from zonal.features.quadrature import Quadrature, Rule, quadrature
 from zonal.features.random import PositiveRandom
@@ -33,7 +33,7 @@ class Slay(FeatureMap):
         draws: D random features a node. orthogonal, antithetic, learn: of these.
         fusion: ``tensor`` (all products), ``sketch`` (a count sketch of them, in ``sketch_size`` numbers), ``hadamard`` (index by index),
             ``shared`` (index by index with the projections of the random features as anchors; ``polynomial`` is not used).
-        delta: what a row's sum is increased by before the division.
+        anew: each node draws polynomial features of its own; the paper's algorithm 1 makes them once, for all nodes.
 
     m = R · (P D, D or sketch_size). Source: SLAY (paper 001), eqs. 8-10; what was found about it: docs/slay.md.
 
@@ -51,11 +51,10 @@ class Slay(FeatureMap):
     learn: bool = False
     fusion: Fusion = "tensor"
     sketch_size: int = 64
-    delta: float = 1e-6
+    anew: bool = False
 
     def __post_init__(self) -> None:
         require(self.fusion in _FUSIONS, f"Slay: fusion must be one of {', '.join(_FUSIONS)}, received {self.fusion!r}.")
-        require(self.delta >= 0, f"Slay: delta must be >= 0, received {self.delta}.")
         require(self.fusion != "shared" or not (self.orthogonal or self.antithetic or self.learn), "Slay: fusion='shared' has independent draws that are not learned only.")
         quadrature(self.rule, self.nodes, self.eps, self.tolerance)
         self._node(0.5)
@@ -88,12 +87,25 @@ class Slay(FeatureMap):
         return [self._node(s) for s in self.rule_used.nodes]
 
     @property
+    def _once(self) -> FeatureMap | None:
+        """The polynomial map that all nodes share."""
+        return None if self.anew or self.fusion == "shared" else self.polynomial
+
+    @property
     def learned(self) -> tuple[str, ...]:
-        return tuple(f"node{r}_{name}" for r, of in enumerate(self._parts) for name in of.learned)
+        return self._names([of.learned for of in self._parts])
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        return tuple(f"node{r}_{name}" for r, of in enumerate(self._parts) for name in of.chosen)
+        return self._names([of.chosen for of in self._parts])
+
+    def _names(self, of_nodes: list[tuple[str, ...]]) -> tuple[str, ...]:
+        """Names by node as those of the whole map."""
+        found = [(r, name) for r, names in enumerate(of_nodes) for name in names]
+        if self._once is None:
+            return tuple(f"node{r}_{name}" for r, name in found)
+        shared = [name.replace("left_", "polynomial_", 1) for r, name in found if r == 0 and name.startswith("left_")]
+        return (*shared, *(f"node{r}_{name}" for r, name in found if not name.startswith("left_")))
 
     @property
     def claim(self) -> Claim:
@@ -113,7 +125,8 @@ class Slay(FeatureMap):
         return sum(of.dimension(dim) for of in self._parts)
 
     def flops(self, dim: int) -> int:
-        return sum(of.flops(dim) + of.dimension(dim) for of in self._parts)
+        saved = 0 if self._once is None else (self.nodes - 1) * self._once.flops(dim)
+        return sum(of.flops(dim) + of.dimension(dim) for of in self._parts) - saved
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         used = self.rule_used
@@ -126,14 +139,23 @@ class Slay(FeatureMap):
         return torch.ones_like(x) if self.polynomial is None else self.polynomial.kernel(x, dim)
 
     def draw(self, source: Source) -> dict[str, Tensor]:
-        drawn: dict[str, Tensor] = {}
+        once = self._once
+        drawn = {} if once is None else under("polynomial", once.draw(source.child("polynomial")))
         for r, of in enumerate(self._parts):
-            drawn |= under(f"node{r}", of.draw(source.child(f"node{r}")))
+            node = source.child(f"node{r}")
+            drawn |= under(f"node{r}", of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node))
         return drawn
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
         roots = [math.exp(log_w / 2) for log_w in self.rule_used.log_weights]
-        return torch.cat([of(x, part(buffers, f"node{r}"), side) * roots[r] for r, of in enumerate(self._parts)], -1)
+        once = self._once
+        left = None if once is None else once(x, part(buffers, "polynomial"), side)
+        found = []
+        for r, of in enumerate(self._parts):
+            own = part(buffers, f"node{r}")
+            phi = of(x, own, side) if left is None or not isinstance(of, Fused) else of.fuse(left, of.right(x, part(own, "right"), side), own)
+            found.append(phi * roots[r])
+        return torch.cat(found, -1)
 
     def laplace_only(self) -> "Slay":
         """The paper's baseline without x^2, with as many features: the draws make up for the anchors."""

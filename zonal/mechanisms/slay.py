@@ -1,4 +1,4 @@
-"""SLAY: spherical Yat attention through positive random features, y_t = phi(q_t) . S_t / (phi(q_t) . Z_t + delta).
+"""SLAY: spherical Yat attention through positive random features, y_t = phi(q_t) . S_t / phi(q_t) . Z_t.
 
 S_t and Z_t are the sums of phi(k_s) v_s^T and phi(k_s) over the past, phi = [sqrt(w_r) (poly(u) ⊗ PRF(u; s_r))]_r (``features.Slay``). The
 kernel that is meant is ``yat(eps)``; what the features give instead, and what to use, is in docs/slay.md. Paper: SLAY (001).
@@ -43,8 +43,8 @@ def slay_features(
     orthogonal: bool = False,
     antithetic: bool = False,
     learn: bool = False,
-    delta: float = 1e-6,
     choice: Choice = "random",
+    anew: bool = False,
 ) -> Slay:
     """The paper's features from plain values, as an operator spec gives them.
 
@@ -61,7 +61,7 @@ def slay_features(
     require(polynomial in ("anchors", "nystrom") or choice == "random", f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.")
     return Slay(
         eps=eps, nodes=nodes, rule=rule, polynomial=_factor(polynomial, size, learn, choice), draws=draws, orthogonal=orthogonal, antithetic=antithetic,
-        learn=learn, fusion=fusion, sketch_size=sketch_size, delta=delta,
+        learn=learn, fusion=fusion, sketch_size=sketch_size, anew=anew,
     )  # fmt: skip
 
 
@@ -113,13 +113,14 @@ def slay(
     dim: int | None = None,
     seed: int | None = None,
     allow_signed: bool = False,
+    anew: bool = False,
 ) -> Operator:
     """Spherical Yat by the paper's features, row-normalised; what that is worth: docs/slay.md.
 
-    The first arguments are those of ``slay_features``, but for its delta: the row anchor divides by the sum itself and gives zeros where it
-    is zero. dim, seed and allow_signed are those of ``of_features``.
+    The first arguments are those of ``slay_features``, and so is ``anew``. The row anchor divides by the sum itself, without the paper's delta, and
+    gives zeros where it is zero. dim, seed and allow_signed are those of ``of_features``.
     """
-    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, choice=choice)
+    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, choice, anew)
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
