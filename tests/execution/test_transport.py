@@ -316,3 +316,36 @@ def test_hierarchy_needs_scores_of_means() -> None:
     with pytest.raises(PathError, match=r"not the mean score.*path='dense'"):
         zonal.attention(q, k, v, operator, path="tiled")
     assert torch.isfinite(zonal.attention(q, k, v, operator)).all()  # type: ignore[arg-type]
+
+
+ALONE: dict[str, tuple[int, int, dict[str, Tensor]]] = {
+    "one key": (5, 1, {}),
+    "one key that is no padding": (5, 3, {"key_padding_mask": torch.tensor([[True, False, False]])}),
+    "one key a document": (4, 4, {"cu_seqlens": torch.tensor([0, 1, 2, 3, 4])}),
+    "one key a document that is no padding": (
+        7, 7, {"cu_seqlens": torch.tensor([0, 2, 5, 7]), "key_padding_mask": torch.tensor([[True, False, False, True, False, False, True]])}
+    ),
+}  # fmt: skip
+"""Queries, keys, and what leaves each query one of them."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("spec", ["sinkhorn", "hyperbolic_transport", "sinkhorn(bounds=(0.5, 1.5))", "sinkhorn(rho=(None, 0.5))"])
+def test_queries_with_one_key_have_finite_gradients(spec: str, case: str, biased: bool) -> None:
+    """The system of the gradient is singular there, for one key gets all; tiles give what the definition gives, and nothing to scores that decide nothing."""
+    queries, keys, given = ALONE[case]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 6, generator=generator, dtype=torch.float64) for n in (queries, keys, keys))
+    bias = torch.randn(1, 2, keys, generator=generator, dtype=torch.float64) if biased else torch.zeros(1, 2, keys, dtype=torch.float64)
+    found = {}
+    for path, dtype in (("dense", torch.float64), ("tiled", torch.float64), ("tiled", torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, bias)]
+        y = zonal.attention(*leaves[:3], m.resolve(spec).to(dtype), key_bias=leaves[3], path=path, **given)  # type: ignore[arg-type]
+        grads = torch.autograd.grad(y.square().sum(), leaves)  # type: ignore[union-attr]
+        assert all(grad.isfinite().all() for grad in grads)
+        found[path, dtype] = grads
+    exact = found["dense", torch.float64]
+    for (_, dtype), grads in found.items():
+        for one, other in zip(exact, grads, strict=True):
+            assert (one - other).abs().max() < (1e-9 if dtype == torch.float64 else 1e-5) * (1 + one.abs().max())

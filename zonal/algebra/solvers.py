@@ -11,8 +11,9 @@ Apply = Callable[[Tensor], Tensor]
 def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
     """x with A x ≈ q by ``steps`` steps of conjugate gradients from q / diagonal, the diagonal of A.
 
-    A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; with a tolerance the iteration ends
-    when all do. In exact arithmetic N steps solve a system of size N.
+    A token whose residual is at most ``tolerance`` ‖q‖, or at rounding, stays as it is; so does one whose direction A sends to nothing beside
+    its diagonal, which happens where A is singular. With a tolerance the iteration ends when all do. In exact arithmetic N steps solve a
+    system of size N.
     """
     # gradients come in any size, and their squares would underflow
     scale = q.abs().amax(-1, keepdim=True)
@@ -21,12 +22,16 @@ def conjugate_gradients(apply: Apply, q: Tensor, diagonal: Tensor, steps: int, t
     r = q - apply(x)
     p, square = r, r.square().sum(-1, keepdim=True)
     least = max(tolerance, torch.finfo(q.dtype).eps) ** 2 * q.square().sum(-1, keepdim=True)
+    rounding, stuck = torch.finfo(q.dtype).eps, torch.zeros_like(square, dtype=torch.bool)
     for _ in range(steps):
-        going = square > least
+        going = (square > least) & ~stuck
         if tolerance and not bool(going.any()):
             break
         image = apply(p)
-        step = torch.where(going, square / (p * image).sum(-1, keepdim=True), 0)
+        curved = (p * image).sum(-1, keepdim=True)
+        stuck = stuck | (curved <= rounding * (diagonal * p.square()).sum(-1, keepdim=True))
+        going = going & ~stuck
+        step = torch.where(going, square / curved, 0)
         x, r = torch.addcmul(x, step, p), torch.addcmul(r, step, image, value=-1)
         after = r.square().sum(-1, keepdim=True)
         p = torch.addcmul(r, torch.where(going, after / square, 0), p)
