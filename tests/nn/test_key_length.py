@@ -6,7 +6,7 @@ import torch
 import zonal
 from zonal import anchor, link, score
 from zonal import mechanisms as m
-from zonal.execution import native
+from zonal.kernels import availability
 from zonal.nn import Attention
 
 CASES = {
@@ -98,7 +98,7 @@ def test_facts_five_times_longer_than_noise_are_recalled_from_the_start(power):
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_all_paths_take_the_factor_and_give_its_gradient(path, kernels, monkeypatch):
     if kernels == "off":
-        monkeypatch.setenv(native.VARIABLE, "off")
+        monkeypatch.setenv(availability.VARIABLE, "off")
     torch.manual_seed(0)
     operator = zonal.Operator(score.Dot(scale=1.0, key_limit=1.0, factor=0.3), link.Identity(), anchor.Koopman(power=1)).for_heads(4, 2)
     with torch.no_grad():
