@@ -1,6 +1,7 @@
 """Every memory of every operator: absorb, read, merge, subtract, fork, bytes, gradients, against the definition on all keys."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 import zonal
 from zonal import mechanisms as m
 from zonal import prior
+from zonal.errors import ArgumentError
 from zonal.memory import KeyValues, Memory, RidgeStatistics
 
 
@@ -113,6 +115,32 @@ def test_subtract_the_end(name: str) -> None:
     rest = first.merge(second).subtract(second)
     if name != "ska-paper":
         close(rest.read(q), first.read(q), 1e-8)
+
+
+@pytest.mark.parametrize("cut", [8, 12])
+@pytest.mark.parametrize("name", [name for name in NAMES if EXPECTED[name] in ("decayed", "fading")])
+def test_the_end_of_what_fades_is_told_from_its_beginning(name: str, cut: int, tmp_path: Path) -> None:
+    """The end would have to be taken from sums in which the beginning has faded: refused, like tokens that were absorbed and not merged."""
+    op, tokens, q = operator(name), span(), queries()
+    a, b, c = (tokens.part(*part).into(empty(op)) for part in ((0, cut), (cut, 2 * cut - 4), (2 * cut - 4, TOKENS)))
+    for whole in (a.merge(b).merge(c), a.merge(b.merge(c))):
+        for end in (c, b.merge(c)):
+            with pytest.raises(ArgumentError, match=r"the other memory is the end of this one.*span=…"):
+                whole.subtract(end)
+    pair = a.merge(b)
+    with pytest.raises(ArgumentError, match="border after these tokens is unknown"):
+        tokens.part(0, 2 * cut - 4).into(empty(op)).subtract(a)
+    pair.save(tmp_path / "pair")
+    for same in (pair, Memory.load(tmp_path / "pair"), pair.fork(), pair.gather([0, 1]), Memory.stack(list(pair.unbind()))):
+        close(same.subtract(a).read(q), b.read(q), 1e-8)
+        with pytest.raises(ArgumentError, match="the other memory is the end of this one"):
+            same.subtract(b)
+    whole = a.merge(b.merge(c))
+    close(whole.subtract(a).subtract(b).read(q), c.read(q), 1e-8)
+    close(a.merge(b).merge(c).subtract(a.merge(b)).read(q), c.read(q), 1e-8)
+    assert pair.subtract(tokens.part(0, 2 * cut - 4).into(empty(op))).count == 0
+    with pytest.raises(ArgumentError, match=r"Memory.subtract: .*(faded more|unknown)"):
+        pair.subtract(b.merge(a))
 
 
 @pytest.mark.parametrize("name", NAMES)

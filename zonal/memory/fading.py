@@ -15,8 +15,10 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
+from zonal.memory import marks
 from zonal.memory.base import Form, Memory
 from zonal.memory.inverse import positive_inverse
+from zonal.memory.marks import Border
 from zonal.memory.ridge import (
     anchor_of,
     first_key,
@@ -58,7 +60,7 @@ class FadingStatistics(Memory):
     last key (r), and first, the first key faded as everything is. padding (B,): tokens that were none, in which no time passes.
 
     merge(a, b) fades a by what passed in b and turns the levels of b to where they would have been given back: exact, associative, not
-    commutative. subtract takes out the oldest tokens: subtract(merge(a, b), a) = b, for powers past 0 where ``merge`` made the border.
+    commutative. subtract takes out a beginning: subtract(merge(a, b), a) = b; anything else is refused, which ``borders`` tell.
     """
 
     kind: ClassVar[str] = "fading"
@@ -74,6 +76,7 @@ class FadingStatistics(Memory):
     last: Tensor | None
     padding: Tensor
     seams: tuple[Seam, ...] = ()  # right keys faded as everything is
+    borders: tuple[Border, ...] = ()
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
@@ -144,7 +147,7 @@ class FadingStatistics(Memory):
         merged = replace(
             self, count=self.count + other.count, padding=self.padding + other.padding, total=self.total + other.total,
             gram=self.gram * keep[..., None] + other.gram, cross=self.cross * keep[..., None] + other.cross,
-            level=self.level * keep + turned(other.level - keep, self.real),
+            level=self.level * keep + turned(other.level - keep, self.real), borders=marks.after_merge(self._marked(), other._marked()),
         )  # fmt: skip
         if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
             return merged
@@ -156,22 +159,23 @@ class FadingStatistics(Memory):
             first=torch.where(mine, self.first * keep, other.first), last=torch.where(theirs, other.last, self.last),
         )  # fmt: skip
 
+    def _marked(self) -> marks.Marked:
+        return marks.Marked.of(self.count, self.total, [self.gram, self.cross], self.borders)
+
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, FadingStatistics)
-        later = self.total - other.total
-        if bool((later > 1e-9 * (1 + self.total.abs())).any()):
-            raise ArgumentError("Memory.subtract: the other memory has faded more than this one; it is not its beginning.")
         if bool((other.padding > self.padding).any()):
             raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
         if other.count == 0:
             return self
+        kept, later = marks.after_subtract(self._marked(), other._marked()), self.total - other.total
         if self.count == other.count:
             return type(self).start(self.operator, self.form)
         keep = later.exp()[..., None]
         rest = replace(
             self, count=self.count - other.count, padding=self.padding - other.padding, total=later,
             gram=self.gram - other.gram * keep[..., None], cross=self.cross - other.cross * keep[..., None],
-            level=keep + turned(self.level - other.level * keep, -other.real),
+            level=keep + turned(self.level - other.level * keep, -other.real), borders=kept,
         )  # fmt: skip
         if self.shift is None or self.first is None or self.last is None or other.shift is None or other.last is None:
             return rest
@@ -183,7 +187,7 @@ class FadingStatistics(Memory):
                 return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
             "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
-            "Keep spans that may have to go as memories of their own and merge them; with power 0 the oldest tokens can always be subtracted."
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 a merged beginning can always be subtracted."
         )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
@@ -192,13 +196,13 @@ class FadingStatistics(Memory):
     def preceded(self, n: int) -> Self:
         # levels stay: directions are counted by real tokens
         seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
-        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
+        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams, borders=marks.moved(self.borders, n))
 
     def trimmed(self) -> Self:
         if self.parts or self.seams:
             return self
         count, padding = unpadded(self.count, self.padding)
-        return replace(self, count=count, padding=padding)
+        return replace(self, count=count, padding=padding, borders=marks.moved(self.borders, count - self.count))
 
     def copied(self) -> Self:
         def own(x: Tensor | None) -> Tensor | None:
@@ -207,21 +211,21 @@ class FadingStatistics(Memory):
         return replace(
             self, gram=self.gram.clone(), cross=self.cross.clone(), level=self.level.clone(), total=self.total.clone(), shift=own(self.shift), first=own(self.first),
             last=own(self.last), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
-            parts=(),
+            borders=marks.copied(self.borders), parts=(),
         )  # fmt: skip
 
     def bytes_at(self, length: int) -> int:
         form, r = self.form, self.gram.shape[-1]
         numbers = r * r + form.value_dim * r + r + 1  # G, C, levels, total
-        numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams)
+        numbers += (r * r + 2 * r if self.shift is not None else 0) + 2 * r * len(self.seams) + 3 * len(self.borders)
         return form.batch * (form.heads * 8 * numbers + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:
         names = ("gram", "cross", "level", "total", "shift", "first", "last", "padding")
-        return {name: x for name in names if (x := getattr(self, name)) is not None} | named(self.seams)
+        return {name: x for name in names if (x := getattr(self, name)) is not None} | named(self.seams) | marks.named(self.borders)
 
     def plain(self) -> dict[str, int]:
-        return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
+        return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)} | marks.places(self.borders)
 
     @classmethod
     def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
@@ -229,7 +233,7 @@ class FadingStatistics(Memory):
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain))
+        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain), borders=marks.restored(tensors, plain))
 
 
 __all__ = ["FadingStatistics", "directions", "given_back", "turned"]

@@ -109,7 +109,8 @@ def named(seams: Sequence[Seam]) -> dict[str, Tensor]:
 
 def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Seam, ...]:
     """The seams of ``named``, where they are from ``plain``. Raises: KeyError when one is missing."""
-    return tuple(Seam(plain[f"seam{i}"], *(tensors[f"seam{i}.{name}"] for name in Seam._fields[1:])) for i in range(len(plain)))
+    count = sum(name.startswith("seam") for name in plain)
+    return tuple(Seam(plain[f"seam{i}"], *(tensors[f"seam{i}.{name}"] for name in Seam._fields[1:])) for i in range(count))
 
 
 def _rows(which: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
+from zonal.memory import marks
 from zonal.memory.base import Form, Memory, served_by
 from zonal.memory.criterion import ratio
+from zonal.memory.marks import Border
 from zonal.memory.reading import no_evidence
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
@@ -275,7 +277,8 @@ def _no_decay(form: Form) -> Tensor:
 class DecayedSums(Memory):
     """S_t = e^{g_t} S_{t-1} + phi(k_t) [v_t, 1]^T with log decays g <= 0 a token, and their total.
 
-    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out the oldest tokens: subtract(merge(a, b), a) = b.
+    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out a beginning: subtract(merge(a, b), a) = b; anything else is
+    refused, which ``borders`` tell.
     """
 
     kind: ClassVar[str] = "decayed"
@@ -284,6 +287,7 @@ class DecayedSums(Memory):
     state: Tensor
     padding: Tensor
     total: Tensor  # (B, Hkv) float64
+    borders: tuple[Border, ...] = ()
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:
@@ -322,44 +326,50 @@ class DecayedSums(Memory):
         assert isinstance(other, DecayedSums)
         faded = self.state * other.total.exp().to(self.state)[..., None, None]
         return replace(
-            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state, total=self.total + other.total
-        )
+            self, count=self.count + other.count, padding=self.padding + other.padding, state=faded + other.state, total=self.total + other.total,
+            borders=marks.after_merge(self._marked(), other._marked()),
+        )  # fmt: skip
+
+    def _marked(self) -> marks.Marked:
+        return marks.Marked.of(self.count, self.total, [self.state], self.borders)
 
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, DecayedSums)
-        later = self.total - other.total
-        if bool((later > 1e-9 * (1 + self.total.abs())).any()):
-            raise ArgumentError("Memory.subtract: the other memory has faded more than this one; it is not its beginning.")
+        kept, later = marks.after_subtract(self._marked(), other._marked()), self.total - other.total
         state = self.state - other.state * later.exp().to(self.state)[..., None, None]
-        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=state, total=later)
+        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=state, total=later, borders=kept)
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
 
     def preceded(self, n: int) -> Self:
-        return replace(self, count=self.count + n, padding=self.padding + n)
+        return replace(self, count=self.count + n, padding=self.padding + n, borders=marks.moved(self.borders, n))
 
     def trimmed(self) -> Self:
         if self.parts or self.chunk is not None:
             return self
         count, padding = unpadded(self.count, self.padding)
-        return replace(self, count=count, padding=padding)
+        return replace(self, count=count, padding=padding, borders=marks.moved(self.borders, count - self.count))
 
     def copied(self) -> Self:
-        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone(), parts=())
+        own = marks.copied(self.borders)
+        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone(), borders=own, parts=())
 
     def bytes_at(self, length: int) -> int:
-        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8
+        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8 * (1 + 3 * len(self.borders))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"state": self.state, "padding": self.padding, "total": self.total}
+        return {"state": self.state, "padding": self.padding, "total": self.total} | marks.named(self.borders)
+
+    def plain(self) -> dict[str, int]:
+        return marks.places(self.borders)
 
     @classmethod
     def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
         _checked_state(tensors["state"], tensors["padding"], operator, form)
         if tensors["total"].shape != (form.batch, form.heads):
             raise ValueError("the tensors do not have the shapes of the header")
-        return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"])
+        return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"], marks.restored(tensors, plain))
 
 
 __all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "unpadded", "with_mass"]

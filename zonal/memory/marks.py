@@ -1,0 +1,113 @@
+"""Where memories that fade were merged, so that their beginning can be told from their end.
+
+What such a memory holds of its end is not faded, and of its beginning it is: to take the one out as if it were the other gives sums of nothing.
+Sums alone do not say which is which. So a merge writes down what the tokens before its border came to, as two numbers a head.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+
+_SAME = 1e-4
+"""Marks that differ by less, relative to the sums, are of the same tokens: float32 sums in another order differ by 1e-6."""
+
+
+class Border(NamedTuple):
+    """A border ``at`` tokens from the start. total (B, Hkv): the log decays before it; mark (B, Hkv, 2): of the sums before it."""
+
+    at: int
+    total: Tensor
+    mark: Tensor
+
+
+class Marked(NamedTuple):
+    """What a memory that fades shows of itself: its tokens, its log decays, the mark of its sums and the largest norm of a head's, its borders."""
+
+    count: int
+    total: Tensor
+    mark: Tensor
+    size: Tensor  # ()
+    borders: tuple[Border, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, count: int, total: Tensor, sums: Sequence[Tensor], borders: tuple[Border, ...]) -> "Marked":
+        """The mark is linear in sums (B, Hkv, …), so that those of neighbours add up as they do."""
+        flat = torch.cat([x.double().flatten(2) for x in sums], -1)
+        place = torch.arange(1, flat.shape[-1] + 1, dtype=flat.dtype, device=flat.device)
+        return cls(count, total, flat @ torch.stack([place.cos(), place.sin()], -1), flat.norm(dim=-1).amax(), borders)
+
+
+def after_merge(mine: Marked, others: Marked) -> tuple[Border, ...]:
+    """The borders of a memory that was followed by another."""
+    if not mine.count or not others.count:
+        return (*mine.borders, *others.borders)
+    moved = (Border(b.at + mine.count, mine.total + b.total, mine.mark * b.total.exp()[..., None] + b.mark) for b in others.borders)
+    return (*mine.borders, Border(mine.count, mine.total, mine.mark), *moved)
+
+
+def after_subtract(mine: Marked, others: Marked) -> tuple[Border, ...]:
+    """The borders of a memory without another, which is its beginning.
+
+    Raises: ArgumentError when it is not, or not known to be.
+    """
+    later = mine.total - others.total
+    if bool((later > 1e-9 * (1 + mine.total.abs())).any()):
+        raise ArgumentError("Memory.subtract: the other memory has faded more than this one; it is not its beginning.")
+    size = torch.maximum(mine.size, others.size)
+    if mine.count == others.count and _same(mine.mark, others.mark, size):
+        return ()
+    if not any(b.at == others.count and _same(b.mark, others.mark, size) for b in mine.borders):
+        if any(b.at == mine.count - others.count and _same(_between(b, mine), others.mark, size) for b in mine.borders):
+            raise ArgumentError(
+                "Memory.subtract: the other memory is the end of this one, and where the past fades only the beginning can be taken out of sums. "
+                "Keep this memory from before the merge, or merge with a name (span=…) and forget it."
+            )
+        raise ArgumentError(
+            "Memory.subtract: the border after these tokens is unknown: where the past fades only a beginning that this memory got by merge can be taken out of its sums. "
+            "Merge memories of these tokens and of the later ones, or absorb them with a name (span=…) and forget it."
+        )
+    kept = (b for b in mine.borders if b.at > others.count)
+    return tuple(Border(b.at - others.count, b.total - others.total, b.mark - others.mark * (b.total - others.total).exp()[..., None]) for b in kept)
+
+
+def _between(border: Border, whole: Marked) -> Tensor:
+    """The mark of what follows a border."""
+    return whole.mark - border.mark * (whole.total - border.total).exp()[..., None]
+
+
+def _same(a: Tensor, b: Tensor, size: Tensor) -> bool:
+    return bool(((a - b).abs() <= _SAME * size).all())
+
+
+def moved(borders: Sequence[Border], by: int) -> tuple[Border, ...]:
+    """Borders after ``by`` tokens more, or fewer, of padding in front."""
+    return tuple(b._replace(at=b.at + by) for b in borders if b.at + by > 0)
+
+
+def copied(borders: Sequence[Border]) -> tuple[Border, ...]:
+    """The same borders in storage of their own."""
+    return tuple(Border(b.at, b.total.clone(), b.mark.clone()) for b in borders)
+
+
+def named(borders: Sequence[Border]) -> dict[str, Tensor]:
+    """The tensors of borders by name."""
+    return {f"border{i}.{name}": getattr(b, name) for i, b in enumerate(borders) for name in Border._fields[1:]}
+
+
+def places(borders: Sequence[Border]) -> dict[str, int]:
+    """Where borders are, by name."""
+    return {f"border{i}": b.at for i, b in enumerate(borders)}
+
+
+def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Border, ...]:
+    """The borders of ``named`` and ``places``. Raises: KeyError when one is missing."""
+    count = sum(name.startswith("border") for name in plain)
+    return tuple(Border(plain[f"border{i}"], tensors[f"border{i}.total"], tensors[f"border{i}.mark"]) for i in range(count))
+
+
+__all__ = ["Border", "Marked", "after_merge", "after_subtract", "copied", "moved", "named", "places", "restored"]
