@@ -238,11 +238,6 @@ def fitted(operator: Operator, case: Case) -> Case:
     return case
 
 
-def admissible(operator: Operator, case: Case) -> bool:
-    """Whether the definition itself accepts this pair as it is."""
-    return fitted(operator, case) == case
-
-
 @dataclass
 class Inputs:
     """Tensors of a case and the arguments that go with them."""

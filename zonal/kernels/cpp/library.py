@@ -159,7 +159,7 @@ class Arguments:
         self.call = Fields(
             qs=Strides(*q.stride()[:3]), ks=Strides(*k.stride()[:3]), vs=Strides(*v.stride()[:3]), B=batch, H=heads, Hkv=k.shape[1], T=queries,
             S=keys, D=dim, P=value_dim, documents=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, causal=spec.causal,
-            include_self=spec.include_self, chunk=spec.chunk, left=-1 if spec.left is None else spec.left, right=keys if spec.right is None else spec.right,
+            include_self=spec.include_self, chunk=spec.chunk, left=-1 if spec.left is None else spec.left, right=keys + queries if spec.right is None else spec.right,
             numbers=coefficients.shape[1], anchor=_ANCHORS[spec.anchor], normalise=spec.normalise, eps=spec.eps, split=1, places=torch.get_num_threads(),
         )  # fmt: skip
         self.point("q", q, dtype, (batch, heads, queries, dim), strided=True)
