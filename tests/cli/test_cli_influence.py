@@ -44,8 +44,8 @@ def test_what_no_layer_reaches_is_a_dot(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tokens 0", "influence: --tokens must be a whole number >= 1, received 0"),
-        ("--window -1", "influence: --window must be a whole number >= 0, received -1"),
+        ("--tokens 0", "influence: --tokens must be from 1 to 4,096, received 0"),
+        ("--window -1", "influence: --window must be from 0 to 4,096, received -1"),
         ("--window 4 --operator sko", "influence: --window stands in place of --operator, received both"),
         ("--operator softmx", "softmax"),
     ],

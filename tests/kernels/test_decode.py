@@ -24,7 +24,7 @@ from zonal.kernels.cpp import build, decode_library, library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums
 from zonal.models import ModelConfig
-from zonal.models.causal_lm import build as build_model
+from zonal.models import build as build_model
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 

@@ -161,6 +161,8 @@ def require(condition: bool, message: str) -> None:
         raise ArgumentError(message)
 
 
-def require_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise ArgumentError unless ``value`` is a whole number >= ``least``. name: the call and the argument, "Anchors: count"."""
-    require(isinstance(value, int) and not isinstance(value, bool) and value >= least, f"{name} must be a whole number >= {least}, received {value!r}.")
+def require_whole(name: str, value: object, least: int = 1, most: int = 2**20) -> None:
+    """Raise ArgumentError unless ``value`` is a whole number from ``least`` to ``most``. name: the call and the argument, "Anchors: count"."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, f"{name} must be a whole number >= {least}, received {value!r}.")
+    require(not whole or value <= most, f"{name} must be a whole number of at most {most:,}, received {value!r}.")

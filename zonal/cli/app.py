@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+from zonal.cli import limits
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 MISTAKE = 2
@@ -74,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ZonalError as error:
-        print(f"zonal: {' '.join(str(error).split())}", file=sys.stderr)
-        return MISTAKE
+        return _mistake(str(error))
     except KeyboardInterrupt:
         print(f"\nInterrupted. To go on where it stood, run again: {shlex.join(['zonal', *words])}", file=sys.stderr)
         return INTERRUPTED
@@ -83,6 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout once more at exit; give it somewhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        # what the operating system refuses lies outside of the program: a folder without rights, a file system that is read only
+        return _mistake(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
+    except MemoryError as error:
+        return _mistake(f"out of memory ({error}). Ask for less at a time.")
+
+
+def _mistake(message: str) -> int:
+    """Tell a mistake in one line; a word of hundreds of letters is cut."""
+    line = re.sub(r"\S{280,}", lambda word: f"{word[0][:40]}… ({len(word[0]):,} characters)", " ".join(message.split()))
+    print(f"zonal: {line}", file=sys.stderr)
+    return MISTAKE
 
 
 def _dispatch(words: list[str]) -> int:
@@ -131,6 +143,7 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
         raise ArgumentError(f"{call}: {_one_line(errors.getvalue())}") from stop
     if unknown:
         raise _unknown_option(call, unknown[0], kind())
+    limits.check(call, options)
     return options
 
 

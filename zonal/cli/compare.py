@@ -14,6 +14,7 @@ from rich.text import Text
 
 from zonal import report
 from zonal.cli import parse, presets
+from zonal.cli.limits import PROCESSES, THREADS
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
 from zonal.cli.progress import watching
 from zonal.models.layers import check, layers_for
@@ -60,9 +61,9 @@ class Compare:
     """Heading of the report."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
     """Processor threads of each run."""
-    jobs: int = 1
+    jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in a process of its own; times are then only comparable among themselves."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

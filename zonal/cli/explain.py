@@ -14,6 +14,7 @@ import zonal
 from zonal import ledger, mechanisms
 from zonal.cli import explain_model, parse
 from zonal.cli.explain_model import ModelLook
+from zonal.cli.limits import SIZE, TOKENS, Between
 from zonal.cli.options import command_line, device
 from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
@@ -46,11 +47,11 @@ class Explain:
     """A name, or name(argument=value, ...)."""
     shape: Annotated[str | None, tyro.conf.arg(metavar="B,H,T,D", help_behavior_hint="(required)")] = None
     """Batch, heads, tokens and head dimension of the queries."""
-    kv_heads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as heads)")] = None
+    kv_heads: Annotated[int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as heads)")] = None
     """Key and value heads."""
-    keys: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as tokens)")] = None
+    keys: Annotated[int | None, TOKENS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as tokens)")] = None
     """Number of keys."""
-    value_dim: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: head dimension)")] = None
+    value_dim: Annotated[int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: head dimension)")] = None
     """Dimension of the values."""
     causal: bool = False
     """Each query sees nothing later."""
@@ -58,7 +59,7 @@ class Explain:
     """Count the backward pass too."""
     key_padding: bool = False
     """With a mask of real keys."""
-    memory: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    memory: Annotated[int | None, Between(0, 2**40), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
     """Go on from a memory of so many tokens."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """Number format."""

@@ -15,6 +15,7 @@ from zonal import tasks
 from zonal.algebra import Operator, ledger
 from zonal.cli import parse
 from zonal.cli.generate import checkpoint_in, codec
+from zonal.cli.limits import Between
 from zonal.cli.options import device
 from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
@@ -31,17 +32,17 @@ class ModelLook:
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
-    layer: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    layer: Annotated[int | None, Between(1, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
     """Of the model's layers the one with this number, from 1."""
     text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: what was held out)")] = None
     """What the model reads; text, or token numbers for a model that was not trained on text."""
-    sequences: int = 2
+    sequences: Annotated[int, Between(1, 4096)] = 2
     """Without --text: how many held-out sequences it reads."""
-    length: int = 128
+    length: Annotated[int, Between(1, 4096)] = 128
     """At most so many tokens of each."""
     ranks: str = "1,2,4"
     """How many numbers of a query and a key may meet."""
-    refine: int = 30
+    refine: Annotated[int, Between(0, 100_000)] = 30
     """Steps by which each rank is fitted to the weights; 0 for none."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Draw it too: a page with shares, singular values and maps of the first sequence."""

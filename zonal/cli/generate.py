@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from zonal.cli.limits import COUNT, SEED, SHARE, Between
 from zonal.cli.options import device
 from zonal.data import tokenizers
 from zonal.errors import ArgumentError, FileFormatError
+from zonal.models import Sampler
 from zonal.training import load_model
 
 DESCRIPTION = """\
@@ -36,17 +38,17 @@ class Generate:
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
     prompt: str = ""
     """The beginning; text, or token numbers for a model that was not trained on text."""
-    max_new_tokens: int = 200
+    max_new_tokens: Annotated[int, Between(0, 1_000_000_000)] = 200
     """Stop after so many tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Between(0, 1e6)] = 1.0
     """Below 1 more predictable, above 1 more varied, 0 always the likeliest token."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    top_k: Annotated[int | None, COUNT, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
     """Draw from the so many likeliest tokens only."""
-    top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
+    top_p: Annotated[float | None, SHARE, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
     """Draw from the likeliest tokens that together have this probability."""
     stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None
     """End where this text has been generated."""
-    seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")] = None
+    seed: Annotated[int | None, SEED, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")] = None
     """The same seed, prompt and model give the same text."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
@@ -108,6 +110,7 @@ def run(options: Generate, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.model is None:
         raise ArgumentError("generate: --model is required: a checkpoint, or the folder of a run of `zonal train`.")
+    Sampler(options.temperature, options.top_k, options.top_p)  # refused before the model is read
     model, config = load_model(checkpoint_in(options.model))
     model = model.to(device(options.device))
     written = codec(config["identity"]["task"], model.config.vocab_size)

@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from zonal.algebra import influence
-from zonal.algebra.declaration import require_whole
+from zonal.cli.limits import Between
 from zonal.cli.shown import table
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, layer_list
@@ -38,11 +38,11 @@ class Influence:
 
     operator: str = "softmax"
     """One operator or recurrence, repeated; or a list with one a layer, NAME*3 for three."""
-    window: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    window: Annotated[int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
     """In place of an operator: softmax that sees so many tokens back."""
-    conv: int = 0
+    conv: Annotated[int, Between(0, 4096)] = 0
     """Width of the short convolution before the projections of attention; 0 for none."""
-    tokens: int = 256
+    tokens: Annotated[int, Between(1, 4096)] = 256
     """Tokens of a sequence."""
     json: bool = False
     """Print JSON instead of tables."""
@@ -86,12 +86,10 @@ class Found:
 
 def found(options: Influence) -> Found:
     """What the options ask for. Raises: ArgumentError for what does not fit."""
-    require_whole("influence: --tokens", options.tokens)
     spec = options.operator
     if options.window is not None:
         if options.operator != Influence.operator:
             raise ArgumentError(f"influence: --window stands in place of --operator, received both. Leave one out, or give {options.operator!r} a prior of its own.")
-        require_whole("influence: --window", options.window, 0)
         spec = f"regime(prior=('window(left={options.window})',))"
     layers = layer_list(spec, "--operator")
     with torch.device("meta"):

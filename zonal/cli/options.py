@@ -11,6 +11,7 @@ import tyro
 
 from zonal import tasks
 from zonal.cli import parse
+from zonal.cli.limits import COUNT, RATIO, SHARE, SIZE, STEPS, TOKENS, Between, FileName
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
 from zonal.models.config import Mlp
@@ -32,39 +33,39 @@ class TaskOptions:
 
     task: Annotated[str | None, _shown("NAME", "(required)")] = None
     """text, mqar, mixed, needle, sexpr, hypernyms, ... ; without it they are listed."""
-    data: Annotated[str | None, _shown("PATH", "(default: the embedded novel)")] = None
+    data: Annotated[str | None, FileName(), _shown("PATH", "(default: the embedded novel)")] = None
     """For text: a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, novel, or hub:name[:split[:column]]."""
     tokenizer: Annotated[Literal["byte", "gpt2"] | None, _shown("{byte,gpt2}", "(default: byte)")] = None
     """For text: what a token is."""
-    length: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    length: Annotated[int | None, TOKENS, _shown("INT", _OFTEN)] = None
     """Tokens of a sequence."""
-    validation_fraction: Annotated[float | None, _shown("FLOAT", "(default: 0.1)")] = None
+    validation_fraction: Annotated[float | None, SHARE, _shown("FLOAT", "(default: 0.1)")] = None
     """For text: the part at its end that is held out."""
-    evaluation_bytes: Annotated[int | None, _shown("INT", "(default: 65536)")] = None
+    evaluation_bytes: Annotated[int | None, Between(1, 2**40), _shown("INT", "(default: 65536)")] = None
     """For text: evaluate on so many bytes of the held-out part."""
-    max_bytes: Annotated[int | None, _shown("INT", "(default: all)")] = None
+    max_bytes: Annotated[int | None, Between(1, 2**40), _shown("INT", "(default: all)")] = None
     """For text: read only so many bytes of the source."""
-    train_fraction: Annotated[float | None, _shown("FLOAT", "(default: 1)")] = None
+    train_fraction: Annotated[float | None, SHARE, _shown("FLOAT", "(default: 1)")] = None
     """For text: learn from so much of what is not held out."""
-    vocab_size: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    vocab_size: Annotated[int | None, COUNT, _shown("INT", _OFTEN)] = None
     """For recall, retrieval and periodic: size of the vocabulary."""
-    pairs: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    pairs: Annotated[int | None, SIZE, _shown("INT", _OFTEN)] = None
     """For recall and retrieval: things to remember; for hypernyms and paths: candidates in the context."""
-    train_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    train_examples: Annotated[int | None, COUNT, _shown("INT", _OFTEN)] = None
     """For mqar: training sequences."""
-    test_examples: Annotated[int | None, _shown("INT", _OFTEN)] = None
+    test_examples: Annotated[int | None, COUNT, _shown("INT", _OFTEN)] = None
     """For all but text: test sequences (of retrieval and others, of each kind and size)."""
     subset: Annotated[str | None, _shown("WORD", "(default: mammal, of paths carnivore)")] = None
     """For hypernyms and paths: the word of WordNet, an animal's or an artifact's, below which entities are taken."""
-    closure: Annotated[float | None, _shown("FLOAT", "(default: 0.5)")] = None
+    closure: Annotated[float | None, SHARE, _shown("FLOAT", "(default: 0.5)")] = None
     """For hypernyms: the part of the pairs at a distance of 2 or more that is trained."""
-    hops: Annotated[int | None, _shown("INT", "(default: 4)")] = None
+    hops: Annotated[int | None, Between(1, 64), _shown("INT", "(default: 4)")] = None
     """For paths: the most relations in a question."""
-    questions: Annotated[int | None, _shown("INT", "(default: 8)")] = None
+    questions: Annotated[int | None, SIZE, _shown("INT", "(default: 8)")] = None
     """For hypernyms and paths: questions a sequence."""
-    depth: Annotated[int | None, _shown("INT", "(default: 5, 10 and 15)")] = None
+    depth: Annotated[int | None, Between(1, 64), _shown("INT", "(default: 5, 10 and 15)")] = None
     """For sexpr: depth of the expressions."""
-    frequencies: Annotated[int | None, _shown("INT", "(default: 1, 2, 4 and 8)")] = None
+    frequencies: Annotated[int | None, Between(1, 1024), _shown("INT", "(default: 1, 2, 4 and 8)")] = None
     """For periodic: waves in a signal."""
 
     def resolve(self, command: str) -> tasks.Task:
@@ -82,27 +83,27 @@ class TaskOptions:
 class ModelOptions:
     """The decoder that every operator is put into."""
 
-    layers: int = 2
+    layers: Annotated[int, Between(1, 4096)] = 2
     """Number of layers."""
-    dim: int = 64
+    dim: Annotated[int, SIZE] = 64
     """Width of the residual stream."""
-    heads: int = 4
+    heads: Annotated[int, Between(1, 4096)] = 4
     """Attention heads a layer."""
-    kv_heads: Annotated[int | None, _shown("INT", "(default: as heads)")] = None
+    kv_heads: Annotated[int | None, Between(1, 4096), _shown("INT", "(default: as heads)")] = None
     """Key and value heads; fewer than heads shares them between heads."""
-    head_dim: Annotated[int | None, _shown("INT", "(default: dim / heads)")] = None
+    head_dim: Annotated[int | None, SIZE, _shown("INT", "(default: dim / heads)")] = None
     """Size of a head."""
-    qk_dim: Annotated[int | None, _shown("INT", "(default: what the operator asks for, or head_dim)")] = None
+    qk_dim: Annotated[int | None, SIZE, _shown("INT", "(default: what the operator asks for, or head_dim)")] = None
     """Size of queries and keys of a head."""
     mlp: Mlp = "swiglu"
     """The part between attention layers."""
-    mlp_ratio: float = 8 / 3
+    mlp_ratio: Annotated[float, Between(1e-6, 1024)] = 8 / 3
     """Hidden size of the mlp, or of each expert, over dim."""
-    experts: int = 8
+    experts: Annotated[int, Between(1, 4096)] = 8
     """With --mlp experts: feed-forward layers of a block."""
-    experts_per_token: int = 2
+    experts_per_token: Annotated[int, Between(1, 4096)] = 2
     """With --mlp experts: how many of them a token takes."""
-    conv: int = 4
+    conv: Annotated[int, Between(0, 4096)] = 4
     """Width of the short causal convolution before the projections; 0 for none."""
     rotary: bool = False
     """Rotary positions."""
@@ -110,7 +111,7 @@ class ModelOptions:
     """Normalise queries and keys."""
     residual: Residual = "pre"
     """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
-    init_std: float = 0.02
+    init_std: Annotated[float, RATIO] = 0.02
     """Standard deviation of initial weights; wider for --residual post, such as 0.125."""
     tie_embeddings: bool = True
     """Use the embedding as output layer too."""
@@ -143,33 +144,33 @@ class ModelOptions:
 class TrainingOptions:
     """How it is learned: AdamW with warm-up and a cosine, the same for every operator."""
 
-    steps: Annotated[int | None, _shown("INT", "(default: what the budget allows)")] = None
+    steps: Annotated[int | None, STEPS, _shown("INT", "(default: what the budget allows)")] = None
     """Training steps of every run; with --budget, the most allowed."""
-    batch_size: int = 32
+    batch_size: Annotated[int, SIZE] = 32
     """Sequences a step."""
-    accumulate: int = 1
+    accumulate: Annotated[int, SIZE] = 1
     """Run a batch in so many parts: less memory, the same gradient."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Between(0, 1000)] = 0.1
     """Decoupled weight decay of matrices."""
-    warmup_ratio: float = 0.1
+    warmup_ratio: Annotated[float, SHARE] = 0.1
     """Part of the steps in which the learning rate rises."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Last learning rate over the highest."""
-    clip: float = 1.0
+    clip: Annotated[float, RATIO] = 1.0
     """Largest norm of the gradient."""
     curriculum: Annotated[str | None, _shown("LIST", "(default: none)")] = None
     """Open the gates of rewa's distances one after another, sphere, plane, hyperbolic space, all: the parts of the run at which the last three open, such as 0.25,0.5,0.75."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format."""
-    eval_every: Annotated[int | None, _shown("INT", "(default: ten times a run)")] = None
+    eval_every: Annotated[int | None, STEPS, _shown("INT", "(default: ten times a run)")] = None
     """Steps between evaluations."""
-    eval_batch_size: Annotated[int | None, _shown("INT", "(default: as batch-size)")] = None
+    eval_batch_size: Annotated[int | None, SIZE, _shown("INT", "(default: as batch-size)")] = None
     """Sequences a step of evaluation."""
-    transfer_piece: Annotated[int | None, _shown("INT", "(default: whole)")] = None
+    transfer_piece: Annotated[int | None, TOKENS, _shown("INT", "(default: whole)")] = None
     """Read the longer sequences that a finished run is measured on so many tokens at a time, from the model's memory."""
-    stop_at_accuracy: Annotated[float | None, _shown("FLOAT", "(default: never)")] = None
+    stop_at_accuracy: Annotated[float | None, SHARE, _shown("FLOAT", "(default: never)")] = None
     """End a run at the first evaluation with this accuracy."""
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: Annotated[float, Between(0, 1e9)] = 60.0
     """Seconds between checkpoints; there is always one when a run stops or ends."""
     keep_best: bool = False
     """Also keep the weights of the best evaluation."""

@@ -4,10 +4,15 @@ import itertools
 import math
 import re
 
+from zonal.cli.limits import RATE
 from zonal.errors import ArgumentError
 from zonal.models.layers import split
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST = 10 * 365 * 24 * 3600.0
+# seeds or learning rates of one comparison
+_MOST = 1000
+_LARGEST_AXIS = 2**40
 
 
 def operators(text: str, option: str = "--operators") -> tuple[str, ...]:
@@ -25,8 +30,8 @@ def duration(text: str, option: str = "--budget") -> float:
         value = float(whole)
     else:
         raise ArgumentError(f"{option}: {text!r} is not a time. Write 90s, 10m, 2h or 1h30m.")
-    if value <= 0:
-        raise ArgumentError(f"{option}: a time above zero is required, got {text!r}.")
+    if not 0 < value <= _LONGEST:
+        raise ArgumentError(f"{option}: a time above zero and of at most ten years is required, got {text!r}.")
     return value
 
 
@@ -38,6 +43,8 @@ def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
         raise ArgumentError(f"{option}: {text!r} is neither a count such as 3 nor a list of seeds such as 0,1,2.") from error
     if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
         raise ArgumentError(f"{option}: {text!r} must be a count of at least 1, or a list of seeds of at least 0.")
+    if max(len(numbers), 0 if "," in text else numbers[0]) > _MOST or max(numbers) >= 2**63:
+        raise ArgumentError(f"{option}: at most {_MOST:,} seeds, each below 2**63, are possible, got {text!r}.")
     return tuple(range(numbers[0])) if "," not in text else tuple(numbers)
 
 
@@ -49,6 +56,8 @@ def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, 
         raise ArgumentError(f"{option}: {text!r} is not a list of numbers such as 1e-3,3e-3.") from error
     if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ArgumentError(f"{option}: learning rates must be above zero, got {text!r}.")
+    if len(numbers) > _MOST or max(numbers) > RATE.most:
+        raise ArgumentError(f"{option}: at most {_MOST:,} learning rates, each of at most {RATE.most:g}, are possible, got {text!r}.")
     return numbers
 
 
@@ -80,7 +89,7 @@ def shape(text: str, option: str = "--shape") -> tuple[int, int, int, int]:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) != 4 or min(numbers) < 1:
-        raise ArgumentError(f"{option}: {text!r} must be four whole numbers of at least 1: batch,heads,tokens,head dimension, such as 1,8,4096,64.")
+    if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > _LARGEST_AXIS:
+        raise ArgumentError(f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, such as 1,8,4096,64.")
     batch, heads, tokens, dimension = numbers
     return batch, heads, tokens, dimension

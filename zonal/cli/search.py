@@ -12,6 +12,7 @@ import tyro
 
 from zonal.cli import parse, recipe
 from zonal.cli.app import parse_options
+from zonal.cli.limits import PROCESSES, RATE, RATIO, SEED, SHARE, THREADS, Between
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.preset import Preset
 from zonal.cli.progress import watching
@@ -43,37 +44,37 @@ class SearchOptions:
 
     operator: str = "softmax"
     """Where the search begins: one operator for all layers, or a list with one a layer."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, RATE] = 3e-3
     """Learning rate at the start."""
     seeds: str = "2"
     """How many seeds every regime is trained with, or a list such as 0,1,2."""
-    rounds: int = 8
+    rounds: Annotated[int, Between(1, 100_000)] = 8
     """The most rounds: each judges the best of some moves."""
-    width: int = 4
+    width: Annotated[int, Between(1, 1024)] = 4
     """Moves drawn in a round."""
-    rungs: int = 2
+    rungs: Annotated[int, Between(1, 64)] = 2
     """Rungs of successive halving; the last has all steps."""
-    eta: int = 2
+    eta: Annotated[int, Between(2, 1024)] = 2
     """How many times as long a rung trains as the one before, and the part of the regimes that goes on."""
     measure: Literal["metric", "loss", "steps"] = "metric"
     """What a regime is judged by: the task's own number, the held-out loss, or the steps to --target."""
-    target: float = 0.9
+    target: Annotated[float, SHARE] = 0.9
     """With --measure steps: the accuracy."""
     rule: Literal["threshold", "metropolis"] = "threshold"
     """When the search goes to the best of a round."""
-    threshold: float = 0.0
+    threshold: Annotated[float, Between(-1e6, 1e6)] = 0.0
     """With --rule threshold: the largest effort that is accepted; 0 takes what is not worse."""
-    temperature: float = 0.02
+    temperature: Annotated[float, RATIO] = 0.02
     """With --rule metropolis: the effort that is accepted with probability 1/e."""
     moves: str = ",".join(KINDS)
     """Kinds of moves."""
     palette: str = ",".join(PALETTE)
     """What a placement may put into a layer."""
-    draw: int = 0
+    draw: Annotated[int, SEED] = 0
     """Seed of the search's own draws."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
     """Time of training and evaluating, summed over all runs: 90s, 10m, 2h. A rung begins when it is expected to fit."""
-    workers: int = 1
+    workers: Annotated[int, PROCESSES] = 1
     """Regimes at a time; more than one run on Ray Tune (pip install 'zonal[search]')."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)")] = None
     """Folder for all files."""
@@ -83,7 +84,7 @@ class SearchOptions:
     """Heading of the page."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
     """Processor threads of each run."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -100,7 +101,7 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     return SearchSpec(
         task=task,
         model=options.model.config(task, layers),
-        training=options.training.config(options.training.steps or _STEPS, options.learning_rate, seeds[0]),
+        training=options.training.config(_STEPS if options.training.steps is None else options.training.steps, options.learning_rate, seeds[0]),
         seeds=seeds,
         rounds=options.rounds,
         width=options.width,

@@ -11,6 +11,7 @@ import tyro
 
 from zonal import tasks
 from zonal.cli import parse, presets
+from zonal.cli.limits import RATE, SEED, THREADS
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
 from zonal.cli.progress import held_out, watching
 from zonal.errors import ArgumentError
@@ -45,15 +46,15 @@ class Train:
     """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
     """A model by name in place of --operator and the model's options: echo-1M, echo-50M, echo-180M, or one they are compared with, such as echo-1M-mamba."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, RATE] = 3e-3
     """Highest learning rate."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of initial weights and data order."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)")] = None
     """Folder for all files."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
     """Processor threads."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -99,7 +100,7 @@ def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
 def run(options: Train, command: str) -> int:
     """Run the command; returns the exit code."""
     task = options.task.resolve("train")
-    config: TrainConfig = options.training.config(options.training.steps or _STEPS, options.learning_rate, options.seed)
+    config: TrainConfig = options.training.config(_STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed)
     shape = model_of(options, task)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")

@@ -118,7 +118,7 @@ class Sketched(Fused):
     size: int = 64
 
     def __post_init__(self) -> None:
-        require_whole("Sketched: size", self.size)
+        require_whole("Sketched: size", self.size, most=2**16)
 
     @property
     def claim(self) -> Claim:
@@ -161,7 +161,7 @@ class SharedHadamard(FeatureMap):
     s: float = 0.5
 
     def __post_init__(self) -> None:
-        require_whole("SharedHadamard: draws", self.draws)
+        require_whole("SharedHadamard: draws", self.draws, most=2**16)
         require(self.s >= 0, f"SharedHadamard: s must be >= 0, received {self.s}.")
 
     @property

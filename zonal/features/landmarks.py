@@ -39,7 +39,7 @@ def landmarks(choice: Choice, count: int, source: Source, call: str) -> Tensor:
 
 
 def _check(call: str, count: int, choice: str) -> None:
-    require_whole(f"{call}: count", count)
+    require_whole(f"{call}: count", count, most=2**16)
     require(choice in _CHOICES, f"{call}: choice must be one of {', '.join(_CHOICES)}, received {choice!r}.")
 
 
@@ -161,7 +161,7 @@ class LowRankSquare(FeatureMap):
     choice: Literal["random", "pca"] = "random"
 
     def __post_init__(self) -> None:
-        require_whole("LowRankSquare: rank", self.rank)
+        require_whole("LowRankSquare: rank", self.rank, most=2**16)
         require(self.choice in ("random", "pca"), f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.")
         require(self.bias != 0, "LowRankSquare: bias must not be 0; features.square() is the bare square.")
 

@@ -26,7 +26,7 @@ class LearnedExp(FeatureMap):
     shared: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("LearnedExp: size", self.size, 2)
+        require_whole("LearnedExp: size", self.size, 2, most=2**16)
         require(self.size % 2 == 0, f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.")
         require(self.activation in ("softmax", "exp"), f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.")
 

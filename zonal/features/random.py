@@ -29,7 +29,7 @@ class PositiveRandom(FeatureMap):
     learn: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("PositiveRandom: draws", self.draws)
+        require_whole("PositiveRandom: draws", self.draws, most=2**16)
         require(not (self.antithetic and self.draws % 2), f"PositiveRandom: antithetic draws come in pairs; an even number is required, received {self.draws}.")
         require(self.s >= 0 and math.isfinite(self.s), f"PositiveRandom: s must be >= 0, received {self.s}.")
 
@@ -92,7 +92,7 @@ class Fourier(FeatureMap):
     learn: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("Fourier: size", self.size, 2)
+        require_whole("Fourier: size", self.size, 2, most=2**16)
         require(self.size % 2 == 0, f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.")
         require(self.width > 0, f"Fourier: width must be > 0, received {self.width}.")
 
@@ -135,7 +135,7 @@ class RandomMaclaurin(FeatureMap):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        require_whole("RandomMaclaurin: size", self.size)
+        require_whole("RandomMaclaurin: size", self.size, most=2**16)
         require(1 <= self.degree <= 6, f"RandomMaclaurin: degree must be from 1 to 6, received {self.degree}.")
 
     @property
@@ -192,7 +192,7 @@ class TensorSketch(FeatureMap):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        require_whole("TensorSketch: size", self.size)
+        require_whole("TensorSketch: size", self.size, most=2**16)
         require(1 <= self.degree <= 6, f"TensorSketch: degree must be from 1 to 6, received {self.degree}.")
 
     @property

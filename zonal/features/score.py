@@ -45,7 +45,7 @@ class Features(Score):
             require_whole("Features: dim", self.dim)
         require_whole("Features: heads", self.heads)
         if self.seed is not None:
-            require_whole("Features: seed", self.seed, 0)
+            require_whole("Features: seed", self.seed, 0, 2**63 - 1)
         require(self.temperature > 0, f"Features: temperature must be > 0, received {self.temperature}.")
 
     @property

@@ -44,7 +44,7 @@ class Stationary(FeatureMap):
     signed: bool = True
 
     def __post_init__(self) -> None:
-        require_whole("Stationary: size", self.size, 2 if self.signed else 1)
+        require_whole("Stationary: size", self.size, 2 if self.signed else 1, most=2**16)
         require(not (self.signed and self.size % 2), f"Stationary: a cosine and a sine for each frequency need an even size, received {self.size}.")
         require(self.kappa in _KERNELS, f"Stationary: kappa must be one of {', '.join(_KERNELS)}, received {self.kappa!r}.")
         require(self.width is None or self.width > 0, f"Stationary: width must be > 0 or None, received {self.width}.")

@@ -1,7 +1,8 @@
 """Models: the causal language model, its config, the encoder and the vision transformer, and initial weights that do not depend on the operator."""
 
 from zonal.models import hugging_face
-from zonal.models.causal_lm import CausalLM, Continued, Predictions, build
+from zonal.models.build import build
+from zonal.models.causal_lm import CausalLM, Continued, Predictions
 from zonal.models.config import ModelConfig
 from zonal.models.convert import mamba2_from_transformers
 from zonal.models.cross_entropy import cross_entropy_sum

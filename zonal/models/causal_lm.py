@@ -469,17 +469,3 @@ class CausalLM(nn.Module):
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
             raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
         return supervised
-
-
-def build(config: ModelConfig, seed: int) -> CausalLM:
-    """A model whose initial weights are a function of (config, seed) alone.
-
-    Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
-    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn starts as it is declared.
-    torch's global generator is left as it was.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CausalLM(config)
-    model.reset_parameters(seed)
-    return model

@@ -16,6 +16,7 @@ _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
 }  # fmt: skip
 MIXTURE = "mixture"
 LIFTED = "lifted"
+MOST_LAYERS = 4096
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -62,6 +63,8 @@ def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
         spec, times = _repeated(part)
         if times < 1:
             raise ArgumentError(f"{call}: {part!r} must be repeated at least once.")
+        if len(found) + times > MOST_LAYERS:
+            raise ArgumentError(f"{call}: a model has at most {MOST_LAYERS:,} layers, and {part!r} asks for more. Repeat it less often.")
         found += [spec] * times
     return tuple(found)
 
@@ -157,7 +160,7 @@ def check(spec: str, dim: int) -> None:
 
 
 def _repeated(part: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(.*?)\s*\*\s*(\d+)", part, flags=re.DOTALL)
+    found = re.fullmatch(r"(.*?)\s*\*\s*(\d{1,18})", part, flags=re.DOTALL)
     return (part, 1) if found is None else (found[1], int(found[2]))
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError
 
+# logits divided by less would overflow
+_COLDEST = 1e-6
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -25,8 +28,8 @@ class Sampler:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ArgumentError(f"generate: temperature must be 0 (greedy) or a positive number, received {self.temperature}.")
+        if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
+            raise ArgumentError(f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received {self.temperature}.")
         if self.top_k is not None and self.top_k < 1:
             raise ArgumentError(f"generate: top_k must be at least 1 or None, received {self.top_k}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:

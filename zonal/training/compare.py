@@ -23,6 +23,7 @@ from zonal.training import events
 from zonal.training.config import TrainConfig
 from zonal.training.environment import (
     FolderInUseError,
+    check_threads,
     cores,
     describe_device,
     folder_lock,
@@ -113,6 +114,7 @@ class Comparison:
         """
         if jobs < 1:
             raise ArgumentError(f"Comparison.run: jobs must be at least 1, got {jobs}.")
+        check_threads("Comparison.run", threads)
         started = time.perf_counter()
         with folder_lock(self.directory), interruptible() as interrupted:
             stop = should_stop or interrupted
@@ -166,7 +168,7 @@ class Comparison:
         """Measure, decide, and write comparison.json; False when a stop was wished before that."""
         spec = self.spec
         available = torch.get_num_threads() if jobs == 1 else max(1, cores() // jobs)
-        self.threads = threads or available
+        self.threads = available if threads is None else threads
         timings: dict[str, Timing] = {}
         for index, operator in enumerate(spec.operators):
             emit(events.Measuring(operator, index, len(spec.operators)))

@@ -20,6 +20,14 @@ import torch
 from zonal.errors import ArgumentError
 from zonal.execution import calibration
 
+MOST_THREADS = 1024
+
+
+def check_threads(call: str, threads: int | None) -> None:
+    """Raise ArgumentError unless ``threads`` is None or a number of threads that a process can have."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ArgumentError(f"{call}: threads must be from 1 to {MOST_THREADS}, or None, received {threads}.")
+
 
 @contextlib.contextmanager
 def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zonal import room
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces, evaluating
@@ -29,7 +30,7 @@ from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.curriculum import Curriculum
 from zonal.training.diagnose import locate_non_finite
-from zonal.training.environment import PeakMemory, deterministic, folder_lock, remove_parts, versions
+from zonal.training.environment import PeakMemory, check_threads, deterministic, folder_lock, remove_parts, versions
 from zonal.training.log import MetricsLog
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.record import FILE as RECORD
@@ -74,11 +75,12 @@ def train(
         InsufficientSpaceError: the disk is full; the last checkpoint stands.
     """
     folder = Path(directory)
+    check_threads("train", threads)
     if not resume and (folder / checkpoints.FILE).exists():
         raise ArgumentError(f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder.")
     with folder_lock(folder, wait=30.0 if resume else 0.0):
         work = _Run(model, task, config, folder, on_event or events.ignore, should_stop or _never, run or folder.name, label)
-        return work.execute(threads or torch.get_num_threads())
+        return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
 def run_identity(model: CausalLM, task: Task, config: TrainConfig) -> dict[str, Any]:
@@ -88,6 +90,14 @@ def run_identity(model: CausalLM, task: Task, config: TrainConfig) -> dict[str, 
 
 def _never() -> bool:
     return False
+
+
+def _check_room(model: CausalLM, task: Task, config: TrainConfig, device: torch.device) -> None:
+    """Refuse what cannot fit: gradients, the two moments of AdamW, a batch, and of its activations what every layer hands on."""
+    sequences = config.batch_size // config.accumulate
+    numbers = 3 * model.num_parameters() + sequences * task.length * model.config.dim * len(model.config.layers)
+    size = 4 * numbers + 16 * config.batch_size * task.length
+    room.require("train", f"a batch of {config.batch_size:,} sequences of {task.length:,} tokens and the optimiser", size, device, "Use a smaller batch, a larger accumulate, or a smaller model.")
 
 
 class _Run:
@@ -112,6 +122,7 @@ class _Run:
         else:
             model.float()
         self.optimiser = adamw(model, weight_decay=config.weight_decay, betas=config.betas)
+        _check_room(model, task, config, self.device)
         self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
         operator = entry_of(model.config.layers)
         self.identity = {"identity": run_identity(model, task, config), "operator": operator}

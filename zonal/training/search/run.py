@@ -25,6 +25,7 @@ from zonal.training import events
 from zonal.training.compare import Comparison
 from zonal.training.environment import (
     FolderInUseError,
+    check_threads,
     cores,
     describe_device,
     folder_lock,
@@ -91,12 +92,15 @@ class Search:
         """
         if workers < 1:
             raise ArgumentError(f"Search.run: workers must be at least 1, got {workers}.")
+        check_threads("Search.run", threads)
         if workers > 1:
             parallel.required(workers)
         with folder_lock(self.directory), interruptible() as interrupted:
             remove_parts(self.directory)
             if self.threads is None:
-                self.threads = threads or (torch.get_num_threads() if workers == 1 else max(1, cores() // workers))
+                if threads is None:
+                    threads = torch.get_num_threads() if workers == 1 else max(1, cores() // workers)
+                self.threads = threads
                 device = describe_device(torch.device(self.spec.device), self.threads)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 write_json(self.directory / FILE, {**self.spec.to_dict(), "created": created, "versions": versions(), "device": device})

@@ -1,0 +1,87 @@
+"""What an option may be: limits of its numbers, and names of files that a file system can hold; asked before anything is made."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zonal.errors import ArgumentError
+
+# of one name and of a whole path, in bytes, as Linux and macOS have them
+_NAME, _PATH = 255, 4096
+
+
+@dataclass(frozen=True)
+class Between:
+    """The least and the most that a number may be, both allowed."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"from {self.least:,} to {self.most:,}"
+
+
+@dataclass(frozen=True)
+class FileName:
+    """A text that names a file."""
+
+
+SIZE = Between(1, 65_536)
+COUNT = Between(1, 10_000_000)
+TOKENS = Between(1, 16_777_216)
+STEPS = Between(1, 1_000_000_000)
+SEED = Between(0, 2**63 - 1)
+SHARE = Between(0, 1)
+RATE = Between(1e-30, 1e6)
+RATIO = Between(1e-6, 1e6)
+THREADS = Between(1, 1024)
+PROCESSES = Between(1, 1024)
+
+
+def limits_of(kind: type) -> dict[str, Between]:
+    """Option name, as a field is called, → its limits, of a class of options and those inside it."""
+    return {name: part for name, parts in _declared(kind) for part in parts if isinstance(part, Between)}
+
+
+def check(call: str, options: Any) -> None:
+    """Raise ArgumentError, naming call and option, for a number outside its limits and for a name that no file can have."""
+    hints = dict(_declared(type(options)))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check(call, value)
+            continue
+        option = f"{call}: --{field.name.replace('_', '-')}"
+        for part in hints[field.name]:
+            if isinstance(part, Between) and value is not None and not part.least <= value <= part.most:
+                raise ArgumentError(f"{option} must be {part}, received {value}.")
+        if isinstance(value, Path | str):
+            _check_text(option, str(value), isinstance(value, Path) or any(isinstance(part, FileName) for part in hints[field.name]))
+
+
+def _check_text(option: str, text: str, is_path: bool) -> None:
+    if "\0" in text:
+        raise ArgumentError(f"{option} must not hold a NUL character, received {text!r}.")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # bytes of the shell that are no characters
+        raise ArgumentError(f"{option} must be text in UTF-8, received {text!r}.") from error
+    longest = max((len(part.encode()) for part in Path(text).parts), default=0)
+    if is_path and (size > _PATH or longest > _NAME):
+        raise ArgumentError(f"{option} must have names of at most {_NAME} bytes and {_PATH} in all, received {longest} and {size}. Choose a shorter one.")
+
+
+def _declared(kind: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Each option with what its annotation holds besides the type."""
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield from _declared(hint)
+        else:
+            yield name, typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+
+
+__all__ = ["COUNT", "PROCESSES", "RATE", "RATIO", "SEED", "SHARE", "SIZE", "STEPS", "THREADS", "TOKENS", "Between", "FileName", "check", "limits_of"]

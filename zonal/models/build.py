@@ -1,0 +1,41 @@
+"""A model from its config and a seed, when its weights fit into memory."""
+
+import dataclasses
+from collections import Counter
+
+import torch
+from torch import nn
+
+from zonal import room
+from zonal.models.causal_lm import CausalLM
+from zonal.models.config import ModelConfig
+
+
+def build(config: ModelConfig, seed: int) -> CausalLM:
+    """A model whose initial weights are a function of (config, seed) alone.
+
+    Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
+    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn starts as it is declared.
+    torch's global generator is left as it was.
+
+    Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory, before any is asked for.
+    """
+    room.require("build", f"the weights of a model of {len(config.layers)} layers of width {config.dim}", _weight_bytes(config), "cpu", "Ask for a smaller model.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = CausalLM(config)
+    model.reset_parameters(seed)
+    return model
+
+
+def _weight_bytes(config: ModelConfig) -> int:
+    """Bytes of all weights, laid out without memory for them, each kind of layer once."""
+    kinds = Counter(zip(config.layers, config.conv_widths, strict=True))
+    with torch.device("meta"):
+        model = CausalLM(dataclasses.replace(config, layers=tuple(spec for spec, _ in kinds), conv=tuple(width for _, width in kinds)))
+    layers = sum(times * _bytes(block) for block, times in zip(model.blocks, kinds.values(), strict=True))
+    return _bytes(model.embedding) + layers + (0 if model.head is None else _bytes(model.head))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for value in module.state_dict().values())
