@@ -67,7 +67,7 @@ def test_really_full_device() -> None:
     """/dev/full answers every write with ENOSPC."""
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    with pytest.raises(InsufficientSpaceError), store._space_errors(Path("x")), open("/dev/full", "wb", buffering=0) as file:
+    with pytest.raises(InsufficientSpaceError), store._write_errors(Path("x")), open("/dev/full", "wb", buffering=0) as file:
         file.write(b"x")
 
 

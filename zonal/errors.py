@@ -35,7 +35,11 @@ class InsufficientMemoryError(ZonalError, MemoryError):
     """A call would need more memory than is free; nothing was allocated."""
 
 
-class InsufficientSpaceError(ZonalError, OSError):
+class FileWriteError(ZonalError, OSError):
+    """A file or a folder cannot be written; nothing was left half written."""
+
+
+class InsufficientSpaceError(FileWriteError):
     """The disk is full; nothing was left half written."""
 
 

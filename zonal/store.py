@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from zonal.errors import FileFormatError, InsufficientSpaceError
+from zonal.errors import FileFormatError, FileWriteError, InsufficientSpaceError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -45,27 +46,47 @@ def _temporary_beside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _space_errors(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise InsufficientSpaceError(f"store: no space left while writing {path}. Free some space and run again; nothing was half written.") from error
-        raise
+        raise write_error("store", path, error) from error
     except safetensors.SafetensorError as error:
         # safetensors wraps the operating system's error and keeps only its words
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise InsufficientSpaceError(f"store: no space left while writing {path}. Free some space and run again; nothing was half written.") from error
+        code = re.search(r"os error (\d+)", str(error))
+        reason = OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error))
+        raise write_error("store", path, reason) from error
+
+
+def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
+    """What to say of a file or a folder that the operating system does not let be written."""
+    if error.errno in _FULL:
+        return InsufficientSpaceError(f"{call}: no space left while writing {path}. Free some space and run again; nothing was half written.")
+    return FileWriteError(f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or mend its rights; nothing was half written.")
+
+
+@contextlib.contextmanager
+def understood(call: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever does not fit inside a file that is whole is the file's fault, said in one line with its name.
+
+    Raises: FileFormatError.
+    """
+    try:
+        yield
+    except FileFormatError:
         raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:  # ArgumentError is a ValueError, RecursionError a RuntimeError
+        detail = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0].rstrip(".")
+        raise FileFormatError(f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version; use an older copy or make it anew.") from error
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path`` atomically.
 
-    Raises: InsufficientSpaceError when the disk is full.
+    Raises: InsufficientSpaceError when the disk is full, FileWriteError for what else the operating system refuses.
     """
     target = Path(path)
-    with _space_errors(target), _temporary_beside(target) as temporary:
+    with _write_errors(target), _temporary_beside(target) as temporary:
         temporary.write_bytes(data)
 
 
@@ -83,7 +104,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise FileFormatError(f"read_json: {target} does not exist.") from error
     except IsADirectoryError as error:
         raise FileFormatError(f"read_json: {target} is a folder, a JSON file was required.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise FileFormatError(f"read_json: {target} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a number with thousands of digits; of deep brackets
         raise FileFormatError(f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged.") from error
 
 
@@ -108,7 +131,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], he
     # as it will be read back: tuples as lists, numbers as JSON has them
     stated = json.loads(json.dumps(dict(header), allow_nan=False))
     metadata = {"zonal": json.dumps({**stated, "checksum": checksum(plain, stated)})}
-    with _space_errors(target), _temporary_beside(target) as temporary:
+    with _write_errors(target), _temporary_beside(target) as temporary:
         safetensors.torch.save_file(plain, temporary, metadata=metadata)
 
 
@@ -126,7 +149,7 @@ def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
         raise FileFormatError(f"load {kind}: {target} is a safetensors file of another program (no 'zonal' header). Required: a {kind} written by this library.")
     try:
         header = json.loads(metadata["zonal"])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(f"load {kind}: the header of {target} is damaged ({error}).") from error
     if not isinstance(header, dict) or header.get("kind") != kind:
         found = header.get("kind") if isinstance(header, dict) else header

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zonal.cli import limits
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.cli.preset import Preset
-from zonal.errors import FileFormatError, ZonalError
-from zonal.store import read_json, write_json
+from zonal.errors import FileFormatError
+from zonal.store import read_json, understood, write_json
+from zonal.typed import check_fields
 
 FILE = "recipe.json"
 SUFFIX = ".json"
@@ -30,11 +32,10 @@ def read(path: Path, command: str) -> Preset:
     schema = values.get("schema") if isinstance(values, dict) else None
     if not isinstance(values, dict) or schema != SCHEMA or "models" not in values:
         raise FileFormatError(f"{command}: {path} is not a recipe of this version (schema {schema!r}). Required: the recipe.json that `zonal search` wrote.")
-    try:
-        options = {name: _made(kind, values[name], path, command) for name, kind in _OPTIONS.items()}
+    with understood(command, path):
+        check_fields("recipe", Preset, {name: value for name, value in values.items() if name not in _OPTIONS})
+        options = {name: _made(kind, values[name], command) for name, kind in _OPTIONS.items()}
         return Preset(values["about"], values["models"], values["seeds"], values["learning_rates"], **options)
-    except KeyError as error:
-        raise FileFormatError(f"{command}: {path} lacks the key {error}. It was edited or written by another version.") from error
 
 
 def _given(options: Any, defaults: Any) -> dict[str, Any]:
@@ -42,8 +43,8 @@ def _given(options: Any, defaults: Any) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if getattr(options, field.name) != getattr(defaults, field.name)}
 
 
-def _made(kind: type, values: Mapping[str, Any], path: Path, command: str) -> Any:
-    try:
-        return kind(**values)
-    except (TypeError, ZonalError) as error:
-        raise FileFormatError(f"{command}: {path} has options that this version does not know ({error}).") from error
+def _made(kind: type, values: Mapping[str, Any], command: str) -> Any:
+    check_fields("recipe", kind, values)
+    options = kind(**values)
+    limits.check(command, options)
+    return options

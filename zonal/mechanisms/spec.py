@@ -2,16 +2,14 @@
 
 import ast
 import inspect
-import math
-import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from zonal.errors import ArgumentError, ZonalError, unknown_name
+from zonal.typed import described, fits
 
 T = TypeVar("T")
-_LARGEST = 2**63
 # what Python's own parser reads without running out of its stack
 _LONGEST = 4000
 
@@ -54,7 +52,7 @@ def made(
         value = value if read is None else read(value)
         hint = hints.get(str(keyword.arg), Any)
         if not fits(value, hint):
-            raise ArgumentError(f"operator spec {spec!r}: {keyword.arg} must be {_words(hint)}, received {value!r}.")
+            raise ArgumentError(f"operator spec {spec!r}: {keyword.arg} must be {described(hint)}, received {value!r}.")
         arguments[str(keyword.arg)] = value
     try:
         return maker(**given, **arguments)
@@ -62,41 +60,6 @@ def made(
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"operator spec {spec!r}: an argument has the wrong type ({error}).") from error
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a literal is of an annotated type, and every number in it finite and of at most 64 bits; what no literal can be is not looked at."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return fits(value, parts[0])
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in parts)
-    if origin is typing.Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
-    if origin is tuple:
-        several = len(parts) == 2 and parts[1] is Ellipsis
-        inner = parts[:1] * len(value) if several and isinstance(value, tuple | list) else parts
-        return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(fits, value, inner))
-    if hint in (int, float):
-        whole = isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
-        return whole or (hint is float and isinstance(value, float) and math.isfinite(value))
-    if hint in (str, bool, type(None)):
-        return isinstance(value, hint)
-    return True
-
-
-def _words(hint: Any) -> str:
-    """An annotation as people read it: "a whole number or None"."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _words(parts[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_words(part) for part in parts)
-    if origin is typing.Literal:
-        return " or ".join(map(repr, parts))
-    if origin is tuple:
-        return f"a tuple ({', '.join('…' if part is Ellipsis else _words(part) for part in parts)})"
-    return {int: "a whole number of at most 64 bits", float: "a finite number", str: "text", bool: "True or False", type(None): "None"}.get(hint, str(hint))
 
 
 def _read(spec: str) -> tuple[str, list[ast.keyword]]:
@@ -113,4 +76,4 @@ def _read(spec: str) -> tuple[str, list[ast.keyword]]:
     return name, call.keywords if call is not None else []
 
 
-__all__ = ["fits", "made", "name_of"]
+__all__ = ["made", "name_of"]

@@ -24,6 +24,7 @@ from zonal.memory.reading import Readable
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
+from zonal.store import understood
 
 MAX_FEATURES = 8192
 """Past this many features a head, keys and values are kept instead."""
@@ -274,7 +275,7 @@ class Memory(Readable):
         Raises: FileFormatError for missing, truncated, damaged or foreign files and memories of another operator.
         """
         header, tensors, learned = files.load(path)
-        with files.blamed(path):
+        with understood("load memory", path):
             if operator is None:
                 operator = Operator.from_config(header["operator"])
                 for name in list(operator.learned_parts):

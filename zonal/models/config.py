@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
 from zonal.nn import Residual
+from zonal.typed import check_fields
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 # fields that came when runs had been saved without them: such a run is the one of their defaults, and goes on
@@ -91,7 +92,7 @@ class ModelConfig:
             raise refuse("experts_per_token", f"from 2 to experts={self.experts}")
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
-        if not self.layers or not all(isinstance(spec, str) for spec in self.layers):
+        if not isinstance(self.layers, tuple | list) or not self.layers or not all(isinstance(spec, str) for spec in self.layers):
             raise refuse("layers", 'a tuple with one operator spec a layer, such as ("softmax", "sko")')
         # a list from JSON is as good as a tuple, but a value must be hashable
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -142,6 +143,7 @@ Config = TypeVar("Config")
 
 def from_fields(cls: type[Config], fields: Mapping[str, Any]) -> Config:
     """The value of a dataclass whose fields are given by name. Raises: ArgumentError for unknown and missing ones."""
+    check_fields(f"{cls.__name__}.from_dict", cls, fields)
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(fields) - set(known))
     missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields)

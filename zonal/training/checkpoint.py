@@ -19,19 +19,23 @@ from torch.optim import Optimizer
 
 from zonal.errors import FileFormatError
 from zonal.models import CausalLM, ModelConfig, build
-from zonal.store import load_tensors, save_tensors
+from zonal.store import load_tensors, save_tensors, understood
 from zonal.training.config import first_difference
+from zonal.typed import check_fields
 
 FILE = "checkpoint.safetensors"
 BEST = "best.safetensors"
 KIND = "checkpoint"
+# fields of ``Progress`` that came when runs had been saved without them
+_LATER = frozenset({"metrics_sha256"})
 
 
 @dataclass
 class Progress:
     """Where a run stands: everything of its state that is not a tensor.
 
-    ``evaluated`` is the last evaluated step; ``metrics_bytes`` the length of metrics.jsonl; ``unlogged`` the losses since its
+    ``evaluated`` is the last evaluated step; ``metrics_bytes`` the length of metrics.jsonl and ``metrics_sha256`` its digest ("" in files that have
+    none); ``unlogged`` the losses since its
     last line; times in seconds; ``threads`` and ``environment`` tell what the bits depend on besides.
     """
 
@@ -39,6 +43,7 @@ class Progress:
     tokens: int = 0
     evaluated: int = 0
     metrics_bytes: int = 0
+    metrics_sha256: str = ""
     unlogged: list[float] = field(default_factory=list)
     seconds: float = 0.0
     evaluation_seconds: float = 0.0
@@ -89,28 +94,34 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
     first field that differs.
     """
     tensors, header = load_tensors(path, KIND)
-    stored = header.get("config", {}).get("identity")
     if "progress" not in header:
         raise FileFormatError(f"train: {path} holds weights without the state of a run. A run can only go on from {FILE}.")
-    if header.get("fingerprint") != fingerprint(config["identity"]):
-        name, old, new = first_difference(stored, config["identity"]) or ("configuration", "another", "this one")
-        raise FileFormatError(
-            f"train: {path} belongs to another run: {name} is {old!r} there and {new!r} here. "
-            "Use the same settings to go on, or another folder to start anew."
-        )
-    known = {each.name for each in dataclasses.fields(Progress)}
-    if set(header["progress"]) != known:
-        raise FileFormatError(f"train: {path} was written by another version of this library. Use that version, or another folder to start anew.")
-    weights = _section(tensors, "model/")
-    _same_shapes(path, weights, dict(model.state_dict()))
-    states = _optimiser_states(path, tensors, model, optimiser)
-
-    model.load_state_dict(weights)
-    optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
+    with understood("train", path):
+        stored = header["config"]["identity"]
+        if not header["fingerprint"] == fingerprint(stored) == fingerprint(config["identity"]):
+            name, old, new = first_difference(stored, config["identity"]) or ("configuration", "another", "this one")
+            raise FileFormatError(
+                f"train: {path} belongs to another run: {name} is {old!r} there and {new!r} here. "
+                "Use the same settings to go on, or another folder to start anew."
+            )
+        check_fields("progress", Progress, header["progress"])
+        known = {each.name for each in dataclasses.fields(Progress)}
+        if not known - _LATER <= set(header["progress"]) <= known:
+            raise FileFormatError(f"train: {path} was written by another version of this library. Use that version, or another folder to start anew.")
+        progress = Progress(**header["progress"])
+        if min(progress.step, progress.tokens, progress.evaluated, progress.metrics_bytes, progress.threads - 1) < 0:
+            raise ValueError("a count in its progress is negative")
+        weights = _section(tensors, "model/")
+        _same_shapes(path, weights, dict(model.state_dict()))
+        _finite(tensors)
+        states = _optimiser_states(path, tensors, model, optimiser)
+        torch.Generator().set_state(tensors["random/cpu"])  # refuses what is no state, before anything is changed
+        model.load_state_dict(weights)
+        optimiser.load_state_dict({"state": states, "param_groups": optimiser.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["random/cpu"])
     if "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"], next(model.parameters()).device)
-    return Progress(**header["progress"])
+    return progress
 
 
 def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
@@ -120,15 +131,26 @@ def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
     Raises: FileFormatError when the file is not a whole checkpoint of this library.
     """
     tensors, header = load_tensors(path, KIND)
-    identity = header.get("config", {}).get("identity", {})
-    if "model" not in identity:
-        raise FileFormatError(f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`.")
-    model = build(ModelConfig.from_dict(identity["model"]), seed=0)
-    weights = _section(tensors, "model/")
-    _same_shapes(Path(path), weights, dict(model.state_dict()))
-    dtype = torch.float64 if identity.get("training", {}).get("dtype") == "float64" else torch.float32
-    model.to(dtype).load_state_dict(weights)
+    with understood("load_model", path):
+        identity = header["config"]["identity"]
+        if "model" not in identity:
+            raise FileFormatError(f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`.")
+        config = ModelConfig.from_dict(identity["model"])
+        weights = _section(tensors, "model/")
+        with torch.device("meta"):  # whatever sizes the file states, nothing of them is made before they are those of its weights
+            _same_shapes(Path(path), weights, dict(CausalLM(config).state_dict()))
+        _finite(weights)
+        dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32
+        model = build(config, seed=0).to(dtype)
+        model.load_state_dict(weights)
     return model.eval(), header["config"]
+
+
+def _finite(tensors: dict[str, Tensor]) -> None:
+    """Refuse weights and moments that no run can have left."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} holds NaN or infinity")
 
 
 def _section(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

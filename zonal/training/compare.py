@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from zonal.errors import ArgumentError, InsufficientSpaceError, ZonalError
+from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import best_learning_rate
 from zonal.models import build
-from zonal.store import write_json
+from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.config import TrainConfig
 from zonal.training.environment import (
@@ -65,10 +65,11 @@ class Comparison:
         self.threads: int | None = None
         stored = claimed(self.directory, FILE, "compare", "comparison", spec, read_comparison)
         if stored is not None:
-            self.plan = Plan(
-                stored["steps"], {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}, stored["plan"]["estimated_seconds"]
-            )
-            self.threads = stored["device"]["threads"]
+            with understood("compare", self.directory / FILE):
+                timings = {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}
+                self.plan = Plan(stored["steps"], timings, stored["plan"]["estimated_seconds"])
+                self.threads = stored["device"]["threads"]
+                check_threads("comparison.json", self.threads)
 
     @classmethod
     def open(cls, directory: str | Path) -> "Comparison":
@@ -109,7 +110,7 @@ class Comparison:
 
         Returns: where the comparison stands. One run that fails does not stop the others.
 
-        Raises: InsufficientSpaceError when the disk is full. ArgumentError when an operator cannot run in this model, the
+        Raises: FileWriteError when the disk is full or the folder cannot be written. ArgumentError when an operator cannot run in this model, the
         budget is too small, or another process works in the folder.
         """
         if jobs < 1:
@@ -140,7 +141,7 @@ class Comparison:
     def execute(self, run: PlannedRun, emit: events.Listener, should_stop: Callable[[], bool]) -> RunResult:
         """Run or go on with one run; what goes wrong with it is put down in its run.json and ends only this run.
 
-        Raises: InsufficientSpaceError, since no other run could be written either; FolderInUseError.
+        Raises: FileWriteError, since no other run could be written either; FolderInUseError.
         """
         folder = self.directory / run.name
         config = replace(self.training, learning_rate=run.learning_rate, seed=run.seed)
@@ -149,7 +150,7 @@ class Comparison:
             return train(
                 model, self.spec.task, config, folder, on_event=emit, should_stop=should_stop, run=run.name, label=run.label, threads=self.threads
             )  # fmt: skip
-        except (InsufficientSpaceError, FolderInUseError):
+        except (FileWriteError, FolderInUseError):
             raise
         except (ZonalError, RuntimeError) as error:
             message = str(error)

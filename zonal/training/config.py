@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zonal.errors import ArgumentError, unknown_name
+from zonal.typed import check_fields
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -128,6 +129,7 @@ class TrainConfig:
         for name in values:
             if name not in names:
                 raise unknown_name("TrainConfig.from_dict", "field", name, names)
+        check_fields("TrainConfig.from_dict", cls, values)
         return cls(**values)
 
     def trajectory(self) -> dict[str, Any]:

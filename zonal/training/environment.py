@@ -69,18 +69,22 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
 
     ``wait``: seconds to wait for another holder. Windows has no such lock.
 
-    Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made.
+    Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made, or holds a link in place of a file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         raise ArgumentError(f"train: the folder {folder} cannot be made ({error.strerror}). Choose another folder.") from error
+    _refuse_links(folder)
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ArgumentError(f"train: the folder {folder} cannot be opened ({error.strerror}). Mend its rights, or choose another folder.") from error
     try:
         deadline = time.monotonic() + wait
         while True:
@@ -98,6 +102,13 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _refuse_links(folder: Path) -> None:
+    """What is written to a file that is a link would replace something outside of the folder; a folder that is one leads nowhere by surprise."""
+    for path in folder.iterdir():
+        if path.is_symlink() and not path.is_dir():
+            raise ArgumentError(f"train: {path} is a symbolic link, and the files of a run lie in its folder. Remove the link, or put the file in its place.")
 
 
 def remove_parts(folder: Path) -> None:

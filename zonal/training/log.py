@@ -7,7 +7,7 @@ projection of this file: they are written anew from its lines when a run goes on
 """
 
 import contextlib
-import errno
+import hashlib
 import json
 import os
 import time
@@ -15,49 +15,62 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zonal.errors import FileFormatError, InsufficientSpaceError
+from zonal.errors import FileFormatError
+from zonal.store import write_error
 
 FILE = "metrics.jsonl"
 _EVENTS = "events.out.tfevents.*"
 
 
 @contextlib.contextmanager
-def _space_errors(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InsufficientSpaceError(
-                f"train: no space left while writing {path}. Free some space and run the same again; it goes on from the last checkpoint."
-            ) from error
-        raise
+        raise write_error("train", path, error) from error
+
+
+def kept(directory: Path, size: int, digest: str) -> bytes:
+    """The first ``size`` bytes of the log in ``directory``, as the checkpoint beside it describes them. digest: their SHA-256; "" where it was not noted.
+
+    Raises: FileFormatError when the file is shorter, was not cut at the end of a line, or holds something else.
+    """
+    path = directory / FILE
+    try:
+        with open(path, "rb") as file:
+            found = file.read(size)
+    except FileNotFoundError:
+        found = b""
+    except OSError as error:
+        raise FileFormatError(f"train: {path} cannot be read ({error.strerror}).") from error
+    if len(found) < size:
+        raise FileFormatError(
+            f"train: {path} has {len(found)} bytes, the checkpoint beside it was written after {size}. The file was shortened; remove the folder to run it anew."
+        )
+    if (size and not found.endswith(b"\n")) or digest not in ("", hashlib.sha256(found).hexdigest()):
+        raise FileFormatError(f"train: {path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
+    return found
 
 
 class MetricsLog:
-    """Append-only log in ``directory``, cut to ``size`` bytes first. Use as a context manager.
+    """Append-only log in ``directory``, cut to ``size`` bytes first, which have the SHA-256 ``digest``. Use as a context manager.
 
-    Raises: FileFormatError when the file is shorter than ``size`` or was not cut at the end of a line;
-    InsufficientSpaceError when the disk is full.
+    Raises: FileFormatError as ``kept``; InsufficientSpaceError when the disk is full, FileWriteError for what else the operating system refuses.
     """
 
-    def __init__(self, directory: Path, size: int, *, elapsed: float, tensorboard: bool):
+    def __init__(self, directory: Path, size: int, digest: str = "", *, elapsed: float, tensorboard: bool):
         self.path = directory / FILE
-        found = self.path.stat().st_size if self.path.exists() else 0
-        if found < size:
-            raise FileFormatError(
-                f"train: {self.path} has {found} bytes, the checkpoint beside it was written after {size}. "
-                "The file was shortened; remove the folder to run it anew."
-            )
-        with _space_errors(self.path):
-            # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that could fail
-            self._file = open(self.path, "r+b" if found else "w+b", buffering=0)  # noqa: SIM115, closed by __exit__
+        before = kept(directory, size, digest)
+        self._digest = hashlib.sha256(before)
+        with _write_errors(self.path):
+            # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that could fail;
+            # a link that was put there is not followed
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115, closed by __exit__
         try:
-            kept = self._file.read(size)
-            if size and not kept.endswith(b"\n"):
-                raise FileFormatError(f"train: {self.path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
             self._file.truncate(size)
             self._file.seek(size)
-            self._events = _Events(directory, kept.splitlines(), elapsed) if tensorboard else None
+            self._events = _Events(directory, before.splitlines(), elapsed) if tensorboard else None
         except BaseException:
             self._file.close()
             raise
@@ -73,19 +86,20 @@ class MetricsLog:
     def append(self, line: dict[str, Any]) -> None:
         """Append one object; it is in the operating system's hands when this returns."""
         data = json.dumps(line, allow_nan=False).encode() + b"\n"
-        with _space_errors(self.path):
+        self._digest.update(data)
+        with _write_errors(self.path):
             while data:
                 data = data[self._file.write(data) :]
         if self._events is not None:
             self._events.add(line)
 
-    def sync(self) -> int:
-        """Force everything onto the disk; returns the size in bytes, for the checkpoint."""
-        with _space_errors(self.path):
+    def sync(self) -> tuple[int, str]:
+        """Force everything onto the disk; returns the size in bytes and the SHA-256, for the checkpoint."""
+        with _write_errors(self.path):
             os.fsync(self._file.fileno())
             if self._events is not None:
                 self._events.flush()
-        return self._file.tell()
+        return self._file.tell(), self._digest.hexdigest()
 
 
 class _Events:

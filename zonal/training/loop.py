@@ -31,7 +31,7 @@ from zonal.training.config import TrainConfig
 from zonal.training.curriculum import Curriculum
 from zonal.training.diagnose import locate_non_finite
 from zonal.training.environment import PeakMemory, check_threads, deterministic, folder_lock, remove_parts, versions
-from zonal.training.log import MetricsLog
+from zonal.training.log import MetricsLog, kept
 from zonal.training.optimiser import adamw, set_learning_rate
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import MEMORY_LENGTHS, RunResult, Status
@@ -72,7 +72,7 @@ def train(
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
         ArgumentError: resume=False and the folder holds a run. FolderInUseError, a kind of it: another process uses the folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
-        InsufficientSpaceError: the disk is full; the last checkpoint stands.
+        InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be written.
     """
     folder = Path(directory)
     check_threads("train", threads)
@@ -154,7 +154,7 @@ class _Run:
         with deterministic(self.config.seed, threads, self.device):
             if random_state is not None:
                 torch.set_rng_state(random_state)
-            log = MetricsLog(self.folder, self.progress.metrics_bytes, elapsed=self.progress.seconds, tensorboard=self.config.tensorboard)
+            log = MetricsLog(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256, elapsed=self.progress.seconds, tensorboard=self.config.tensorboard)
             with log:
                 return self._work(log)
 
@@ -371,7 +371,7 @@ class _Run:
         started = time.perf_counter()
         progress = self.progress
         progress.peak_memory_bytes = max(progress.peak_memory_bytes, self._model_bytes() + self.memory.growth())
-        progress.metrics_bytes = self.log.sync()
+        progress.metrics_bytes, progress.metrics_sha256 = self.log.sync()
         path = self.folder / checkpoints.FILE
         checkpoints.save_checkpoint(path, self.model, self.optimiser, progress, self.identity)
         self.last_checkpoint = progress.step
@@ -408,6 +408,7 @@ class _Run:
 
     def _finish_quietly(self) -> RunResult:
         """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
+        kept(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256)
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
         if found is not None and found.status == "done":
             self.record = found

@@ -28,7 +28,7 @@ from zonal.training.spec import PlannedRun
 
 # how long a worker may take to end the update and evaluation batch it is in, and to write its checkpoint
 _PATIENCE_SECONDS = 120.0
-_ERRORS = {kind.__name__: kind for kind in (errors.ArgumentError, errors.FileFormatError, errors.InsufficientSpaceError, FolderInUseError)}
+_ERRORS = {kind.__name__: kind for kind in (errors.ArgumentError, errors.FileFormatError, errors.FileWriteError, errors.InsufficientSpaceError, FolderInUseError)}
 
 
 class _Worker:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zonal.errors import FileFormatError
-from zonal.store import read_json, write_json
+from zonal.store import read_json, understood, write_json
+from zonal.typed import check_fields
 
 Status = Literal["pending", "running", "done", "failed", "stopped"]
 FILE = "run.json"
@@ -66,4 +67,6 @@ class RunResult:
         names = {each.name for each in dataclasses.fields(cls)}
         if not isinstance(values, Mapping) or not {"operator", "label", "seed", "learning_rate", "status"} <= set(values) <= names:
             raise FileFormatError(f"run: {path} is not a run record of this version. Remove the folder to run it anew.")
+        with understood("run", path):
+            check_fields("run.json", cls, values)
         return cls(**values)

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from zonal import tasks
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
 from zonal.models.layers import entry_of, is_list, layer_list, layers_for
 from zonal.report.published import Published
+from zonal.store import understood
 from zonal.training import curriculum
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
+from zonal.typed import check_fields
 
 FILE = "comparison.json"
 SCHEMA = 1
@@ -157,6 +159,24 @@ def _short(rate: float) -> str:
     return f"{rate:g}" if float(f"{rate:g}") == rate else repr(rate)
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """The plain values of comparison.json, which a file may have as anything."""
+
+    operators: list[str]
+    seeds: list[int]
+    learning_rates: list[float]
+    labels: list[str]
+    budget_seconds: float | None
+    run_on: str
+    title: str
+    command: str
+    steps: int
+    requested_steps: int
+    plan: dict[str, Any]
+    device: dict[str, Any]
+
+
 def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
     """The spec in a folder and everything else its comparison.json says.
 
@@ -164,7 +184,8 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
     """
     path = directory / FILE
     stored = stored_in(directory, FILE, SCHEMA, "compare", "comparison")
-    try:
+    with understood("compare", path):
+        check_fields(FILE, _Stored, stored)
         operators = tuple(stored["operators"])
         spec = ComparisonSpec(
             task=tasks.from_config(stored["task"]),
@@ -180,6 +201,4 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
             command=stored["command"],
             published=Published.from_dict(stored["published"], path) if "published" in stored else None,
         )
-    except KeyError as error:
-        raise FileFormatError(f"compare: {path} lacks the key {error}. It was edited or written by another version; choose another folder.") from error
     return spec, stored

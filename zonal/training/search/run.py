@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from zonal.errors import ArgumentError, InsufficientSpaceError, ZonalError
+from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
-from zonal.store import write_json
+from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.compare import Comparison
 from zonal.training.environment import (
@@ -61,7 +61,9 @@ class Search:
         self.threads: int | None = None
         stored = claimed(self.directory, FILE, "search", "search", spec, read_search)
         if stored is not None:
-            self.threads = stored["device"]["threads"]
+            with understood("search", self.directory / FILE):
+                self.threads = stored["device"]["threads"]
+                check_threads("search.json", self.threads)
 
     @classmethod
     def open(cls, directory: str | Path) -> "Search":
@@ -125,7 +127,7 @@ class Search:
     def train(self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None) -> Outcome | None:
         """Train what is left of a regime on a rung, in this process; None when a stop was wished.
 
-        Raises: InsufficientSpaceError, FolderInUseError; what else refuses a regime is its outcome.
+        Raises: FileWriteError, FolderInUseError; what else refuses a regime is its outcome.
         """
         assert self.threads is not None
         folder = self.folder(regime, steps)
@@ -138,7 +140,7 @@ class Search:
 
         try:
             result = Comparison(folder, self.spec.comparison(regime, steps)).run(on_event=listen, should_stop=should_stop, threads=self.threads)
-        except (InsufficientSpaceError, FolderInUseError):
+        except (FileWriteError, FolderInUseError):
             raise
         except ZonalError as error:
             return Outcome((), None, str(error))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zonal import tasks
-from zonal.errors import ArgumentError, FileFormatError
+from zonal.errors import ArgumentError
 from zonal.models import ModelConfig
+from zonal.store import understood
 from zonal.training.config import TrainConfig
 from zonal.training.environment import check_device
 from zonal.training.folder import stored_in
@@ -171,13 +172,11 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
     """The spec in a folder and everything else its search.json says. Raises: FileFormatError when the folder holds no search of this version."""
     path = directory / FILE
     stored = stored_in(directory, FILE, SCHEMA, "search", "search")
-    try:
+    with understood("search", path):
         names = {field.name for field in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
         plain: dict[str, Any] = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
         task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
         spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
-    except KeyError as error:
-        raise FileFormatError(f"search: {path} lacks the key {error}. It was edited or written by another version; choose another folder.") from error
     return spec, stored
 
 
