@@ -109,12 +109,18 @@ def _dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise unknown_name("zonal", "command", name, COMMANDS)
-    module = importlib.import_module(f"zonal.cli.{COMMANDS[name].module}")
-    own, passed = _split(name, rest)
+    options, passed = read(name, rest)
+    run = importlib.import_module(f"zonal.cli.{COMMANDS[name].module}").run
+    return run(options, passed) if name == "bench" else run(options, shlex.join(["zonal", *words]))
+
+
+def read(name: str, words: list[str]) -> tuple[Any, list[str]]:
+    """The options of a command, with what a preset named among its words fills in, and the words that it passes on."""
+    command = COMMANDS[name]
+    module = importlib.import_module(f"zonal.cli.{command.module}")
+    own, passed = _split(name, words)
     defaults = module.defaults(own) if name in ("compare", "train") else None
-    options = parse_options(getattr(module, COMMANDS[name].options), f"zonal {name}", module.DESCRIPTION, own, defaults)
-    command = shlex.join(["zonal", *words])
-    return module.run(options, passed) if name == "bench" else module.run(options, command)
+    return parse_options(getattr(module, command.options), f"zonal {name}", module.DESCRIPTION, own, defaults), passed
 
 
 def _split(name: str, words: list[str]) -> tuple[list[str], list[str]]:
