@@ -151,7 +151,7 @@ def bad(**changes: object) -> dict[str, object]:
         (lambda: bad(operator=m.retention()), "fades with time"),
         (lambda: bad(operator=m.retention(), causal=True, log_decay=torch.ones(2, 4, 9)), "must be <= 0"),
         (lambda: bad(operator=m.ridge(), key_bias=torch.zeros(2, 4, 9)), "must be None"),
-        (lambda: bad(operator="softmax"), "an Operator is required"),
+        (lambda: bad(operator=torch.ones(2)), "an Operator or a spec such as .* is required, received a Tensor"),
     ],
 )
 def test_bad_input(arguments: object, words: str) -> None:

@@ -6,11 +6,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from zonal import mechanisms
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Hierarchical, Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
 from zonal.execution import native_decode, native_ridge_decode, plan, repeated
+from zonal.execution.advice import advise
 from zonal.execution.call import Call, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.constants import Constants
@@ -23,13 +25,14 @@ from zonal.execution.transport import transported
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import same_declaration
+from zonal.names import known_names
 
 _PATHS = ("auto", *plan.PATHS)
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator | str, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: None = None, return_memory: Literal[False] = False,
     path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
     key_gate: Tensor | None = None, query_mass: Tensor | None = None, key_mass: Tensor | None = None, start: Potentials | None = None,
@@ -38,18 +41,19 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, operator: Operator, *, causal: bool = False, key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator | str, *, causal: bool = False, key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, memory: Memory | None = None, return_memory: bool = False,
     path: str = "auto", log_decay: Tensor | None = None, key_bias: Tensor | None = None, action_mask: Tensor | None = None,
     key_gate: Tensor | None = None, query_mass: Tensor | None = None, key_mass: Tensor | None = None, start: Potentials | None = None,
 ) -> Tensor | tuple[Tensor, Memory]: ...  # fmt: skip
 
 
+@known_names
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    operator: Operator,
+    operator: Operator | str,
     *,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
@@ -71,6 +75,7 @@ def attention(
     Args:
         q, k, v: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P); H a multiple of Hkv. With one head of q and one of k all heads of v share
             them. One floating type; statistics, sums and polynomials are computed in float32 or better.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)", which is read at each call, with its numbers as they start.
         causal: queries see no later key. Whether they see their own is the operator's (softmax and its like do, ridge and
             Koopman do not). With T < S the queries are the last T positions.
         key_padding_mask: bool (B, S), True = real token.
@@ -92,6 +97,8 @@ def attention(
     Raises: ArgumentError for arguments that do not fit; PathError for a path that cannot run this operator, with the path that can;
         ConvergenceError where a plan is not found within its limit of iterations.
     """
+    if isinstance(operator, str):
+        operator = mechanisms.resolve(operator)
     if path not in _PATHS:  # before any work
         raise unknown_name("attention", "path", path, _PATHS)
     kind = q.device.type
@@ -116,6 +123,7 @@ def attention(
             key_bias=key_bias, action_mask=action_mask, key_gate=key_gate, query_mass=query_mass, key_mass=key_mass, start=start,
             past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
+        advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
         if alone:
             chosen, constants = _chosen(call, None, path)
             y = _run(call, chosen)

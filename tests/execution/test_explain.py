@@ -152,8 +152,8 @@ def test_what_attention_refuses_is_refused(arguments: dict, message: str) -> Non
 
 
 def test_an_operator_is_required() -> None:
-    with pytest.raises(ArgumentError, match="an Operator is required"):
-        explain("softmax", (1, 1, 8, 8))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="an Operator or a spec"):
+        explain(5, (1, 1, 8, 8))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="cannot be run"):
         explain(m.sko().replace(anchor=zonal.anchor.Row()), (1, 1, 8, 8))
     with pytest.raises(ArgumentError, match="fades with time"):

@@ -97,8 +97,8 @@ def test_bad_form(changes: dict[str, object], words: str) -> None:
 
 
 def test_not_an_operator() -> None:
-    with pytest.raises(ArgumentError, match="an Operator is required"):
-        Memory.empty("softmax", 1, 1, 4, 4)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="an Operator or a spec"):
+        Memory.empty(5, 1, 1, 4, 4)  # type: ignore[arg-type]
 
 
 def test_operator_that_means_nothing() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Masses, Potentials
+from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
@@ -16,6 +17,7 @@ from zonal.kernels import transforms
 from zonal.memory.base import undeclared
 from zonal.memory.weights import check_weights, weighed
 
+_ORDER = "Tensors are (batch, heads, tokens, dim); those of (batch, tokens, heads, dim) need transpose(1, 2)."
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -153,11 +155,11 @@ def checked(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, lo
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
         raise ArgumentError(f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, {k.shape[0]}, {v.shape[0]}.")
     if k.shape[1:3] != v.shape[1:3]:
-        raise ArgumentError(f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}.")
+        raise ArgumentError(f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}. {_ORDER}")
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}).")
+        raise ArgumentError(f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). {_ORDER}")
     batch, _, keys, _ = k.shape
     if key_padding_mask is not None:
         if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
@@ -201,8 +203,7 @@ def prepare(
     """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
     shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
-    if not isinstance(operator, Operator):
-        raise ArgumentError(f"attention: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+    operator = operator_of("attention", operator)
     operator = operator.for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
     check_weights("attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Move, Operator, ledger
+from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
 from zonal.execution import calibration
 from zonal.execution.call import Call, prepare
@@ -17,6 +18,7 @@ from zonal.execution.coverage import Coverage, measured
 from zonal.execution.plan import Plan, decide, duration
 from zonal.execution.problem import Held, Problem, problem_of
 from zonal.memory import Memory
+from zonal.names import known_names
 
 LENGTHS = (1024, 16384, 131072)
 _HELD = 1024
@@ -130,8 +132,9 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+@known_names
 def explain(
-    operator: Operator,
+    operator: Operator | str,
     q_shape: Sequence[int],
     k_shape: Sequence[int] | None = None,
     v_shape: Sequence[int] | None = None,
@@ -157,8 +160,7 @@ def explain(
 
     Raises: ArgumentError for what ``zonal.attention`` would refuse, with the same words.
     """
-    if not isinstance(operator, Operator):
-        raise ArgumentError(f"explain: an Operator is required, received {operator!r}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+    operator = operator_of("explain", operator)
     place = torch.device(device)
     shapes = [_checked("q_shape", q_shape)]
     shapes.append(shapes[0] if k_shape is None else _checked("k_shape", k_shape))

@@ -23,6 +23,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Masses, PlanAnchor, Potentials, Row
 from zonal.algebra.anchor.plan import ABSENT, present, weighted
+from zonal.algebra.named import operator_of
 from zonal.algebra.prior import Bias, Intervals, Visibility, Window
 from zonal.algebra.score import Score
 from zonal.algebra.solvers import conjugate_gradients
@@ -32,6 +33,7 @@ from zonal.execution.call import Call, prepare
 from zonal.kernels.cpp import library
 from zonal.kernels.cpp.build import BuildError
 from zonal.kernels.spec import TileSpec
+from zonal.names import known_names
 
 # of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
 _UNSOLVED = 0.01
@@ -69,10 +71,11 @@ _iterated: Callable[[Call], Tensor] = torch.compiler.disable(_by_passes)  # type
 
 
 @torch.no_grad()
+@known_names
 def potentials(
     q: Tensor,
     k: Tensor,
-    operator: Operator,
+    operator: Operator | str,
     *,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -88,6 +91,7 @@ def potentials(
 
     Raises: ArgumentError as ``zonal.attention``, and for an operator without a plan; ConvergenceError at the limit of iterations.
     """
+    operator = operator_of("potentials", operator)
     call = prepare(
         operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, key_bias=key_bias,
         query_mass=query_mass, key_mass=key_mass, start=start,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from zonal.algebra import Operator
+from zonal.algebra.named import reads_specs
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.echo import ridge, ska
 from zonal.mechanisms.kernel_ridge import kernel_ridge
@@ -35,6 +36,7 @@ def names() -> tuple[str, ...]:
     return tuple(_MECHANISMS)
 
 
+@reads_specs
 def resolve(spec: str) -> Operator:
     """The operator of a spec: a name, or a name with keyword arguments, ``sko(degrees=(2, 3), manifold_dim=32)``.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge, TopK
 from zonal.algebra.link import Identity
+from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
@@ -24,6 +25,7 @@ from zonal.memory.reading import Readable
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
+from zonal.names import known_names
 from zonal.store import understood
 
 MAX_FEATURES = 8192
@@ -106,8 +108,9 @@ class Memory(Readable):
         return "keys" if any(isinstance(p, ChunkCausal) for p in operator.prior) else "decayed"
 
     @staticmethod
+    @known_names
     def empty(
-        operator: Operator,
+        operator: Operator | str,
         batch: int,
         heads: int,
         key_dim: int,
@@ -119,11 +122,10 @@ class Memory(Readable):
         """The memory of ``batch`` sequences before their first token.
 
         Args:
-            heads: key heads. dtype: of keys and values; sums are float32 or better (float64 when asked for), ridge statistics always float64.
+            operator: an Operator, or a spec such as "ridge". heads: key heads. dtype: of keys and values; sums are float32 or better (float64 when asked for), ridge statistics always float64.
             kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
         """
-        if not isinstance(operator, Operator):
-            raise ArgumentError(f"Memory.empty: an Operator is required, received {operator!r}.")
+        operator = operator_of("Memory.empty", operator)
         if isinstance(key_dim, int):
             operator = operator.for_dim(key_dim)
         operator.check("Memory.empty", key_dim if isinstance(key_dim, int) else None)
@@ -149,6 +151,7 @@ class Memory(Readable):
 
     # --- what it can do ------------------------------------------------------------------------------------------------
 
+    @known_names
     def absorb(
         self,
         k: Tensor,
@@ -184,6 +187,7 @@ class Memory(Readable):
             after = whole.followed_by(self.start(self.operator, self.form).extended(tokens))
             return self.open(span).recorded(after, tokens).close()
 
+    @known_names
     def absorb_(
         self,
         k: Tensor,
@@ -199,6 +203,7 @@ class Memory(Readable):
         """``absorb`` in place."""
         return self._become(self.absorb(k, v, key_padding_mask, log_decay, key_bias, action_mask, key_gate, span=span))
 
+    @known_names
     def merge(self, other: "Memory", *, span: str | None = None) -> "Memory":
         """The memory of this one's tokens and then the other's, with the spans of both. Associative; commutative only where order means nothing.
 
@@ -206,6 +211,7 @@ class Memory(Readable):
         """
         return self.joined(other, span, ({}, {}))
 
+    @known_names
     def merge_(self, other: "Memory", *, span: str | None = None) -> Self:
         """``merge`` in place."""
         return self._become(self.merge(other, span=span))

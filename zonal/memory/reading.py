@@ -12,6 +12,7 @@ from zonal.errors import ArgumentError
 from zonal.memory.criterion import Criterion, Evidence, bound_of, gap
 from zonal.memory.form import FLOATS
 from zonal.memory.rows import Batched
+from zonal.names import known_names
 
 
 class Reading(NamedTuple):
@@ -40,6 +41,7 @@ class Readable(Batched):
     @overload
     def read(self, q: Tensor, *, report: Literal[True] | Criterion, claim: Tensor | None = None) -> Reading: ...
 
+    @known_names
     def read(self, q: Tensor, *, report: bool | Criterion = False, claim: Tensor | None = None) -> Tensor | Reading:
         """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position.
 

@@ -9,8 +9,10 @@ from torch import nn
 from zonal import room
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
+from zonal.names import known_names
 
 
+@known_names
 def build(config: ModelConfig, seed: int) -> CausalLM:
     """A model whose initial weights are a function of (config, seed) alone.
 

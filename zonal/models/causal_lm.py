@@ -17,6 +17,7 @@ from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.models.parts import history_of, mlp_of
 from zonal.models.sampling import Sampler, StopRule
+from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary, TokenMixer
 from zonal.nn.memory import load_memories
 
@@ -47,6 +48,7 @@ class Continued(NamedTuple):
     memory: ModelMemory
 
 
+@known_names
 class CausalLM(nn.Module):
     """Embedding, residual blocks, norm, head.
 

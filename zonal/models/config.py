@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from zonal.errors import ArgumentError
 from zonal.models.layers import check, layer_list
+from zonal.names import known_names
 from zonal.nn import Residual
 from zonal.typed import check_fields
 
@@ -15,6 +16,7 @@ Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 _LATER = ("residual", "experts", "experts_per_token")
 
 
+@known_names
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder: embedding, one residual block a layer, norm, head.

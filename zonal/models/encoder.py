@@ -16,9 +16,11 @@ from zonal.errors import ArgumentError
 from zonal.models import files
 from zonal.models.config import from_fields
 from zonal.models.layers import layer_list
+from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Merged, MergeSchedule, RMSNorm, SwiGLU
 
 
+@known_names
 class Encoder(nn.Module):
     """Pre-norm blocks of bidirectional attention and a norm. No positions: they belong to the input.
 
@@ -100,6 +102,7 @@ class Encoder(nn.Module):
             raise ArgumentError(f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received {len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one.")
 
 
+@known_names
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
     """A vision transformer that names what an image shows.
@@ -150,6 +153,7 @@ class VisionConfig:
         return from_fields(cls, fields)
 
 
+@known_names
 class VisionEncoder(nn.Module):
     """Patches, learned positions, an ``Encoder``, the mean over patches, a linear head. Dosovitskiy et al. 2021, without a class token."""
 

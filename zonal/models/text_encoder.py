@@ -9,11 +9,13 @@ from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum
 from zonal.models.layers import operators_in
 from zonal.models.parts import history_of, mlp_of
+from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary
 
 _UNSUPERVISED = -100
 
 
+@known_names
 class TextEncoder(nn.Module):
     """Embedding, residual blocks of bidirectional attention, norm, and a head that is the embedding unless untied.
 

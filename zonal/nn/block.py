@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError, unknown_name
+from zonal.names import known_names
 from zonal.nn.attention import Attention
 from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
@@ -22,6 +23,7 @@ Residual = Literal["pre", "post", "gated", "dense"]
 FeedForward = SwiGLU | KoopmanMLP | MixtureOfExperts
 
 
+@known_names
 class Block(nn.Module):
     """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp. Or another composition of the same stages (``zonal.nn.stage``).
 

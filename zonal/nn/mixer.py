@@ -11,6 +11,7 @@ from zonal.algebra import influence
 from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay
 from zonal.errors import ArgumentError
+from zonal.names import known_names
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, load_memories
@@ -32,6 +33,9 @@ class TokenMixer(nn.Module, abc.ABC):
     """Names of what its memories carry beside keys and values."""
     parts_beside: int = 0
     """How many further memories stand beside the first, of a layer of several parts."""
+
+    def __init_subclass__(cls) -> None:
+        known_names(cls)
 
     @abc.abstractmethod
     def reset_parameters(self, draws: Draws) -> None:

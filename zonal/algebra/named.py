@@ -1,0 +1,29 @@
+"""Operators by their specs, for calls that stand below the mechanisms which specs name."""
+
+from collections.abc import Callable
+
+from zonal.algebra.operator import Operator
+from zonal.errors import ArgumentError
+
+Reader = Callable[[str], Operator]
+_readers: list[Reader] = []
+
+
+def reads_specs(reader: Reader) -> Reader:
+    """Make a function the one that reads specs; ``zonal.mechanisms`` does so when it is imported."""
+    _readers[:] = [reader]
+    return reader
+
+
+def operator_of(call: str, given: object) -> Operator:
+    """The operator that a call was given, or that of a spec. Raises: ArgumentError, beginning with the call, for anything else."""
+    if isinstance(given, str):
+        return _readers[0](given)
+    if not isinstance(given, Operator):
+        kind = type(given).__name__
+        article = "an" if kind[:1] in "AEIOUaeiou" else "a"
+        raise ArgumentError(f"{call}: an Operator or a spec such as 'sko' is required, received {article} {kind}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+    return given
+
+
+__all__ = ["operator_of", "reads_specs"]
