@@ -34,10 +34,10 @@ def inside(x: Tensor) -> Tensor:
 
 PROBES = {
     "rows": probe.Rows(),
-    "balanced": probe.Plan(),
-    "columns soft": probe.Plan(column_penalty=0.7),
-    "rows soft": probe.Plan(row_penalty=2.0),
-    "both soft": probe.Plan(row_penalty=1.0, column_penalty=0.5),
+    "balanced": probe.EntropicPlan(),
+    "columns soft": probe.EntropicPlan(rho=(None, 0.7)),
+    "rows soft": probe.EntropicPlan(rho=(2.0, None)),
+    "both soft": probe.EntropicPlan(rho=(1.0, 0.5)),
 }
 
 
@@ -73,7 +73,7 @@ def test_a_gauge_is_exact_where_the_kernel_underflows() -> None:
     log_kernel = drawn(0, 5, 6) - 800
     assert not log_kernel.exp().any()
     assert probe.equivalent(log_kernel, log_kernel + 800, probe.Rows()).holds
-    assert probe.equivalent(log_kernel, log_kernel + 800, probe.Plan()).holds
+    assert probe.equivalent(log_kernel, log_kernel + 800, probe.EntropicPlan()).holds
 
 
 @quick
@@ -87,13 +87,13 @@ def test_a_plan_is_optimal(seed: int, size: tuple[int, int]) -> None:
     def closeness(a: Tensor, b: Tensor) -> Tensor:
         return (a * (a / b).log() - a + b).sum()
 
-    plan = probe.Plan(mu, nu).observe(log_kernel).log.exp()
+    plan = probe.EntropicPlan(mu, nu).observe(log_kernel).log.exp()
     assert torch.allclose(plan.sum(1), mu, atol=1e-10)
     assert torch.allclose(plan.sum(0), nu, atol=1e-10)
     noise = 0.3 * plan.min() * torch.rand(size, generator=generator, dtype=torch.float64)
     noise = noise - noise.mean(0) - noise.mean(1, keepdim=True) + noise.mean()
     assert closeness(plan + noise, kernel) >= closeness(plan, kernel)
-    soft = probe.Plan(mu, nu, row_penalty=2.0, column_penalty=0.5).observe(log_kernel).log.exp()
+    soft = probe.EntropicPlan(mu, nu, rho=(2.0, 0.5), reference="kernel").observe(log_kernel).log.exp()
 
     def cost(p: Tensor) -> Tensor:
         return closeness(p, kernel) + 2 * closeness(p.sum(1), mu) + 0.5 * closeness(p.sum(0), nu)
@@ -105,7 +105,7 @@ def test_a_plan_is_optimal(seed: int, size: tuple[int, int]) -> None:
 @given(seed=seeds, size=sizes)
 def test_a_plan_whose_columns_are_free_is_the_conditional(seed: int, size: tuple[int, int]) -> None:
     log_kernel, mu = masked(seed, size), drawn(seed + 1, size[0]).softmax(0)
-    plan = probe.Plan(mu, column_penalty=0.0).observe(log_kernel).log.exp()
+    plan = probe.EntropicPlan(mu, rho=(None, 0.0)).observe(log_kernel).log.exp()
     assert torch.allclose(plan, mu[:, None] * log_kernel.softmax(-1))
 
 
@@ -114,7 +114,7 @@ def test_a_plan_whose_columns_are_free_is_the_conditional(seed: int, size: tuple
 def test_plans_induce_conditionals(seed: int, size: tuple[int, int]) -> None:
     """U_P v = mu U_kappa v with kappa = P / mu (Lemma 2.3)."""
     mu, values = drawn(seed + 1, size[0]).softmax(0), drawn(seed + 2, size[1], 3)
-    seen = probe.Plan(mu).observe(drawn(seed, *size)).log
+    seen = probe.EntropicPlan(mu).observe(drawn(seed, *size)).log
     assert torch.allclose(seen.exp() @ values, mu[:, None] * (seen.softmax(-1) @ values))
 
 
@@ -131,7 +131,7 @@ def test_a_causal_balanced_plan_is_the_diagonal() -> None:
         beside.append(float(plan.tril(-1).sum()))
     assert beside[0] > 5 * beside[1] > 25 * beside[2]
     with pytest.raises(ArgumentError, match="only a limit reaches"):
-        probe.Plan(iterations=500).observe(log_kernel)
+        probe.EntropicPlan(iterations=500).observe(log_kernel)
 
 
 def test_column_constraints_leak_the_future() -> None:
@@ -142,7 +142,7 @@ def test_column_constraints_leak_the_future() -> None:
     second[-1] = drawn(1, 6)
     moved = {}
     for penalty in (0.0, 0.5, 2.0):
-        plans = [probe.Plan(column_penalty=penalty).observe(log_kernel).log.softmax(-1)[:-1] for log_kernel in (first, second)]
+        plans = [probe.EntropicPlan(rho=(None, penalty)).observe(log_kernel).log.softmax(-1)[:-1] for log_kernel in (first, second)]
         moved[penalty] = float((plans[0] - plans[1]).abs().max())
     assert moved[0.0] == 0
     assert moved[2.0] > moved[0.5] > 0.01
@@ -307,11 +307,11 @@ def test_chart_freedom() -> None:
 def test_batches_are_their_parts() -> None:
     scores = torch.stack([masked(0, (5, 6)), masked(1, (5, 6))])
     form = probe.normal_form(scores, 2)
-    fields, plan = probe.centred(scores), probe.Plan(column_penalty=0.5).observe(scores)
+    fields, plan = probe.centred(scores), probe.EntropicPlan(rho=(None, 0.5)).observe(scores)
     for index in range(2):
         assert torch.allclose(inside(fields.interaction[index]), inside(probe.centred(scores[index]).interaction))
         assert torch.allclose(form.explained[index], probe.normal_form(scores[index], 2).explained, atol=1e-4)
-        assert torch.allclose(plan.log.exp()[index], probe.Plan(column_penalty=0.5).observe(scores[index]).log.exp())
+        assert torch.allclose(plan.log.exp()[index], probe.EntropicPlan(rho=(None, 0.5)).observe(scores[index]).log.exp())
 
 
 @pytest.mark.parametrize(
@@ -319,12 +319,12 @@ def test_batches_are_their_parts() -> None:
     [
         (lambda: probe.Rows().observe(torch.full((3, 3), math.nan)), "with NaN or infinity"),
         (lambda: probe.Rows().observe(torch.zeros(3, 3, dtype=torch.int64)), "received torch.int64"),
-        (lambda: probe.Plan(row_penalty=-1.0), "row_penalty must be >= 0"),
-        (lambda: probe.Plan(tolerance=0.0), "tolerance must be > 0"),
-        (lambda: probe.Plan(rows=torch.ones(2)).observe(torch.zeros(3, 3)), "rows must be 3 finite numbers > 0"),
-        (lambda: probe.Plan(rows=torch.ones(3)).observe(torch.zeros(3, 3)), "one sum for a balanced plan, received 3 and 1"),
-        (lambda: probe.Plan().observe(torch.zeros(3, 3).index_fill(0, torch.tensor(1), -math.inf)), "row 1 has none"),
-        (lambda: probe.Plan().observe(torch.zeros(3, 3).index_fill(1, torch.tensor(2), -math.inf)), "column 2 has none"),
+        (lambda: probe.EntropicPlan(rho=(-1.0, None)), "rho must be two numbers >= 0, or None"),
+        (lambda: probe.EntropicPlan(tolerance=0.0), "tolerance must be > 0"),
+        (lambda: probe.EntropicPlan(rows=torch.ones(2)).observe(torch.zeros(3, 3)), "rows must be 3 finite numbers > 0"),
+        (lambda: probe.EntropicPlan(rows=torch.ones(3)).observe(torch.zeros(3, 3)), "one sum for a balanced plan, received 3 and 1"),
+        (lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(0, torch.tensor(1), -math.inf)), "row 1 has none"),
+        (lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(1, torch.tensor(2), -math.inf)), "column 2 has none"),
         (lambda: probe.equivalent(torch.zeros(3, 3), torch.zeros(3, 4), probe.Rows()), "one shape are required"),
         (lambda: probe.centred(torch.zeros(3, 3), "rows"), "'row', 'column' or 'both'"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), weight=torch.zeros(3, 3)), "weights must be finite and > 0"),

@@ -76,7 +76,7 @@ def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, l
 
 def test_a_mixture_of_balanced_plans_need_not_be_balanced() -> None:
     """Gates that differ by query change what keys receive; with one gate a branch, of sum one over plans of the same keys, marginals stay."""
-    plans = torch.stack([probe.Plan().observe(2 * drawn(seed, 6, 5)).log.exp() for seed in (0, 1)])
+    plans = torch.stack([probe.EntropicPlan().observe(2 * drawn(seed, 6, 5)).log.exp() for seed in (0, 1)])
     nu = torch.full((5,), 0.2, dtype=torch.float64)
     by_query = drawn(2, 2, 6).softmax(0)
     mixed = (by_query[..., None] * plans).sum(0)

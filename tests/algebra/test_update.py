@@ -9,7 +9,7 @@ from torch import nn
 import zonal
 from zonal.algebra import update
 from zonal.algebra.carrier import Factor
-from zonal.algebra.update import Conditional, Plan, columns, feed_forward, mixed, signed
+from zonal.algebra.update import Conditional, PlanUpdate, columns, feed_forward, mixed, signed
 from zonal.errors import ArgumentError
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -42,12 +42,12 @@ def test_a_gated_mixture_of_conditionals_is_one(keys, rows, seed):
 @given(sizes, st.integers(1, 4), st.integers(0, 10_000))
 def test_a_gated_mixture_of_plans_is_one(keys, rows, seed):
     """Proposition 5.3: for any nonnegative gate, of sum 1 or not, and parts of which some are conditionals."""
-    parts = [Plan(numbers(rows, count, seed=seed + index).exp()) for index, count in enumerate(keys)]
+    parts = [PlanUpdate(numbers(rows, count, seed=seed + index).exp()) for index, count in enumerate(keys)]
     parts[0] = parts[0].conditional() if len(keys) > 1 else parts[0]
     values = [numbers(count, 3, seed=seed + 10 + index) for index, count in enumerate(keys)]
     gate = numbers(rows, len(keys), seed=seed + 20).relu()
     found = mixed(gate, parts)
-    assert type(found) is Plan
+    assert type(found) is PlanUpdate
     same(found(torch.cat(values, -2)), sum(gate[:, k, None] * part(v) for k, (part, v) in enumerate(zip(parts, values, strict=True))))
     same(found.masses, sum(gate[:, k] * part.masses for k, part in enumerate(parts)))
 
@@ -64,7 +64,7 @@ def test_parts_that_share_their_values_are_one_conditional_on_their_keys():
 
 
 def test_a_plan_is_its_masses_times_its_conditional():
-    plan, values = Plan(numbers(3, 5, 4, seed=0).exp()), numbers(4, 2, seed=1)
+    plan, values = PlanUpdate(numbers(3, 5, 4, seed=0).exp()), numbers(4, 2, seed=1)
     same(plan(values), plan.masses[..., None] * plan.conditional()(values))
     by_row = numbers(3, 5, 4, 2, seed=2)
     same(plan(by_row), torch.einsum("bts,btsp->btp", plan.weights, by_row))
@@ -111,14 +111,14 @@ def test_gated_layers_are_plans_of_their_hidden_units():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Plan(torch.tensor([[1.0, -0.1]])), "must be finite and >= 0, received -0.1 … 1"),
-        (lambda: Plan(torch.tensor([[1.0, float("inf")]])), "must be finite"),
-        (lambda: Plan(torch.ones(3)), r"\(\.\.\., T, S\)"),
+        (lambda: PlanUpdate(torch.tensor([[1.0, -0.1]])), "must be finite and >= 0, received -0.1 … 1"),
+        (lambda: PlanUpdate(torch.tensor([[1.0, float("inf")]])), "must be finite"),
+        (lambda: PlanUpdate(torch.ones(3)), r"\(\.\.\., T, S\)"),
         (lambda: Conditional(torch.tensor([[0.5, 0.4]])), "must sum to 1, received sums up to 0.1 away"),
-        (lambda: Plan(torch.tensor([[0.0, 0.0], [1.0, 1.0]])).conditional(), "received 1 without"),
+        (lambda: PlanUpdate(torch.tensor([[0.0, 0.0], [1.0, 1.0]])).conditional(), "received 1 without"),
         (lambda: mixed(torch.ones(2, 2) / 2, [Conditional(torch.ones(2, 1))]), r"a gate \(\.\.\., T, 1\) is required, a column a part, received \(2, 2\)"),
         (lambda: mixed(torch.ones(2, 1) / 2, [Conditional(torch.ones(2, 1))]), "of conditionals, rows of the gate must sum to 1"),
-        (lambda: mixed(-torch.ones(2, 1), [Plan(torch.ones(2, 1))]), "gate must be >= 0, received -1"),
+        (lambda: mixed(-torch.ones(2, 1), [PlanUpdate(torch.ones(2, 1))]), "gate must be >= 0, received -1"),
         (lambda: mixed(torch.ones(2, 0), []), "is required"),
         (lambda: feed_forward(torch.ones(1, 2), torch.ones(3, 2), "softplus"), "unknown activation 'softplus'.*gelu, relu, silu, tanh"),
     ],

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from typing import Literal
 
 import numpy as np
 import ot
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zonal
-from zonal import Memory, anchor, prior
+from zonal import Memory, anchor, prior, probe
 from zonal import mechanisms as m
 from zonal.algebra.anchor import PlanAnchor, plan
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
@@ -23,6 +24,7 @@ RULES: dict[str, PlanAnchor] = {
     "balanced": anchor.Plan(tolerance=1e-13),
     "unbalanced": anchor.UnbalancedPlan(tolerance=1e-13, rho=(1.0, 0.5)),
     "half": anchor.UnbalancedPlan(tolerance=1e-13, rho=(None, 2.0)),
+    "near the kernel": anchor.UnbalancedPlan(tolerance=1e-13, rho=(1.0, 0.5), reference="kernel"),
     "bounded": anchor.BoundedPlan(tolerance=1e-13, low=0.6, high=1.3),
 }
 
@@ -46,7 +48,7 @@ def plan_of(q: Tensor, k: Tensor, operator: zonal.Operator, path: str, **given: 
 
 @torch.no_grad()
 @pytest.mark.parametrize("path", ["dense", "tiled"])
-@pytest.mark.parametrize("name", ["balanced", "unbalanced"])
+@pytest.mark.parametrize("name", ["balanced", "unbalanced", "near the kernel"])
 def test_plans_are_those_of_pot(name: str, path: str) -> None:
     q, k, _ = draw()
     mu, nu = masses()
@@ -57,8 +59,40 @@ def test_plans_are_those_of_pot(name: str, path: str) -> None:
         if name == "balanced":
             expected = ot.bregman.sinkhorn_log(a, b, cost, 1.0, numItermax=10_000, stopThr=1e-15)
         else:
-            expected = ot.unbalanced.sinkhorn_unbalanced(a, b, cost, 1.0, (1.0, 0.5), numItermax=10_000, stopThr=1e-15)
+            reference = None if name == "unbalanced" else np.ones_like(cost)  # None: that of the masses
+            expected = ot.unbalanced.sinkhorn_unbalanced(a, b, cost, 1.0, (1.0, 0.5), c=reference, numItermax=10_000, stopThr=1e-15)
         assert np.abs(weights[0, head].numpy() * a[:, None] - expected).max() < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rho", [(1.0, 0.5), (None, 2.0), (0.3, None), (None, None), (0.0, 1.0), (None, 0.0)])
+@pytest.mark.parametrize("reference", ["masses", "kernel"])
+def test_the_plan_of_the_probe_is_that_of_the_anchor(rho: tuple[float | None, float | None], reference: Literal["masses", "kernel"]) -> None:
+    """One definition: ``probe.EntropicPlan`` on log K, and W of ``anchor.UnbalancedPlan`` on q and k, dense and tiled, with a key that is padding."""
+    q, k, _ = draw()
+    mu, nu = masses()
+    there = torch.arange(k.shape[2]) != 1
+    nu = nu * there
+    rule = anchor.UnbalancedPlan(tolerance=1e-13, rho=rho, reference=reference)
+    given = {"query_mass": mu, "key_mass": nu, "key_padding_mask": there[None]}
+    dense, tiled = (plan_of(q, k, m.softmax().replace(anchor=rule), path, **given) for path in ("dense", "tiled"))
+    assert (dense - tiled).abs().max() < 1e-11 * dense.abs().max()
+    for head in range(2):
+        a, b = (x / x.sum() for x in (mu[0, head], nu[0, head, there]))
+        seen = probe.EntropicPlan(a, b, rho, reference).observe((q[0, head] @ k[0, head, there].T) / q.shape[-1] ** 0.5)
+        assert ((dense[0, head][:, there] * a[:, None]) - seen.log.exp()).abs().max() < 1e-11 * seen.log.exp().max()
+        assert not dense[0, head, :, 1].any()
+
+
+@torch.no_grad()
+def test_the_mass_of_a_plan_near_the_kernel_grows_with_the_tokens() -> None:
+    """What the two references differ in: every token given twice leaves the mass of the one as it is, and not that of the other."""
+    log_kernel = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    twice = log_kernel.repeat(2, 2)
+    for reference, grows in (("masses", False), ("kernel", True)):
+        once, again = (probe.EntropicPlan(rho=(1.0, 0.5), reference=reference).observe(each).log.exp().sum() for each in (log_kernel, twice))  # type: ignore[arg-type]
+        assert bool(again > 1.2 * once) is grows
+        assert grows or torch.isclose(once, again)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -84,11 +84,12 @@ class Kernel(Probe):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(Probe):
-    """The entropic plan of K: P = argmin KL(P|K) + row_penalty KL(P 1|mu) + column_penalty KL(P^T 1|nu), KL(a|b) = sum a log(a/b) - a + b.
+class EntropicPlan(Probe):
+    """The entropic plan of K: P = argmin KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(a | b) = sum a log(a / b) - a + b.
 
-    A penalty of infinity is a constraint: with two of them, the default, the plan is balanced. rows (T,) and columns (S,): the marginals mu and nu,
-    positive; None = uniform, of sum 1. A side that is constrained is one whose scaling is not seen; one that is only drawn to its marginal shows it.
+    rho: (rho_1, rho_2) >= 0, None = a constraint: with two of them, the default, the plan is balanced. reference: R, "masses" for mu nu^T K or "kernel"
+    for K, as in ``anchor.UnbalancedPlan``, whose plan this is. rows (T,) and columns (S,): the marginals mu and nu, positive; None = uniform, of sum 1.
+    A side that is constrained is one whose scaling is not seen; one that is only drawn to its marginal shows it.
     tolerance: scalings end where no log factor changes by more, relative to the largest. iterations: at most so many.
 
     Raises: ArgumentError for marginals that do not fit, rows or columns without an allowed pair, and scalings that do not settle.
@@ -96,50 +97,53 @@ class Plan(Probe):
 
     rows: Tensor | None = None
     columns: Tensor | None = None
-    row_penalty: float = math.inf
-    column_penalty: float = math.inf
+    rho: tuple[float | None, float | None] = (None, None)
+    reference: Literal["masses", "kernel"] = "masses"
     tolerance: float = 1e-13
     iterations: int = 10_000
 
     def __post_init__(self) -> None:
-        for name, value in (("row_penalty", self.row_penalty), ("column_penalty", self.column_penalty)):
-            require(value >= 0, f"probe.Plan: {name} must be >= 0 (math.inf makes the marginal a constraint), received {value}.")
-        require(self.tolerance > 0, f"probe.Plan: tolerance must be > 0, received {self.tolerance}.")
-        require_whole("probe.Plan: iterations", self.iterations)
+        good = isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho)
+        require(good, f"probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received {self.rho!r}.")
+        require(self.reference in ("masses", "kernel"), f"probe.EntropicPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.")
+        require(self.tolerance > 0, f"probe.EntropicPlan: tolerance must be > 0, received {self.tolerance}.")
+        require_whole("probe.EntropicPlan: iterations", self.iterations)
 
     @property
     def left(self) -> bool:
-        return math.isinf(self.row_penalty)
+        return self.rho[0] is None
 
     @property
     def right(self) -> bool:
-        return math.isinf(self.column_penalty)
+        return self.rho[1] is None
 
     def observe(self, log_kernel: Tensor) -> Observed:
-        log_kernel = _checked("probe.Plan", log_kernel)
+        log_kernel = _checked("probe.EntropicPlan", log_kernel)
         for side, axis in (("row", -1), ("column", -2)):
             empty = log_kernel.isneginf().all(axis).nonzero()
-            require(not len(empty), f"probe.Plan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.")
+            require(not len(empty), f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.")
         mu, nu = self._marginal("rows", self.rows, log_kernel.shape[-2]), self._marginal("columns", self.columns, log_kernel.shape[-1])
         masses = float(mu.sum()), float(nu.sum())
         fits = not (self.left and self.right) or math.isclose(*masses, rel_tol=1e-9)
-        require(fits, f"probe.Plan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a penalty.")
+        require(fits, f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a rho.")
         log_mu, log_nu = mu.log().to(log_kernel.device), nu.log().to(log_kernel.device)
-        give, take = (1.0 if math.isinf(penalty) else penalty / (1 + penalty) for penalty in (self.row_penalty, self.column_penalty))
+        give, take = (1.0 if rho is None else rho / (1 + rho) for rho in self.rho)
+        # log a = log mu - give l with the masses in the reference, give (log mu - l) without
+        own, other = (log_mu, log_nu) if self.reference == "masses" else (give * log_mu, take * log_nu)
         left, right, change = torch.zeros_like(log_kernel[..., 0]), torch.zeros_like(log_kernel[..., 0, :]), math.inf
         for _ in range(self.iterations):
             earlier = left, right
-            left = give * (log_mu - (log_kernel + right[..., None, :]).logsumexp(-1))
-            right = take * (log_nu - (log_kernel + left[..., None]).logsumexp(-2))
+            left = own - give * (log_kernel + right[..., None, :]).logsumexp(-1)
+            right = other - take * (log_kernel + left[..., None]).logsumexp(-2)
             change = max(float((now - before).abs().max()) for now, before in zip((left, right), earlier, strict=True))
             # relative to the factors, whose last digit is all that is left where K underflows; what is not a number goes on to be reported
             if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
                 return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
         off = float(((log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp() - mu.to(log_kernel.device)).abs().sum())
         raise ArgumentError(
-            f"probe.Plan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and rows miss their marginals by {off:.2g} in all. The mask "
+            f"probe.EntropicPlan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and rows miss their marginals by {off:.2g} in all. The mask "
             "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform marginals, the diagonal). Allow more pairs, "
-            "soften a side with row_penalty or column_penalty, or raise iterations."
+            "soften a side with rho, or raise iterations."
         )
 
     @staticmethod
@@ -147,7 +151,7 @@ class Plan(Probe):
         if given is None:
             return torch.full((size,), 1 / size, dtype=torch.float64)
         good = given.shape == (size,) and bool((given > 0).all()) and bool(given.isfinite().all())
-        require(good, f"probe.Plan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.")
+        require(good, f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.")
         return given.double()
 
 
@@ -392,4 +396,4 @@ def _square(scores: Tensor, weight: Tensor) -> Tensor:
     return (weight * _filled(scores).square()).sum((-1, -2))
 
 
-__all__ = ["Energies", "Equivalence", "Fields", "Kernel", "NormalForm", "Observed", "Plan", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]
+__all__ = ["Energies", "EntropicPlan", "Equivalence", "Fields", "Kernel", "NormalForm", "Observed", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]

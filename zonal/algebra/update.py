@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu"
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PlanUpdate:
     """weights (..., T, S) >= 0. Raises: ArgumentError for weights that are negative or not finite."""
 
     weights: Tensor
@@ -54,12 +54,12 @@ class Plan:
     def conditional(self) -> "Conditional":
         """κ with U = μ U_κ, the row-conditional. Raises: ArgumentError where a row has no mass."""
         empty = int((self.masses == 0).sum())
-        require(empty == 0, f"update.Plan.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.")
+        require(empty == 0, f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.")
         return Conditional(self.weights / self.masses[..., None])
 
 
 @dataclass(frozen=True, eq=False)
-class Conditional(Plan):
+class Conditional(PlanUpdate):
     """weights (..., T, S) >= 0 whose rows sum to 1. Raises: ArgumentError for others."""
 
     def __post_init__(self) -> None:
@@ -67,14 +67,14 @@ class Conditional(Plan):
         _check_distribution("update.Conditional: rows of weights", self.weights)
 
 
-def mixed(gate: Tensor, parts: Sequence[Plan]) -> Plan:
+def mixed(gate: Tensor, parts: Sequence[PlanUpdate]) -> PlanUpdate:
     """The gated mixture, on the disjoint union of the parts' keys in their order: weights (..., T, S_1 + ... + S_K); values are joined alike, ``torch.cat``.
 
     Args:
         gate: (..., T, K) >= 0, a column a part.
         parts: all conditionals, whose mixture is one if each row of the gate sums to 1; or else plans.
 
-    Returns: a ``Conditional`` of conditionals, a ``Plan`` else. Raises: ArgumentError for a gate of another number of parts, negative, or of
+    Returns: a ``Conditional`` of conditionals, a ``PlanUpdate`` else. Raises: ArgumentError for a gate of another number of parts, negative, or of
     conditionals and no distribution.
     """
     found = [*parts]
@@ -83,16 +83,16 @@ def mixed(gate: Tensor, parts: Sequence[Plan]) -> Plan:
         raise ArgumentError(f"update.mixed: gate must be >= 0, received {float(gate.detach().min()):g}.")
     weights = torch.cat([share[..., None] * part.weights for share, part in zip(gate.unbind(-1), found, strict=True)], -1)
     if not all(isinstance(part, Conditional) for part in found):
-        return Plan(weights)
+        return PlanUpdate(weights)
     _check_distribution("update.mixed: of conditionals, rows of the gate", gate)
     return Conditional(weights)
 
 
-def signed(hidden: Tensor) -> Plan:
+def signed(hidden: Tensor) -> PlanUpdate:
     """Hidden units (..., T, m) as a plan on the ± carrier: (..., T, 2 m), a⁺ and then a⁻."""
     # not relu of a and of -a, whose slopes at 0 are both 0
     positive = hidden >= 0
-    return Plan(torch.cat([torch.where(positive, hidden, 0), torch.where(positive, 0, -hidden)], -1))
+    return PlanUpdate(torch.cat([torch.where(positive, hidden, 0), torch.where(positive, 0, -hidden)], -1))
 
 
 def columns(read: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def columns(read: Tensor) -> Tensor:
     return torch.cat([read.mT, -read.mT], -2)
 
 
-def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None = None) -> Plan:
+def feed_forward(x: Tensor, lift: Tensor, activation: str, bias: Tensor | None = None) -> PlanUpdate:
     """The plan of the layer read(activation(lift x + bias)): ``feed_forward(x, lift, "gelu", bias)(columns(read))``, to which the read-out's bias is added.
 
     x (..., T, dim), lift (m, dim), bias (m,) -> weights (..., T, 2 m). Other layers, gated ones too: ``signed`` of their hidden units.
@@ -116,7 +116,7 @@ def _check_distribution(what: str, rows: Tensor) -> None:
     """Raise ArgumentError unless rows (..., K) sum to 1, up to what rounding does to a sum of K."""
     off = float((rows.detach().sum(-1) - 1).abs().max()) if rows.numel() else 0.0
     limit = 8 * torch.finfo(rows.dtype).eps * max(rows.shape[-1], 1) ** 0.5
-    require(off <= limit, f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a Plan.")
+    require(off <= limit, f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a PlanUpdate.")
 
 
-__all__ = ["ACTIVATIONS", "Conditional", "Plan", "columns", "feed_forward", "mixed", "signed"]
+__all__ = ["ACTIVATIONS", "Conditional", "PlanUpdate", "columns", "feed_forward", "mixed", "signed"]

@@ -260,7 +260,7 @@ class _Transport(torch.autograd.Function):
         a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
         y, log_m = passes.rows(a, b + col, v)
         there = present(log_mu)
-        f = torch.where(there, anchor.query_step(torch.where(there, log_m - a, 0)).potential, 0)  # once more: rows are exact
+        f = torch.where(there, anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).potential, 0)  # once more: rows are exact
         log_m = torch.where(there, log_m - at.query + f, ABSENT)
         y.mul_(torch.where(there, (log_m - log_mu).exp(), 0)[..., None])
         ctx.call = call
@@ -283,7 +283,9 @@ class _Transport(torch.autograd.Function):
         n = torch.where(present(log_nu), log_n.exp(), 0)
         dv = n[..., None] * mean
         r, c = (dy * y).sum(-1), (dv * v).sum(-1)
-        slope_m, slope_n = anchor.query_step(torch.where(there, log_m - a, 0)).slope, anchor.key_step(torch.where(present(log_nu), log_n - b, 0)).slope
+        takes = present(log_nu)
+        slope_m = anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).slope
+        slope_n = anchor.key_step(torch.where(takes, log_n - b, 0), torch.where(takes, log_nu, 0)).slope
 
         def across(x: Tensor) -> Tensor:
             return torch.where(there, passes.rows(a, b + col, x[..., None])[0].squeeze(-1), 0)
@@ -303,7 +305,10 @@ class _Transport(torch.autograd.Function):
         dq, dk, dcol = passes.backward(a, b + col, torch.cat([v, beta[..., None]], -1), wide, log_m, tall)
         if anchor.on_limit == "error":
             _check_solved(anchor, torch.where(slope_n > 0, dcol - n * beta * (1 / slope_n - 1), 0), c)
-        return dq, dk, dv, dcol, -m * met, dcol + n * beta, None
+        dmu, dnu = -m * met, dcol + n * beta
+        if anchor.by_kernel:  # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
+            dmu, dnu = dmu - (1 - slope_m) * (r - m * met), n * beta
+        return dq, dk, dv, dcol, dmu, dnu, None
 
 
 def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:

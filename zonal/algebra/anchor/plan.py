@@ -6,7 +6,7 @@ With masses mu of queries and nu of keys, each summing to one, a plan is
 
 the closest to K = e^L in relative entropy under what is asked of its sums m = P 1 and n = P^T 1. Each side has a rule that makes its potential from
 l_t = log sum_s K_ts b_s (or l_s = log sum_t K_ts a_t): f = -l fixes the sum at the mass; f = -rho / (1 + rho) l pulls it there with weight
-rho KL(m | mu); f = clamp(0, log low - l, log high - l) keeps it in a range. The two rules in turn are Sinkhorn's iteration.
+rho KL(m | mu), where the plan is to be close to mu nu^T K, and f = -rho / (1 + rho) l - log(mu) / (1 + rho) where it is to be close to K; f = clamp(0, log low - l, log high - l) keeps it in a range. The two rules in turn are Sinkhorn's iteration.
 
 Only a_t and b_s are kept, and the gradient goes through the fixed point: with lambda = -df/dl a side and r_t = sum_s P_ts dW_ts / mu_t, c_s likewise,
 (alpha, beta) solves
@@ -86,12 +86,17 @@ class PlanAnchor(Anchor):
     def check_rules(self) -> None:
         """Raise ArgumentError for numbers of the two rules that make no sense."""
 
-    def query_step(self, met: Tensor) -> Step:
-        """f and its slope from l_t (B, H, T)."""
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the plan is to be close to K, not to mu nu^T K: potentials then depend on the masses, too."""
+        return False
+
+    def query_step(self, met: Tensor, mass: Tensor) -> Step:
+        """f and its slope -df/dl from l_t and log mu_t (B, H, T)."""
         raise NotImplementedError(f"{type(self).__name__}.query_step")
 
-    def key_step(self, met: Tensor) -> Step:
-        """g and its slope from l_s (B, H, S)."""
+    def key_step(self, met: Tensor, mass: Tensor) -> Step:
+        """g and its slope -dg/dl from l_s and log nu_s (B, H, S)."""
         raise NotImplementedError(f"{type(self).__name__}.key_step")
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
@@ -120,12 +125,12 @@ class PlanAnchor(Anchor):
         return log_weights.exp()
 
     def stepped(
-        self, rule: Callable[[Tensor], Step], sums: Callable[[Tensor, Tensor], Tensor], own: Tensor, other: Tensor, mine: Tensor, theirs: Tensor, query: bool
+        self, rule: Callable[[Tensor, Tensor], Step], sums: Callable[[Tensor, Tensor], Tensor], own: Tensor, other: Tensor, mine: Tensor, theirs: Tensor, query: bool
     ) -> Step:
         """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs: potentials."""
         near, far = weighted(own, mine), weighted(other, theirs)
         total = sums(near, far) if query else sums(far, near)
-        step = rule(torch.where(present(own), total - near, 0))
+        step = rule(torch.where(present(own), total - near, 0), torch.where(present(own), own, 0))
         return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
 
     def potentials(
@@ -237,10 +242,10 @@ class Plan(PlanAnchor):
 
     normalises: ClassVar[bool] = True
 
-    def query_step(self, met: Tensor) -> Step:
+    def query_step(self, met: Tensor, mass: Tensor) -> Step:
         return Step(-met, torch.ones_like(met))
 
-    def key_step(self, met: Tensor) -> Step:
+    def key_step(self, met: Tensor, mass: Tensor) -> Step:
         return Step(-met, torch.ones_like(met))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
@@ -257,36 +262,48 @@ class Plan(PlanAnchor):
 
 @dataclass(frozen=True)
 class UnbalancedPlan(PlanAnchor):
-    """Masses as a wish: min KL(P | mu nu^T K) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m + mu.
+    """Masses as a wish: min KL(P | R) + rho_1 KL(P 1 | mu) + rho_2 KL(P^T 1 | nu), KL(m | mu) = sum m log(m / mu) - m + mu.
 
-    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention with log nu added to its scores. A query that finds
-    little gives little: rows of W sum to m / mu. Source: Geometric Attention, definition 2.19, with the masses in the reference.
+    rho: (rho_1, rho_2) >= 0; None = as in ``Plan``, 0 = no wish. (None, 0) is softmax attention, with log nu added to its scores where R has the
+    masses. A query that finds little gives little: rows of W sum to m / mu.
+    reference: R. "masses": mu nu^T K, so that a plan of as many tokens again has the same mass; "kernel": K, the paper's, whose mass depends on how
+    many tokens there are. For a side that is met exactly they are the same. ``probe.EntropicPlan`` has the same two.
+    Source: Geometric Attention, definition 2.19.
     """
 
     rho: tuple[float | None, float | None] = (1.0, 1.0)
+    reference: Literal["masses", "kernel"] = "masses"
+
+    @property
+    def by_kernel(self) -> bool:
+        return self.reference == "kernel"
 
     def check_rules(self) -> None:
+        require(self.reference in ("masses", "kernel"), f"UnbalancedPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.")
         require(
             isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
             f"UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received {self.rho!r}.",
         )
 
-    def query_step(self, met: Tensor) -> Step:
-        return self._pulled(met, self.rho[0])
+    def query_step(self, met: Tensor, mass: Tensor) -> Step:
+        return self._pulled(met, mass, self.rho[0])
 
-    def key_step(self, met: Tensor) -> Step:
-        return self._pulled(met, self.rho[1])
+    def key_step(self, met: Tensor, mass: Tensor) -> Step:
+        return self._pulled(met, mass, self.rho[1])
 
-    def _pulled(self, met: Tensor, rho: float | None) -> Step:
+    def _pulled(self, met: Tensor, mass: Tensor, rho: float | None) -> Step:
         slope = 1.0 if rho is None else rho / (1 + rho)
-        return Step(-slope * met, torch.full_like(met, slope))
+        pull = -slope * met
+        return Step(pull - (1 - slope) * mass if self.by_kernel else pull, torch.full_like(met, slope))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
         if not self.rho[0] or not self.rho[1]:
             return g  # one side is met exactly, or not at all
         # in float64: large rho magnify what rounding leaves
         sides = ((masses.query, f, self.rho[0]), (masses.key, g, self.rho[1]))
-        give, take = ((mass.double() - potential.double() / rho).logsumexp(-1, keepdim=True) for mass, potential, rho in sides)
+        # of the factors that the plan has beside its reference: a and b, or a / mu and b / nu
+        factors = [potential + torch.where(present(mass), mass, 0) if self.by_kernel else potential for mass, potential, _ in sides]
+        give, take = ((mass.double() - own.double() / rho).logsumexp(-1, keepdim=True) for (mass, _, rho), own in zip(sides, factors, strict=True))
         return g - ((give - take) * self.rho[0] * self.rho[1] / (self.rho[0] + self.rho[1])).to(g)
 
     def moves(self) -> tuple[Move, ...]:
@@ -294,7 +311,7 @@ class UnbalancedPlan(PlanAnchor):
         gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
         return (
             Move("quotient", "anchor", "unbalanced plan probe", "only the plan that is drawn to given masses of queries and keys is observed", (gauge,) if self.rho[0] is None else ()),
-            Move("section", "anchor", "drawn to masses", ", ".join(sides)),
+            Move("section", "anchor", "drawn to masses", f"{', '.join(sides)}; near {'K' if self.by_kernel else 'K times both masses'}"),
         )
 
 
@@ -313,10 +330,10 @@ class BoundedPlan(PlanAnchor):
     def check_rules(self) -> None:
         require(0 <= self.low <= 1 <= self.high, f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.")
 
-    def query_step(self, met: Tensor) -> Step:
+    def query_step(self, met: Tensor, mass: Tensor) -> Step:
         return Step(-met, torch.ones_like(met))
 
-    def key_step(self, met: Tensor) -> Step:
+    def key_step(self, met: Tensor, mass: Tensor) -> Step:
         lowest, highest = math.log(self.low) - met if self.low else torch.full_like(met, ABSENT), math.log(self.high) - met
         return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
 
