@@ -27,8 +27,8 @@ from benchmarks import captured, common, page
 from benchmarks.recurrence import peak_bytes
 from zonal import Memory, Operator, store
 from zonal.algebra.anchor import TopK
+from zonal.algebra.hashing import LSH
 from zonal.algebra.prior import Window
-from zonal.algebra.search import LSH
 from zonal.cli.generate import checkpoint_in
 from zonal.evaluation import spread
 from zonal.execution.coverage import measured

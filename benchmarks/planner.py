@@ -22,7 +22,7 @@ import zonal
 from benchmarks import common
 from zonal import mechanisms
 from zonal.algebra.anchor import TopK
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.execution import plan
 from zonal.execution.call import prepare
 

@@ -21,7 +21,7 @@ from benchmarks import common, sparse_page
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.algebra.anchor import TopK
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.evaluation.recall import Coverage
 from zonal.execution.coverage import measured
 from zonal.kernels import availability

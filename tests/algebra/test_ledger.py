@@ -11,7 +11,7 @@ from matrix import OPERATORS, Case, inputs, randomised
 from torch import Tensor
 
 import zonal
-from zonal import Memory, Operator, anchor, ledger, link, mechanisms, prior, probe, score, search
+from zonal import Memory, Operator, anchor, hashing, ledger, link, mechanisms, prior, probe, score
 from zonal.algebra import definition, slots
 from zonal.algebra.declaration import Declaration, Derived, Move
 from zonal.algebra.prior import Bias
@@ -23,7 +23,7 @@ CASE = Case(batch=1, queries=12, keys=12)
 MORE: dict[str, Callable[[], Operator]] = {
     "signed row": lambda: Operator(score.Dot(), link.Identity(), anchor.Row(allow_signed=True)),
     "exact features": lambda: Operator(Features(SymmetricPowers(2), dim=5), link.Identity(), anchor.Count()),
-    "searched": lambda: mechanisms.softmax().replace(anchor=anchor.TopK(3, search=search.LSH())),
+    "searched": lambda: mechanisms.softmax().replace(anchor=anchor.TopK(3, search=hashing.LSH())),
 }
 ALL = {**OPERATORS, **MORE}
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zonal
 from zonal import Operator, anchor, prior
 from zonal import mechanisms as m
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import cost, native, native_distance, plan
 from zonal.execution.call import Call, prepare

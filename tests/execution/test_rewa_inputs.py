@@ -10,7 +10,7 @@ from torch import Tensor
 import zonal
 from zonal import Operator, anchor
 from zonal import mechanisms as m
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError
 from zonal.execution import plan
 from zonal.execution.call import prepare

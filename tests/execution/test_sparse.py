@@ -12,7 +12,7 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra import definition
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError, PathError
 from zonal.evaluation.recall import coverage
 from zonal.execution import candidates, native_sparse, plan, sparse
@@ -348,7 +348,7 @@ def test_refusals(operator: Operator, message: str) -> None:
     [
         (lambda: anchor.TopK(0), "TopK: k must be a whole number >= 1"),
         (lambda: anchor.TopK(4, search=8), "TopK: search must be a search"),  # type: ignore[arg-type]
-        (lambda: LSH(tables=0), "search.LSH: tables must be a whole number >= 1"),
+        (lambda: LSH(tables=0), "hashing.LSH: tables must be a whole number >= 1"),
         (lambda: LSH(bits=17), "bits must be at most 16"),
         (lambda: LSH(projections=5), "projections must be at most 4"),
         (lambda: LSH(width=0.0), r"width \(of a cell\) must be > 0"),

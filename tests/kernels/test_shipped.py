@@ -14,7 +14,7 @@ import zonal
 from zonal import mechanisms as m
 from zonal.algebra import link, metric
 from zonal.algebra.anchor import TopK
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.cli import build as command
 from zonal.execution import native, native_decode, native_distance, native_ridge, native_ridge_decode, native_sparse, native_sums
 from zonal.execution.call import prepare

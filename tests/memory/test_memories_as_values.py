@@ -144,6 +144,32 @@ def test_the_end_of_what_fades_is_told_from_its_beginning(name: str, cut: int, t
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_memory_is_printed_in_one_line_and_moves(name: str) -> None:
+    op = operator(name)
+    memory = span(tokens=8).into(empty(op))
+    shown = repr(memory)
+    assert shown.startswith(f"{type(memory).__name__}(operator '{op.name}', 8 tokens, {memory.nbytes} bytes, form (batch 2, heads 2, ")
+    assert "tensor" not in shown
+    assert "\n" not in shown
+    there = memory.to("meta")
+    assert type(there) is type(memory)
+    assert (there.count, there.form) == (8, memory.form._replace(device=torch.device("meta")))
+    assert {n: (x.shape, x.dtype) for n, x in there.tensors().items()} == {n: (x.shape, x.dtype) for n, x in memory.tensors().items()}
+    assert all(x.device.type == "meta" for x in there.tensors().values())
+    assert torch.equal(memory.to("cpu").read(queries()), memory.read(queries()))
+
+
+def test_a_memory_with_spans_is_printed_and_moves() -> None:
+    tokens, q = span(tokens=8), queries()
+    memory = empty(operator("ska-1")).absorb(tokens.k, tokens.v, span="a").absorb(tokens.k, tokens.v, span="b")
+    assert repr(memory).endswith(", spans ['a', 'b'])")
+    there = memory.to("cpu")
+    assert there.spans() == memory.spans()
+    assert torch.equal(there.forget("a").read(q), memory.forget("a").read(q))
+    assert all(x.device.type == "meta" for x in memory.to("meta").contents().values())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_memory_is_a_value(name: str) -> None:
     """No verb without underscore changes what it is called on; a fork shares nothing."""
     op, tokens, q = operator(name), span(), queries()

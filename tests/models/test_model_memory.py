@@ -365,3 +365,17 @@ def test_what_mamba3_read_apart_is_not_merged() -> None:
         one.merge(two)
     started = model.empty_memory(1).merge(one, span="x")
     assert torch.equal(model.prefill(text(3), started)[0], model.prefill(text(3), one)[0])
+
+
+def test_memories_of_models_and_layers_are_printed_in_one_line_and_move() -> None:
+    made = build(ModelConfig(vocab_size=20, dim=16, layers=("mamba2(head_dim=8, state=4)", "ska(power=1)"), heads=2, conv=3), seed=0)
+    _, memory = made.prefill(torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(0)), span="text")
+    assert repr(memory) == f"ModelMemory(2 layers, 2 sequences of 6 tokens, {memory.nbytes} bytes, spans ['text'])"
+    for layer in memory.layers:
+        assert repr(layer).startswith(f"LayerMemory({layer.memory!r}, 6 tokens read, a convolution's tail")
+        assert "tensor(" not in repr(layer)
+        there = layer.to("meta")
+        assert there.tail is not None
+        assert {x.device.type for x in (there.tail, *there.carried.values(), *there.memory.contents().values())} == {"meta"}
+    token = torch.tensor([[3], [4]])
+    assert torch.equal(made.prefill(token, memory.to("cpu"))[0], made.prefill(token, memory)[0])

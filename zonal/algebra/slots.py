@@ -2,10 +2,10 @@
 
 from zonal.algebra.anchor import ANCHORS
 from zonal.algebra.declaration import Declaration
+from zonal.algebra.hashing import SEARCHES
 from zonal.algebra.link import LINKS
 from zonal.algebra.metric import METRICS
 from zonal.algebra.prior import PRIORS
 from zonal.algebra.score import SCORES
-from zonal.algebra.search import SEARCHES
 
 ALL: dict[str, type[Declaration]] = {**SCORES, **LINKS, **ANCHORS, **PRIORS, **METRICS, **SEARCHES}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.execution.call import Call
 from zonal.features import hashing
 from zonal.kernels.cpp import sparse_library

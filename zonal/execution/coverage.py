@@ -5,7 +5,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, definition
 from zonal.algebra.anchor import TopK
-from zonal.algebra.search import LSH
+from zonal.algebra.hashing import LSH
 from zonal.errors import ArgumentError
 from zonal.evaluation.recall import Coverage, coverage, summarised
 from zonal.execution import native_sparse

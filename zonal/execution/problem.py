@@ -8,8 +8,8 @@ import torch
 
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Hierarchical, Ridge, TopK
+from zonal.algebra.hashing import LSH, MOST_BITS
 from zonal.algebra.prior import Window
-from zonal.algebra.search import LSH, MOST_BITS
 from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled, transport
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal

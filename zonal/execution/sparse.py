@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.anchor import TopK
+from zonal.algebra.hashing import LSH
 from zonal.algebra.score import Score
-from zonal.algebra.search import LSH
 from zonal.errors import PathError
 from zonal.execution import native_sparse
 from zonal.execution.call import Call
@@ -29,9 +29,9 @@ def sparse_refusal(call: Call) -> str | None:
     """Why this call cannot run sparse, or None when it can."""
     anchor = call.bound.anchor
     if not isinstance(anchor, TopK):
-        return f"anchor {type(anchor).__name__} weighs every key; anchor.TopK(k, search=search.LSH()) keeps the largest of those that a search finds"
+        return f"anchor {type(anchor).__name__} weighs every key; anchor.TopK(k, search=hashing.LSH()) keeps the largest of those that a search finds"
     if not isinstance(anchor.search, LSH):
-        return "anchor TopK declares no search, and nothing else may leave out keys; declare one, anchor.TopK(k, search=search.LSH())"
+        return "anchor TopK declares no search, and nothing else may leave out keys; declare one, anchor.TopK(k, search=hashing.LSH())"
     if not call.tags.log_space:
         return f"link {type(call.bound.link).__name__} may be large at far keys, which no search for near ones finds; use link.Exp()"
     if not call.bias.empty:

@@ -1,4 +1,4 @@
-"""Codes of points for the hash tables of ``search.LSH``: numbers that near points share more often than far ones, by the family of each space.
+"""Codes of points for the hash tables of ``hashing.LSH``: numbers that near points share more often than far ones, by the family of each space.
 
 SimHash: a sign of x.w, w ~ N(0, I), is the same for two vectors with probability 1 - angle / pi. Grid: cells floor((x.w + u)/r) of x and y, w ~ N(0, I / D),
 are the same with probability (1 - |(x - y).w| / r)_+ over u uniform on [0, r).
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
-from zonal.algebra.search import LSH
 from zonal.kernels.cpp import sparse_library
 from zonal.kernels.cpp.sparse_library import Function
 

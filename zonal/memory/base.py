@@ -77,7 +77,7 @@ def _priors(parts: Operator | Bound) -> tuple[Prior, ...]:
     return parts.priors if isinstance(parts, Bound) else parts.prior
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory(Readable):
     """What ``operator`` keeps of ``count`` tokens (padding included).
 
@@ -270,6 +270,14 @@ class Memory(Readable):
         parts = tuple(part.changed(lambda memory: memory.fork(), torch.clone) for part in self.settled_parts())
         return dataclasses.replace(self.copied(), parts=parts)
 
+    def to(self, device: torch.device | str) -> Self:
+        """The memory on another device. Its operator stays where it is: move the model, too."""
+        device = torch.device(device)
+        named = {name: x.to(device) for name, x in self.tensors().items()}
+        whole = self.restored(self.operator, self.form._replace(device=device), self.count, named, self.plain())
+        parts = tuple(part.changed(lambda memory: memory.to(device), lambda x: x.to(device)) for part in self.settled_parts())
+        return dataclasses.replace(whole, parts=parts)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans, checksum."""
         files.save(path, {"operator": self.operator.config(), **self.about()}, self.contents(), {**self.operator.learned_parts, **dict(self.operator.fixed_parts.named_buffers())})
@@ -329,6 +337,11 @@ class Memory(Readable):
         return dataclasses.replace(whole, parts=parts)
 
     # --- what it is ----------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        spans = [span.name for span in self.spans()]
+        named = f", spans {spans}" if spans else ""
+        return f"{type(self).__name__}(operator {self.operator.name!r}, {self.count} tokens, {self.nbytes} bytes, form {self.form.shown()}{named})"
 
     @property
     def batch(self) -> int:

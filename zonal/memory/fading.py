@@ -54,7 +54,7 @@ def turned(back: Tensor, steps: Tensor) -> Tensor:
     return back.gather(2, place[:, None].expand(back.shape))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FadingStatistics(Memory):
     """Sums in float64, (B, Hkv, …): gram G (r, r); cross C (P, r); level D (r); total (), the sum of log decays; for powers past 0 shift M (r, r),
     last key (r), and first, the first key faded as everything is. padding (B,): tokens that were none, in which no time passes.

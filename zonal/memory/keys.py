@@ -34,7 +34,7 @@ class _Buffer:
         self.used = used
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyValues(Memory):
     """Prepared keys and values as they came, with the padding mask, log decays and key biases where there are any.
 

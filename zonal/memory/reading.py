@@ -29,7 +29,7 @@ class Reading(NamedTuple):
     rate: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Readable(Batched):
     """What a memory does with queries."""
 

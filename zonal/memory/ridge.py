@@ -125,7 +125,7 @@ def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
     return which.view(-1, groups).repeat_interleave(queries, 1).unsqueeze(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RidgeStatistics(Memory):
     """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale, gain or weights of features. z: prepared keys, or their features.
 

@@ -20,7 +20,7 @@ _FILLS = {"mask": True, "log_decay": 0, "key_bias": 0}
 AnyMemory = TypeVar("AnyMemory", bound="Batched")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batched(Spanned):
     """What a memory does with the sequences of its batch. Rows never mix, so each does as it would alone."""
 

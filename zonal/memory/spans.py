@@ -65,7 +65,7 @@ class Part(NamedTuple):
         return {f"{group}.{name}": x for name, x in named.items()} | {f"mark.{name}": x for name, x in self.mark.items()}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Spanned(abc.ABC):
     """What a memory does with named spans. parts: () while no span was ever named; else all tokens in order, the last part still open."""
 

@@ -112,7 +112,7 @@ def _fewer(mine: Tensor, theirs: Tensor) -> Tensor:
     return mine - theirs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FeatureSums(Memory):
     """state (B, Hkv, m, P or P + 1) in float32 or better: a plain sum over tokens, so merging is associative and commutative.
 
@@ -273,7 +273,7 @@ def _no_decay(form: Form) -> Tensor:
     return torch.zeros(form.batch, form.heads, dtype=torch.float64, device=form.device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DecayedSums(Memory):
     """S_t = e^{g_t} S_{t-1} + phi(k_t) [v_t, 1]^T with log decays g <= 0 a token, and their total.
 

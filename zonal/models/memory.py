@@ -16,7 +16,7 @@ from zonal.nn.memory import save_memories
 _SAMPLES = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelMemory:
     """The past of every layer, first layer first, as a value: each verb returns the result and leaves this memory as it was.
 
@@ -117,7 +117,15 @@ class ModelMemory:
         """A copy that shares no storage: two continuations of one past."""
         return self._with(layer.fork() for layer in self.layers)
 
+    def to(self, device: torch.device | str) -> "ModelMemory":
+        """The memory on another device. The model's operators stay where they are: move the model, too."""
+        return self._with(layer.to(device) for layer in self.layers)
+
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        spans = [span.name for span in self.spans()]
+        return f"ModelMemory({len(self.layers)} layers, {self.batch} sequences of {self.count} tokens, {self.nbytes} bytes{f', spans {spans}' if spans else ''})"
 
     def _with(self, layers: Iterable[LayerMemory]) -> "ModelMemory":
         return ModelMemory(tuple(layers), self.origin)

@@ -18,7 +18,7 @@ from zonal.memory.rows import checked_index
 _KIND = "layer memories"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerMemory:
     """The past of a layer, as a value: nothing here is changed in place.
 
@@ -182,6 +182,22 @@ class LayerMemory:
             {name: value.clone() for name, value in self.carried.items()},
             tuple(other.fork() for other in self.others),
         )
+
+    def to(self, device: torch.device | str) -> "LayerMemory":
+        """The memory on another device. The layer's operator stays where it is: move the layer, too."""
+        return LayerMemory(
+            self.memory.to(device),
+            None if self.tail is None else self.tail.to(device),
+            self.length,
+            None if self.padding is None else self.padding.to(device),
+            {name: value.to(device) for name, value in self.carried.items()},
+            tuple(other.to(device) for other in self.others),
+        )
+
+    def __repr__(self) -> str:
+        besides = [name for name, there in (("a convolution's tail", self.tail is not None), *((name, True) for name in self.carried)) if there]
+        besides += [f"{len(self.others)} more memories"] if self.others else []
+        return f"LayerMemory({self.memory!r}, {self.length} tokens read{''.join(f', {what}' for what in besides)})"
 
     # --- inside --------------------------------------------------------------------------------------------------------
 

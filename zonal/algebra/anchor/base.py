@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, require_whole, row
+from zonal.algebra.hashing import Search
 from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
-from zonal.algebra.search import Search
 
 
 class Potentials(NamedTuple):
@@ -194,7 +194,7 @@ class TopK(Anchor):
 
     def __post_init__(self) -> None:
         require_whole("TopK: k", self.k)
-        require(self.search is None or isinstance(self.search, Search), f"TopK: search must be a search such as search.LSH(), or None, received {self.search!r}.")
+        require(self.search is None or isinstance(self.search, Search), f"TopK: search must be a search such as hashing.LSH(), or None, received {self.search!r}.")
 
     def least(self, kernel: Tensor) -> Tensor:
         """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a constant."""

@@ -45,10 +45,10 @@ class LSH(Search):
             ("tables", self.tables, 1), ("bits", 1 if self.bits is None else self.bits, 1), ("projections", self.projections, 1), ("reach", self.reach, 1), ("window", self.window, 1),
             ("seed", self.seed, 0),
         ):  # fmt: skip
-            require_whole(f"search.LSH: {name}", value, least)
-        require(self.bits is None or self.bits <= MOST_BITS, f"search.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.")
-        require(self.projections <= MOST_PROJECTIONS, f"search.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.")
-        require(self.width > 0, f"search.LSH: width (of a cell) must be > 0, received {self.width}.")
+            require_whole(f"hashing.LSH: {name}", value, least)
+        require(self.bits is None or self.bits <= MOST_BITS, f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.")
+        require(self.projections <= MOST_PROJECTIONS, f"hashing.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.")
+        require(self.width > 0, f"hashing.LSH: width (of a cell) must be > 0, received {self.width}.")
 
     def sized(self, keys: int, spaces: int = 1) -> "LSH":
         """With ``bits`` for so many keys and spaces, where they had been left open."""
