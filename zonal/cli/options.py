@@ -111,6 +111,8 @@ class ModelOptions:
     """Normalise queries and keys."""
     residual: Residual = "pre"
     """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
+    silent_tokens: Annotated[str | None, _shown("LIST", "(default: none)")] = None
+    """Tokens, such as 0,1, that ridge and Koopman read-outs read and do not store; other layers take them as any."""
     init_std: Annotated[float, RATIO] = 0.02
     """Standard deviation of initial weights; wider for --residual post, such as 0.125."""
     tie_embeddings: bool = True
@@ -135,6 +137,7 @@ class ModelOptions:
             qk_norm=self.qk_norm,
             residual=self.residual,
             init_std=self.init_std,
+            silent_tokens=() if self.silent_tokens is None else parse.tokens(self.silent_tokens),
             tie_embeddings=self.tie_embeddings,
             max_len=task.length,
         )

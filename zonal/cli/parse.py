@@ -72,6 +72,14 @@ def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
     return numbers
 
 
+def tokens(text: str, option: str = "--silent-tokens") -> tuple[int, ...]:
+    """``"0,1"`` → its token numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {text!r} is not a list of token numbers such as 0,1.") from error
+
+
 def ranks(text: str, option: str = "--ranks") -> tuple[int, ...]:
     """``"1,2,4"`` → its rising whole numbers."""
     try:

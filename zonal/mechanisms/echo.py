@@ -33,11 +33,11 @@ def ridge(
 def ska(
     power: int | tuple[int, ...] = 1, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
     relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,
-    preset: Literal["paper"] | None = None,
+    preset: Literal["paper"] | None = None, eta: float = 1.5,
 ) -> Operator:  # fmt: skip
     """Koopman read-out of the given power (0 = ``ridge`` times eta), a tuple for one a head group; ``fading``: the past fades by a rate that each token sets.
 
-    rank: r, the size that a layer gives queries and keys of a head (None: that of values).
+    rank: r, the size that a layer gives queries and keys of a head (None: that of values). eta: the gain of the read-out at the start, learned a head.
     ``preset="paper"`` is the Echo paper's chunk-causal form: power 2, chunks of 64, the running maximum with eps 1e-3, keys of any length.
     """
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
@@ -45,5 +45,5 @@ def ska(
         plain = (power, eps, key_limit, chunk, running_max, spectral_norm) == (1, 0.1, 1.0, None, False, "none")
         require(plain, "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.")
         power, eps, key_limit, chunk, running_max, spectral_norm = 2, 1e-3, None, 64, True, "power"
-    anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant", relative=relative, spectral_norm=spectral_norm)
+    anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant", relative=relative, spectral_norm=spectral_norm, eta=eta)
     return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ska", layer_init="orthogonal", qk_dim=rank)

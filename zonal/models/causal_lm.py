@@ -78,14 +78,14 @@ class CausalLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
-    def _attention(self, spec: str, share: int, lift: int | None, width: int, rotary: Rotary | bool) -> Attention:
-        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size of lifted queries and keys."""
+    def _attention(self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool) -> Attention:
+        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size of lifted queries and keys. gated: a gate weighs the keys."""
         config = self.config
         if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
             raise ArgumentError(f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, received {config.heads} and {config.kv_heads}.")
         return Attention(
             config.dim, config.heads // share, spec, kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
-            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift,
+            qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
         )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -103,18 +103,19 @@ class CausalLM(nn.Module):
     # --- forward -------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto", action_mask: Tensor | None = None
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V). Masks and path as in ``nn.Attention``."""
-        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+        """tokens (B, T) -> logits (B, T, V). Masks and path as in ``nn.Attention``; action_mask for layers with ridge and Koopman read-outs, beside ``silent_tokens``."""
+        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask))
 
     def hidden(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto", action_mask: Tensor | None = None
     ) -> Tensor:
         """tokens (B, T) -> what the head reads, (B, T, dim)."""
         records: Records = (self._embed(tokens),)
+        stored = self._stored(tokens, action_mask)
         for block in self.blocks:
-            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored))
         return self.norm(self.history(records))
 
     def loss(
@@ -369,7 +370,7 @@ class CausalLM(nn.Module):
         records: Records = (self._embed(tokens),)
         for index, block in enumerate(self._blocks()):
             yield index, block.attention, block.mixing().charted(records)
-            records = self.history.kept(records, block(records, path=path))
+            records = self.history.kept(records, block(records, path=path, action_mask=self._stored(tokens)))
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
@@ -409,12 +410,20 @@ class CausalLM(nn.Module):
     def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
         """What the norm is given after reading on from ``memory``, and the memory after it."""
         records: Records = (self._embed(tokens),)
+        stored = self._stored(tokens)
         after = []
         for block, before in zip(self.blocks, memory.layers, strict=True):
-            x, layer = block(records, before, key_padding_mask=mask, path=path)
+            x, layer = block(records, before, key_padding_mask=mask, path=path, action_mask=stored)
             records = self.history.kept(records, x)
             after.append(layer)
         return self.history(records), ModelMemory(tuple(after), memory.origin)
+
+    def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
+        """Which tokens memories take in, bool (B, T); None = all."""
+        if not self.config.silent_tokens:
+            return action_mask
+        loud = torch.stack([tokens != silent for silent in self.config.silent_tokens]).all(0)
+        return loud if action_mask is None else loud & action_mask
 
     def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
         memory, found = self.empty_memory(tokens.shape[0]), []

@@ -13,7 +13,7 @@ from zonal.typed import check_fields
 
 Mlp = Literal["swiglu", "koopman", "koopman-gated", "experts", "none"]
 # fields that came when runs had been saved without them: such a run is the one of their defaults, and goes on
-_LATER = ("residual", "experts", "experts_per_token")
+_LATER = ("residual", "experts", "experts_per_token", "silent_tokens")
 
 
 @known_names
@@ -44,6 +44,7 @@ class ModelConfig:
         init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 · layers).
         residual: how a block's layers are composed, as in ``nn.Block``: "pre", "post", "gated" or "dense".
         experts, experts_per_token: how many feed-forward layers a block has, and how many of them a token takes, with mlp="experts".
+        silent_tokens: tokens such as a filler that layers with ridge and Koopman read-outs read and do not store (``action_mask``); other layers take them as any.
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -68,6 +69,7 @@ class ModelConfig:
     residual: Residual = "pre"
     experts: int = 8
     experts_per_token: int = 2
+    silent_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def refuse(field: str, required: str) -> ArgumentError:
@@ -90,6 +92,10 @@ class ModelConfig:
         for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):
             if getattr(self, field) not in names:
                 raise refuse(field, " or ".join(repr(name) for name in names))
+        silent = self.silent_tokens
+        if not isinstance(silent, tuple | list) or not all(_is_int(token) and 0 <= token < self.vocab_size for token in silent):
+            raise refuse("silent_tokens", f"a tuple of tokens from 0 to {self.vocab_size - 1}")
+        object.__setattr__(self, "silent_tokens", tuple(silent))
         if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
             raise refuse("experts_per_token", f"from 2 to experts={self.experts}")
         if isinstance(self.layers, str):

@@ -16,6 +16,7 @@ _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
 }  # fmt: skip
 MIXTURE = "mixture"
 LIFTED = "lifted"
+GATED = "gated"
 MOST_LAYERS = 4096
 _OPEN, _CLOSE = "([{", ")]}"
 
@@ -95,10 +96,12 @@ def entry_of(layers: Sequence[str]) -> str:
     return f"[{', '.join(spec if times == 1 else f'{spec}*{times}' for spec, times in parts)}]"
 
 
-def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None], TokenMixer]) -> TokenMixer:
-    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator, on lifted queries and keys or as they are.
+def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool], TokenMixer]) -> TokenMixer:
+    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator, on lifted queries and keys or as they are,
+    with keys that a gate weighs or without.
 
-    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), and the size that queries and keys are lifted to.
+    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), the size that queries and keys are
+        lifted to, and whether a gate weighs the keys.
 
     Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
     """
@@ -107,11 +110,13 @@ def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None], Token
         return specs.made(spec, _RECURRENCES, {"dim": dim})
     if name == LIFTED:
         inner, size = specs.made(spec, {LIFTED: _lifted})
-        return attention(inner, 1, size)
+        return attention(inner, 1, size, False)
+    if name == GATED:
+        return mixer(specs.made(spec, {GATED: _gated}), dim, lambda inner, share, size, _: attention(inner, share, size, True))
     if name != MIXTURE:
-        return attention(spec, 1, None)
+        return attention(spec, 1, None, False)
     parts, hidden = specs.made(spec, {MIXTURE: _mixture})
-    return Mixture([mixer(part, dim, lambda inner, _, size: attention(inner, len(parts), size)) for part in parts], hidden)
+    return Mixture([mixer(part, dim, lambda inner, _, size, gated: attention(inner, len(parts), size, gated)) for part in parts], hidden)
 
 
 def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...], int]:
@@ -126,10 +131,20 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
 
 def _lifted(operator: str, size: int) -> tuple[str, int]:
     """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s ``cg_lift``."""
-    fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, *_RECURRENCES)
+    fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, GATED, *_RECURRENCES)
     if not fits or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ArgumentError(f"lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted to are required, received {operator!r} and {size!r}.")
     return operator, size
+
+
+def _gated(operator: str) -> str:
+    """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s ``key_gate``."""
+    if not isinstance(operator, str) or specs.name_of(operator) in (MIXTURE, GATED, *_RECURRENCES):
+        raise ArgumentError(f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}.")
+    (inner,) = operators_in(operator)
+    if not mechanisms.resolve(inner).anchor.solves:
+        raise ArgumentError(f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or kernel_ridge, or leave the gate out.")
+    return operator
 
 
 def operators_in(spec: str) -> tuple[str, ...]:
@@ -137,6 +152,8 @@ def operators_in(spec: str) -> tuple[str, ...]:
     name = specs.name_of(spec)
     if name == LIFTED:
         return (specs.made(spec, {LIFTED: _lifted})[0],)
+    if name == GATED:
+        return operators_in(specs.made(spec, {GATED: _gated}))
     if name == MIXTURE:
         return tuple(inner for part in specs.made(spec, {MIXTURE: _mixture})[0] for inner in operators_in(part))
     return () if name in _RECURRENCES else (spec,)
@@ -151,10 +168,12 @@ def check(spec: str, dim: int) -> None:
     elif name == MIXTURE:
         for part in specs.made(spec, {MIXTURE: _mixture})[0]:
             check(part, dim)
+    elif name == GATED:
+        check(specs.made(spec, {GATED: _gated}), dim)
     elif name == LIFTED:
         check(specs.made(spec, {LIFTED: _lifted})[0], dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
-        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED])
+        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED, GATED])
     else:
         mechanisms.resolve(spec)
 

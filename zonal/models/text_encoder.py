@@ -33,6 +33,8 @@ class TextEncoder(nn.Module):
             raise ArgumentError(
                 f"TextEncoder: layers must see both ways, which {one_way[0] if one_way else f'conv={config.conv}'} does not. Use operators such as 'softmax' or 'sinkhorn' in layers, and conv=0."
             )
+        if config.silent_tokens:
+            raise ArgumentError("TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out.")
         self.config = config
         rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)

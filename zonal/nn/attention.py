@@ -158,6 +158,10 @@ class Attention(TokenMixer):
         rates = declared.log_decay({}, self.kv_heads).exp()
         return DecayGate(self.dim, rates, fastest_decay(self.key_dim) if self.operator.anchor.solves else None)
 
+    @property
+    def chooses(self) -> bool:
+        return self.operator.anchor.solves
+
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights, and start a score whose size had been left open to the layer; what else the operator learns keeps the values it declares.
 

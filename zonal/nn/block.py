@@ -89,13 +89,19 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
         mass: Tensor | None = None,
+        action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``."""
+        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``.
+
+        action_mask: (B, T), False = a ridge or Koopman read-out of this block reads the token and does not store it; other mixers have no such choice.
+        """
         mixer = self.attention
         if mass is not None:
             if not isinstance(mixer, Attention):
                 raise ArgumentError(f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it.")
             mixer = functools.partial(mixer, mass=mass)
+        if action_mask is not None and self.attention.chooses:
+            mixer = functools.partial(mixer, action_mask=action_mask)
         call = functools.partial(mixer, memory=memory, return_memory=return_memory, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
         result = self.mixing(call)(x)
         y, *after = result if isinstance(result, tuple) else (result,)

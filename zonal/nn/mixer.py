@@ -37,6 +37,11 @@ class TokenMixer(nn.Module, abc.ABC):
     def __init_subclass__(cls) -> None:
         known_names(cls)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it can read a token without storing it: its ``forward`` then takes an action_mask."""
+        return False
+
     @abc.abstractmethod
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights but the operator's own."""

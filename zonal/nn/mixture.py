@@ -1,6 +1,7 @@
 """The mixture of layers: every token decides how much of each part it takes."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,10 @@ class Mixture(TokenMixer):
             draws.normal_(linear.weight, f"{name}.weight")
             nn.init.zeros_(linear.bias)
 
+    @property
+    def chooses(self) -> bool:
+        return any(part.chooses for part in self._parts())
+
     def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
         first, *others = (part.empty_memory(batch, dtype, device) for part in self._parts())
         return dataclasses.replace(first, others=tuple(others))
@@ -89,14 +94,19 @@ class Mixture(TokenMixer):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
+        action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """Attend with every part. Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have."""
+        """Attend with every part. Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have.
+
+        action_mask: as in ``Attention``, for the parts that can read a token without storing it.
+        """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         each = [None] * len(self.parts) if memory is None else [dataclasses.replace(memory, others=()), *memory.others]
         found: list[Tensor] = []
         after: list[LayerMemory] = []
         for part, before in zip(self._parts(), each, strict=True):
-            result = part(x, before, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+            chosen = functools.partial(part, action_mask=action_mask) if action_mask is not None and part.chooses else part
+            result = chosen(x, before, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
             found.append(result[0] if isinstance(result, tuple) else result)
             after += result[1:] if isinstance(result, tuple) else ()
         shares = self.shares(x).to(found[0].dtype)
