@@ -169,8 +169,8 @@ class Score(Declaration):
 
 
 _MAPS = ("none", "elu1", "relu", "silu")
-_SHARE = 0.2
-"""Of ``key_limit``: the length that a layer's keys start with, so that a key five times longer than the others is not yet shortened."""
+_HEADROOM = 5.0
+"""A layer shortens only keys that are this many times longer than ``key_limit``, the length that its keys start with."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,9 @@ class Dot(Score):
 
     map: ``none``, ``elu1`` (elu(x) + 1, Katharopoulos et al. 2020), ``relu`` or ``silu``, applied to both sides.
     key_limit: keys longer than this are shortened to it (needed for a ridge whose size means something).
-    factor: the start of what queries and keys are multiplied by, learned a key head, before keys are shortened. None = nothing in a call; a layer
-    with a key_limit makes its own, with which its keys start at a fifth of the limit.
+    factor: the start of what queries and keys are multiplied by before keys are shortened, learned per key head. None = nothing in a call; a layer
+    with a key_limit makes its own, with which its keys start at that length, and takes five times as much for its limit: they can then become
+    longer or shorter by learning.
     """
 
     bilinear: ClassVar[bool] = True
@@ -213,7 +214,9 @@ class Dot(Score):
         return {} if self.factor is None else {"log_factor": row(self.factor).log()}
 
     def sized(self, dim: int, heads: int) -> "Dot":
-        return self if self.key_limit is None or self.factor is not None else replace(self, factor=_SHARE * self.key_limit * max(dim, 1) ** -0.5)
+        if self.key_limit is None or self.factor is not None:
+            return self
+        return replace(self, key_limit=_HEADROOM * self.key_limit, factor=self.key_limit * max(dim, 1) ** -0.5)
 
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
         return {} if self.factor is None else {"log_factor": row(self.factor / entry).log()}
