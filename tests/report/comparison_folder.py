@@ -105,8 +105,9 @@ def write_comparison(
     steps: int = 300,
     finals: dict[tuple[str, int], float] | None = None,
     failed: dict[tuple[str, int], str] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> Path:
-    """A whole comparison folder. ``finals`` overrides (operator, seed) → accuracy at the best rate, ``failed`` → message."""
+    """A whole comparison folder. ``finals`` overrides (operator, seed) → accuracy at the best rate, ``failed`` → message; ``changes`` to comparison.json."""
     text = name == "text"
     finals, failed = finals or {}, failed or {}
     command = f"zonal compare --task {'text --data novel' if text else 'mqar-demo'} --operators '{','.join(operators)}' --seeds {len(seeds)} --budget 10m --out runs/x"
@@ -130,7 +131,7 @@ def write_comparison(
         "device": {"name": "Some Processor", "cores": 2, "threads": 2, "memory_bytes": 8 * 2**30},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "comparison.json").write_text(json.dumps(record))
+    (folder / "comparison.json").write_text(json.dumps(record | (changes or {})))
     for spec in operators:
         for seed in seeds:
             for rate in rates:

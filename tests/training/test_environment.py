@@ -1,6 +1,7 @@
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from zonal.errors import ArgumentError
+from zonal.training import environment
 from zonal.training.environment import FolderInUseError, PeakMemory, deterministic, folder_lock, interruptible
 
 CPU = torch.device("cpu")
@@ -95,3 +97,26 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ArgumentError, match="cannot be made"), folder_lock(folder):
             pass
+
+
+def test_commit_of_a_checkout_and_of_a_package(tmp_path, monkeypatch):
+    def git(*words):
+        return subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "zonal" / "training"
+    package.mkdir(parents=True)
+    (tmp_path / "zonal" / "__init__.py").write_text("")
+    monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+    assert environment.commit() == environment.package_version()
+    git("init", "-q")
+    (tmp_path / "mine.txt").write_text("somebody else's")
+    git("add", "mine.txt")
+    git("commit", "-qm", "one")
+    assert environment.commit() == environment.package_version()  # a package below a checkout that it is not part of
+    git("add", "-A")
+    git("commit", "-qm", "two")
+    assert environment.commit() == git("rev-parse", "HEAD")
+    (tmp_path / "mine.txt").write_text("changed beside the library")
+    assert environment.commit() == git("rev-parse", "HEAD")
+    (tmp_path / "zonal" / "__init__.py").write_text("x = 1")
+    assert environment.commit() == git("rev-parse", "HEAD") + "-dirty"

@@ -149,9 +149,11 @@ def run(options: Compare, command: str) -> int:
 def print_summary(summary: report.Summary) -> None:
     """The headline, one sentence each on what stands behind it, and the table of results."""
     print(f"\n{summary.headline}")
+    for flag in summary.flags:
+        print(f"  ! {flag.sentence}")
     for sentence in summary.sentences:
         print(f"  {sentence}")
-    if summary.ranking:
+    if summary.ranking or summary.unlearned:
         console = Console()
         # a file or a pipe has no width to keep to
         console = console if console.is_terminal else Console(width=200)

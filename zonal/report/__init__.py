@@ -14,6 +14,7 @@ from zonal import store
 from zonal.errors import ArgumentError
 from zonal.evaluation.statistics import Spread
 from zonal.report import commands, page, table
+from zonal.report.fairness import Flag
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
 from zonal.report.summary import Row, Summary, Verdict, summarise
 from zonal.report.table import Cell, Table, results
@@ -45,6 +46,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "operator": row.operator,
                 "label": row.label,
                 "rank": summary.ranking.index(row.operator) + 1 if row.operator in summary.ranking else None,
+                "learned": row.learned,
                 "learning_rate": row.learning_rate,
                 "seeds_done": [run.seed for run in row.runs],
                 "failed": row.failed,
@@ -64,20 +66,23 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),
             }
         )
-    rows.sort(key=lambda item: (item["rank"] is None, item["rank"]))
+    rows.sort(key=lambda item: (item["rank"] is None, item["rank"] or 0, item["operator"] not in summary.unlearned))
     return {
         "title": data.title,
         "command": data.command,
         "created": data.created,
         "metric": data.metric,
+        "guess": None if data.guess is None else data.guess.value,
         "target_loss": target,
         "headline": summary.headline,
+        "flags": [{"kind": flag.kind, "operators": list(flag.operators), "sentence": flag.sentence} for flag in summary.flags],
         "sentences": list(summary.sentences),
         "steps": data.steps,
         "seeds": list(data.seeds),
         "learning_rates": list(data.learning_rates),
         "operators": rows,
         "versions": dict(data.versions),
+        "commit": data.commit,
         "device": dict(data.device),
     }
 
@@ -108,6 +113,7 @@ def write(directory: str | os.PathLike[str]) -> Paths:
 __all__ = [
     "Cell",
     "ComparisonData",
+    "Flag",
     "Metrics",
     "Paths",
     "Point",

@@ -95,7 +95,7 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
         "settings": [("Task", table.settings(data.task)), ("Model", table.settings(data.model)), ("Training", table.settings(data.training))],
-        "versions": table.settings(data.versions),
+        "versions": table.settings({**data.versions, **({"commit": data.commit} if data.commit else {})}),
         "device": table.device(data.device),
         "swept": len(data.learning_rates) > 1,
         "curves": any(run.evaluations or run.training for run in data.runs),

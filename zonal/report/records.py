@@ -109,6 +109,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """The headline number of who has not learned the task. trained: (slice, its values) that were trained, where an evaluation holds more."""
+
+    value: float
+    trained: tuple[str, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
 class ComparisonData:
     """Everything in one comparison folder."""
 
@@ -131,6 +139,8 @@ class ComparisonData:
     runs: tuple[Run, ...]
     note: str = ""
     published: Published | None = None
+    guess: Guess | None = None
+    commit: str = ""
 
     @property
     def higher_is_better(self) -> bool:
@@ -263,6 +273,18 @@ def _metric(record: Mapping[str, Any], path: Path) -> str:
     return named
 
 
+def _guessed(record: Mapping[str, Any], path: Path) -> Guess | None:
+    """What a guess reaches, None where the file does not say (those of older versions do not)."""
+    found = record.get("guess")
+    if found is None:
+        return None
+    value = _number(found.get("value"), "guess.value", path) if isinstance(found, dict) else None
+    if value is None:
+        raise FileFormatError(f"report: {path}: 'guess' must be an object with a finite value, got {found!r}.")
+    trained = found.get("trained")
+    return Guess(value, None if trained is None else (str(trained[0]), tuple(map(str, trained[1]))))
+
+
 def load(directory: str | os.PathLike[str]) -> ComparisonData:
     """Read a comparison folder.
 
@@ -306,4 +328,6 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         runs=runs,
         note=str(record.get("note") or ""),  # what whoever ran it wants readers to know, put into comparison.json by hand
         published=Published.from_dict(record["published"], path) if record.get("published") else None,
+        guess=_guessed(record, path),
+        commit=str(record.get("commit") or ""),
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from zonal.evaluation.selection import best_learning_rate
 from zonal.evaluation.statistics import Difference, Spread, difference_within_spread, spread
-from zonal.report import formats, style
+from zonal.report import fairness, formats, style
+from zonal.report.fairness import METRIC_NAMES, NOT_LEARNED, Flag
 from zonal.report.records import ComparisonData, Metrics, Run
 
 
@@ -29,7 +30,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """One operator at its chosen learning rate."""
+    """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that is better than a guess, None where
+    nobody knows."""
 
     operator: str
     label: str
@@ -49,6 +51,8 @@ class Row:
     sweep: Mapping[float, Spread]
     best: frozenset[str]
     speed_ratio: float | None
+    trained: Spread | None = None
+    learned: bool | None = None
 
     def value(self, metric: str) -> Spread | None:
         """The column called ``metric``: "loss", "accuracy" or "bits_per_byte"."""
@@ -57,14 +61,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """The comparison in one table and a few sentences. ``ranking`` lists the operators with results, the best first."""
+    """The comparison in one table and a few sentences. ``ranking`` lists the operators that learned their task, the best first, ``unlearned`` those with
+    results that did not; ``flags`` say what makes the comparison less than fair."""
 
     data: ComparisonData
     rows: tuple[Row, ...]
     ranking: tuple[str, ...]
+    unlearned: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     headline: str
     sentences: tuple[str, ...]
+    flags: tuple[Flag, ...]
 
     def row(self, operator: str) -> Row:
         return next(row for row in self.rows if row.operator == operator)
@@ -159,6 +166,7 @@ def summarise(data: ComparisonData) -> Summary:
         rate = _choose(data, sweep)
         chosen = tuple(run for run in sweep.get(rate, ()) if run.done) if rate is not None else ()
         name = next((run.label for run in runs if run.label != operator), style.label(operator))
+        trained = fairness.trained_number(data, chosen)
         drafts.append(
             Row(
                 operator=operator,
@@ -183,6 +191,8 @@ def summarise(data: ComparisonData) -> Summary:
                 },
                 best=frozenset(),
                 speed_ratio=None,
+                trained=trained,
+                learned=fairness.learned(data, trained and trained.mean),
             )
         )
     marks = _mark_best(drafts, data.metric)
@@ -196,26 +206,33 @@ def summarise(data: ComparisonData) -> Summary:
     sign = -1.0 if data.higher_is_better else 1.0
     # an operator that lacks seeds is not ranked above complete ones by a lucky seed: it comes after them
     scored = [(-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))]
-    ordered = [rows[index] for _, _, index in sorted(scored)]
+    by_score = [rows[index] for _, _, index in sorted(scored)]
+    ordered, unlearned = [row for row in by_score if row.learned is not False], [row for row in by_score if row.learned is False]
     verdicts = tuple(verdict for row in ordered[1:] if (verdict := _verdict(data, ordered[0], row)))
-    headline, sentences = _words(data, rows, ordered, verdicts)
-    return Summary(data, rows, tuple(row.operator for row in ordered), verdicts, headline, sentences)
+    headline, sentences = _words(data, rows, ordered, unlearned, verdicts)
+    ranking, behind = (tuple(row.operator for row in each) for each in (ordered, unlearned))
+    return Summary(data, rows, ranking, behind, verdicts, headline, sentences, fairness.flags(data, rows))
 
 
-METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
-
-
-def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], verdicts: Sequence[Verdict]) -> tuple[str, tuple[str, ...]]:
+def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], unlearned: Sequence[Row], verdicts: Sequence[Verdict]) -> tuple[str, tuple[str, ...]]:
     """The headline and the sentences under it."""
     state = _state(data)
-    if not ordered:
+    if not ordered and not unlearned:
         return "No run has finished yet, so there is nothing to compare.", tuple(state)
     name = METRIC_NAMES[data.metric]
+    note = (data.note,) if data.note else ()
+    if not ordered:
+        best = unlearned[0].value(data.metric)
+        assert best is not None
+        assert data.guess is not None  # who is not learned has a value that was held against a guess
+        best_of = f"{unlearned[0].label} reaches {name} {formats.spread(best.mean, best.deviation)}, a guess {formats.number(data.guess.value)}"
+        return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (*note, *state)
     labels = {row.operator: row.label for row in rows}
     leader, best = ordered[0], ordered[0].value(data.metric)
     assert best is not None  # ordered holds only rows with a value
     if len(ordered) == 1:
-        return f"{leader.label} reaches {name} {formats.spread(best.mean, best.deviation)}.", tuple(state)
+        others = f"; {'all others are' if len(unlearned) > 1 else 'the other is'} {NOT_LEARNED}" if unlearned else ""
+        return f"{leader.label} reaches {name} {formats.spread(best.mean, best.deviation)}{others}.", (*note, *state)
     second, runner = ordered[1], ordered[1].value(data.metric)
     assert runner is not None
     level = [labels[verdict.other] for verdict in verdicts if verdict.within]
@@ -231,7 +248,7 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
         within = f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader.label}"
         headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
-            headline = f"No clear winner {seeds}: all {len(ordered)} operators are within the spread of {leader.label}, which has the best mean {name}, {figures}."
+            headline = f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} are within the spread of {leader.label}, which has the best mean {name}, {figures}."
     else:
         headline = f"{leader.label} is ahead in {name}: {figures}. The difference, {formats.difference(verdicts[0].behind)}, is larger than the spread over seeds."
     if decided:
@@ -239,7 +256,7 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], ve
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
         notes = [f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."]
-    return headline, (*((data.note,) if data.note else ()), *notes, *_costs(rows, labels), *state)
+    return headline, (*note, *notes, *_costs(rows, labels), *state)
 
 
 def _verdict_words(leader: str, other: str, name: str, verdict: Verdict) -> str:

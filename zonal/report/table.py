@@ -10,6 +10,7 @@ from zonal.evaluation.efficiency import common_target, tokens_to
 from zonal.evaluation.statistics import Spread, spread
 from zonal.report import formats, glossary, style
 from zonal.report.diagnostics import Diagnostics, Head
+from zonal.report.fairness import NOT_LEARNED
 from zonal.report.summary import Row, Summary, slice_order
 
 
@@ -39,6 +40,8 @@ def _spread(total: Spread | None, best: bool) -> Cell:
 
 def _behind(summary: Summary, row: Row) -> Cell:
     """How far behind the leader, and whether that is more than chance."""
+    if row.operator in summary.unlearned:
+        return Cell(formats.MISSING, NOT_LEARNED)
     if not summary.ranking:
         return Cell(formats.MISSING)
     if row.operator == summary.ranking[0]:
@@ -102,9 +105,14 @@ def metrics_of(summary: Summary) -> tuple[str, ...]:
 
 
 def _ordered(summary: Summary) -> list[Row]:
-    """The best first, those without a result last."""
-    ranked = [summary.row(operator) for operator in summary.ranking]
-    return ranked + [row for row in summary.rows if row.operator not in summary.ranking]
+    """The best first, then those that did not learn the task, those without a result last."""
+    known = _with_results(summary)
+    return known + [row for row in summary.rows if row not in known]
+
+
+def _with_results(summary: Summary) -> list[Row]:
+    """Those with a result, the best first, and those that did not learn the task last."""
+    return [summary.row(operator) for operator in (*summary.ranking, *summary.unlearned)]
 
 
 def _speed(row: Row) -> Cell:
@@ -160,12 +168,11 @@ def slices(summary: Summary, name: str) -> Table:
     keys = sorted({key for row in summary.rows for key in row.slices.get(name, {})}, key=slice_order)
     rows = []
     top = {key: max((row.slices[name][key].mean for row in summary.rows if key in row.slices.get(name, {})), default=None) for key in keys}
-    for operator in summary.ranking:
-        row = summary.row(operator)
+    for row in _with_results(summary):
         found = row.slices.get(name, {})
         cells = [Cell(row.label)]
         cells += [_spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key]) for key in keys]
-        rows.append((operator, tuple(cells)))
+        rows.append((row.operator, tuple(cells)))
     return Table(("Operator", *(f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys)), tuple(rows))
 
 
@@ -187,11 +194,10 @@ def examined(summary: Summary) -> list[tuple[str, Table]]:
     for name in dict.fromkeys(name for cell in cells for name in cell.values):
         kept = [column for column in columns if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)]
         rows = []
-        for operator in summary.ranking:
-            row = summary.row(operator)
+        for row in _with_results(summary):
             ours = [_examined(row, name, column) for column in kept]
             if any(value is not None for value in ours):
-                rows.append((operator, (Cell(row.label), *(_spread(value, best=False) for value in ours))))
+                rows.append((row.operator, (Cell(row.label), *(_spread(value, best=False) for value in ours))))
         found.append((name, Table(("Operator", *(glossary.cell_name(dict(column)) for column in kept)), tuple(rows))))
     return found
 

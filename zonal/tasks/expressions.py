@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, check_batch, stream
 
 _TRAIN, _TEST, _DEPTHS = range(3)
 SIGNS = "·()=_?."
@@ -195,6 +195,17 @@ class Expressions(Task):
             exact = [float(text == wanted) for text, wanted in zip(texts, right, strict=True)]
             broken = [float(text[-1] != STOP or parse(text[:-1]) is None) for text in texts]
             yield Examined({"exact match": exact, "parse errors": broken}, batch.slices)
+
+    def guess(self) -> Guess:
+        """Brackets and the stop are right, which are easy; any head is named where a head belongs, and any atom of the tree where an atom does."""
+        scores = []
+        for batch in self.evaluation_batches(self.test_examples):
+            for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
+                asked = targets[targets != IGNORED]
+                prompt = tokens[: len(tokens) - LONGEST]
+                atoms = len(np.unique(prompt[prompt >= _FIRST_ATOM]))
+                scores.append(np.where(asked >= _FIRST_ATOM, 1 / atoms, np.where(asked >= _FIRST_HEAD, 1 / HEADS, 1.0)).mean())
+        return Guess(float(np.mean(scores)))
 
     def config(self) -> dict[str, Any]:
         return {"task": "expressions", "name": self.name, "depths": list(self.depths), "test_examples": self.test_examples, "seed": self.seed}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError, unknown_name
 from zonal.tasks.retrieval import KINDS, Words, check, example
-from zonal.tasks.task import Batch, Task, check_batch, stream
+from zonal.tasks.task import Batch, Guess, Task, check_batch, stream
 
 # words for the streams that derive from a task's seed
 _TRAIN, _TEST, _TRANSFER, _LENGTHS = range(4)
@@ -150,15 +150,15 @@ class Retrieval(Task):
             name=config["name"],
         )
 
-    def chance(self) -> float:
-        """The accuracy on the test shapes of who names any of the answers that a context offers."""
-        return sum(KINDS[shape.kind].guess(shape.pairs) for shape in self.test_shapes) / len(self.test_shapes)
+    def guess(self) -> Guess:
+        """Any of the answers that a context offers is named, on the test shapes."""
+        return Guess(sum(KINDS[shape.kind].guess(shape.pairs) for shape in self.test_shapes) / len(self.test_shapes))
 
     def describe(self) -> str:
         last = self.stages[-1].shapes
         steps = f", in {len(self.stages)} stages" if len(self.stages) > 1 else ""
         transfer = f"; then measured on {_named(self.transfer_shapes)}" if self.transfer_shapes else ""
-        return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.chance():.0%}{transfer}."
+        return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.guess().value:.0%}{transfer}."
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         starts = torch.tensor([self.words.noise.start, self.words.keys.start, self.words.values.start], device=tokens.device, dtype=torch.int64)

@@ -21,7 +21,7 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 from zonal.tasks import relations
 from zonal.tasks.relations import Cell, Question, Source
-from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Task, check_batch, stream
+from zonal.tasks.task import IGNORED, Batch, Examined, Examinee, Guess, Task, check_batch, stream
 
 _TRAIN, _TEST, _CONTROL, _CELLS = range(4)
 ASK = 0
@@ -143,16 +143,16 @@ class Lookup(Task):
             seed=config["seed"], name=config["name"],
         )  # fmt: skip
 
-    def chance(self) -> float:
-        """The accuracy of who names any label in the context."""
-        return 1 / self.pairs
+    def guess(self) -> Guess:
+        """Any label in the context is named; on questions that were trained."""
+        return Guess(1 / self.pairs, (self.source.slices[0], ("trained",)))
 
     def describe(self) -> str:
         size = self.source.slices[1]
         sizes = sorted({cell.size for cell in self.tests})
         return (
             f"Recall by relation: {self.source.describe()}; {self.questions} questions about {self.pairs} labelled candidates, tested at {size} {sizes[0]} to {sizes[-1]}; "
-            f"a guess among labels in the context is right in {self.chance():.0%}."
+            f"a guess among labels in the context is right in {self.guess().value:.0%}."
         )
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:

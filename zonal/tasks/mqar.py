@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zonal.data import permuted
 from zonal.errors import ArgumentError
-from zonal.tasks.task import IGNORED, Batch, Task, check_batch
+from zonal.tasks.task import IGNORED, Batch, Guess, Task, check_batch
 
 _NOISE_ROWS = 8192
 _MANY_PAIRS = 64
@@ -298,6 +298,16 @@ class MQAR(Task):
             examples = self.examples(number, train=False)
             for begin in range(0, segment.examples, batch_size):
                 yield self._batch(segment, *examples.tensors(slice(begin, begin + batch_size)))
+
+    def guess(self) -> Guess:
+        """Any value of the context is named, at the numbers of pairs that were trained."""
+        trained = {segment.pairs for segment in self.train_segments}
+        tested = sorted({segment.pairs for segment in self.test_segments})
+        both = [pairs for pairs in tested if pairs in trained] or tested
+        examples = {pairs: sum(segment.examples for segment in self.test_segments if segment.pairs == pairs) for pairs in both}
+        if both == tested:
+            return Guess(sum(count / pairs for pairs, count in examples.items()) / sum(examples.values()))
+        return Guess(sum(1 / pairs for pairs in both) / len(both), ("pairs", tuple(map(str, both))))
 
     def _batch(self, segment: Segment, tokens: Tensor, targets: Tensor) -> Batch:
         return Batch(tokens, targets, {"pairs": [segment.pairs] * len(tokens), "length": [segment.length] * len(tokens)})

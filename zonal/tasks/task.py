@@ -41,6 +41,16 @@ class Examined(NamedTuple):
     slices: Mapping[str, Sequence[int | str]]
 
 
+class Guess(NamedTuple):
+    """What a model reaches that has not learned the task: ``value`` of the headline number, at or below which (for a loss, above) nothing was learned.
+
+    trained: where an evaluation holds more than was trained, the part of it that was, as (slice, its values); None: all of it was.
+    """
+
+    value: float
+    trained: tuple[str, tuple[str, ...]] | None = None
+
+
 class Examinee(Protocol):
     """What is needed of a model to examine it: logits (B, T, V) of tokens (B, T), and text that it writes by itself."""
 
@@ -86,6 +96,10 @@ class Task(ABC):
         Raises: ArgumentError when batch_size < 1.
         """
         return iter(())
+
+    def guess(self) -> Guess | None:
+        """What a model reaches that has not learned the task; None where nobody has said, and then no model is said to be below it."""
+        return None
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, to colour them in a picture: names of groups, and the number of each token's group, shaped like tokens. By default one group."""

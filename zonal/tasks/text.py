@@ -20,9 +20,10 @@ from zonal.data import cached_corpus, is_corpus, open_corpus, open_source, permu
 from zonal.data.shards import Corpus
 from zonal.data.tokenizers import Tokenizer
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.tasks.task import Batch, Task, check_batch
+from zonal.tasks.task import Batch, Guess, Task, check_batch
 
 _BLOCK = 1 << 20
+_COUNTED = 1 << 24
 # words for the parts of the key that derive a window's phase and an epoch's order
 _PHASE, _ORDER = 0, 1
 
@@ -146,6 +147,14 @@ class Text(Task):
     def _batch(self, starts: list[int]) -> Batch:
         windows = torch.from_numpy(np.stack([self.corpus.read(start, start + self.length + 1) for start in starts]))
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), {})
+
+    def guess(self) -> Guess:
+        """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens, each token once more than it stands there)."""
+        counts = np.ones(self.vocab_size, dtype=np.int64)
+        for begin in range(0, min(self.train_end, _COUNTED), _BLOCK):
+            counts += np.bincount(self.corpus.read(begin, min(begin + _BLOCK, self.train_end, _COUNTED)), minlength=self.vocab_size)
+        targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * self.length)
+        return Guess(float(np.log(counts.sum()) - np.log(counts)[targets].mean()))
 
     def bits_per_byte(self, loss: float) -> float:
         """Bits per byte of UTF-8 from the mean evaluation loss in nats per token; comparable across tokenisers."""

@@ -24,6 +24,7 @@ from zonal.training.config import TrainConfig
 from zonal.training.environment import (
     FolderInUseError,
     check_threads,
+    commit,
     cores,
     describe_device,
     folder_lock,
@@ -178,6 +179,7 @@ class Comparison:
                 return False
             timings[operator] = timing
         self.plan = decide_steps(spec, timings, time.perf_counter() - started, jobs)
+        guess = spec.task.guess()
         stored = {
             **spec.to_dict(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -189,6 +191,8 @@ class Comparison:
                 "estimated_seconds": self.plan.estimated_seconds,
                 "jobs": jobs,
             },
+            "guess": None if guess is None else guess._asdict(),
+            "commit": commit(),
             "versions": versions(),
             "device": describe_device(torch.device(spec.device), self.threads),
         }

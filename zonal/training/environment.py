@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -224,6 +225,23 @@ def package_version() -> str:
         return version("zonal")
     except PackageNotFoundError:
         return "source"
+
+
+def commit() -> str:
+    """The commit of the checkout that this library runs from, with "-dirty" where its files have changed; the package's version where it is no checkout."""
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str | None:
+        try:
+            found = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    # a package installed below somebody else's checkout is not in it
+    if git("ls-files", "--error-unmatch", "__init__.py") is None or (head := git("rev-parse", "HEAD")) is None:
+        return package_version()
+    return f"{head}-dirty" if git("status", "--porcelain", "--", ".") else head
 
 
 def versions() -> dict[str, str]:

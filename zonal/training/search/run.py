@@ -26,6 +26,7 @@ from zonal.training.compare import Comparison
 from zonal.training.environment import (
     FolderInUseError,
     check_threads,
+    commit,
     cores,
     describe_device,
     folder_lock,
@@ -105,7 +106,7 @@ class Search:
                 self.threads = threads
                 device = describe_device(torch.device(self.spec.device), self.threads)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
-                write_json(self.directory / FILE, {**self.spec.to_dict(), "created": created, "versions": versions(), "device": device})
+                write_json(self.directory / FILE, {**self.spec.to_dict(), "created": created, "commit": commit(), "versions": versions(), "device": device})
             with parallel.session(workers, self.threads) if workers > 1 else contextlib.nullcontext():
                 result = _Walk(self, on_event or events.ignore, should_stop, interrupted, workers).result()
             findings.write(self.directory, self.spec, result)

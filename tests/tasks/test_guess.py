@@ -1,0 +1,68 @@
+"""What a model reaches that has not learned the task: every task says it, and somebody who guesses reaches it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from zonal import tasks
+from zonal.tasks.expressions import Expressions
+from zonal.tasks.task import IGNORED
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.names() if name not in ("mqar-based-fig2", "mqar-iclr24-fig2")])
+def test_every_task_has_a_guess(name):
+    task = tasks.resolve(name)
+    guess = task.guess()
+    assert guess is not None
+    if task.metric == "accuracy":
+        assert 1 / task.vocab_size <= guess.value <= 0.6
+    else:
+        assert 0 < guess.value < math.log(task.vocab_size)
+
+
+def test_recall_by_naming_any_value_of_the_context():
+    task = tasks.resolve("mqar", vocab_size=128, length=64, pairs=8, test_examples=400)
+    chance = torch.Generator().manual_seed(0)
+    (batch,) = task.evaluation_batches(400)
+    values = batch.tokens[:, 1:16:2]
+    named = values.gather(1, torch.randint(8, batch.targets.shape, generator=chance))
+    asked = batch.targets != IGNORED
+    assert float((named == batch.targets)[asked].double().mean()) == pytest.approx(task.guess().value, abs=0.02)
+    assert task.guess() == (1 / 8, None)
+
+
+def test_recall_is_judged_at_the_pairs_that_were_trained():
+    task = tasks.MQAR(
+        128, train_segments=[tasks.Segment(16, 2, 50), tasks.Segment(32, 4, 50)], test_segments=[tasks.Segment(32, 4, 10), tasks.Segment(64, 16, 10)]
+    )
+    assert task.guess() == (1 / 4, ("pairs", ("4",)))
+
+
+def test_text_by_the_frequencies_of_bytes(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abababac" * 500)
+    task = tasks.Text(str(path), length=16)
+    share = np.array([0.5, 0.375, 0.125])
+    assert task.guess().value == pytest.approx(-(share * np.log(share)).sum(), rel=0.01, abs=0.15)  # each of 256 bytes counts once more than it stands there
+
+
+def test_signals_by_one_level():
+    task = tasks.resolve("periodic", frequencies=1, vocab_size=8, length=32)
+    (batch,) = task.evaluation_batches(64)
+    asked = batch.targets != IGNORED
+    shares = [float(((batch.targets == level) & asked).sum() / asked.sum()) for level in range(8)]
+    assert task.guess().value == pytest.approx(max(shares))
+    assert max(shares) > 1 / 8
+
+
+def test_expressions_by_their_brackets():
+    """Brackets and the stop are known: of ( f a b ) . that is half, and heads and atoms are right now and then."""
+    task = Expressions((3,), test_examples=50)
+    assert 0.5 < task.guess().value < 0.65
+
+
+def test_lookups_are_judged_on_what_was_trained():
+    assert tasks.resolve("hypernyms", subset="carnivore", pairs=4, questions=2).guess() == (1 / 4, ("pairs", ("trained",)))
+    assert tasks.resolve("paths", subset="carnivore", pairs=4, questions=2).guess() == (1 / 4, ("composition", ("trained",)))

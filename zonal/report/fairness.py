@@ -1,0 +1,170 @@
+"""What a reader must know before believing a ranking: each flag is a sentence beside the headline, and an entry of ``summary.json``.
+
+A model whose number is not better than a guess on what it was trained on has not learned its task: it is not ranked, whatever others reach.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from zonal.evaluation.statistics import Spread, spread
+from zonal.report import formats
+from zonal.report.records import ComparisonData, Metrics, Run
+
+NOT_LEARNED = "not trained far enough to compare"
+METRIC_NAMES = {"accuracy": "accuracy", "loss": "validation loss", "bits_per_byte": "bits per byte"}
+_UNEQUAL = 1.01
+_DIVERGED = re.compile(r"(loss|gradient norm) became")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """kind: "not learned", "some seeds not learned", "edge", "one rate", "one seed", "parameters", "steps" or "failed". operators: whom it is about, by
+    their specs; empty where it is about all."""
+
+    kind: str
+    operators: tuple[str, ...]
+    sentence: str
+
+
+class Operator(Protocol):
+    """What is needed of an operator's row in the summary: its runs at the rate it is shown with, and whether it learned the task."""
+
+    @property
+    def operator(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def learning_rate(self) -> float | None: ...
+    @property
+    def runs(self) -> tuple[Run, ...]: ...
+    @property
+    def parameters(self) -> int | None: ...
+    @property
+    def learned(self) -> bool | None: ...
+
+
+def on_what_was_trained(data: ComparisonData, final: Metrics) -> float | None:
+    """The headline number on what was trained, None where that was not measured."""
+    if data.guess is None or data.guess.trained is None:
+        return final.value(data.metric)
+    name, values = data.guess.trained
+    found = [number for value, number in final.slices.get(name, {}).items() if value in values]
+    found = found or [cell.values["accuracy"] for cell in final.examined if str(cell.slices.get(name)) in values and "accuracy" in cell.values]
+    return math.fsum(found) / len(found) if found else None
+
+
+def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
+    """``on_what_was_trained`` over the seeds of an operator."""
+    found = [number for run in runs if run.final is not None and (number := on_what_was_trained(data, run.final)) is not None]
+    return spread(found) if found else None
+
+
+def learned(data: ComparisonData, number: float | None) -> bool | None:
+    """Whether a number on what was trained is better than a guess; None where one of them is not known."""
+    if data.guess is None or number is None:
+        return None
+    return number > data.guess.value if data.higher_is_better else number < data.guess.value
+
+
+def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
+    """All that is to be said of a comparison, the gravest first."""
+    shown = [row for row in rows if row.runs]
+    found = [_not_learned(data, shown), _some_seeds(data, shown), _failed(data, rows), _steps(data, shown), _edge(data, shown), _parameters(shown)]
+    if shown and len(data.learning_rates) == 1:
+        found.append(Flag("one rate", (), f"One learning rate was tried, {formats.rate(data.learning_rates[0])}: another may favour another operator."))
+    if shown and len(data.seeds) == 1:
+        found.append(Flag("one seed", (), "One seed: the spread over seeds is not known."))
+    return tuple(flag for flag in found if flag is not None)
+
+
+def _names(rows: Sequence[Operator]) -> str:
+    return formats.enumerate_names([row.label for row in rows])
+
+
+def _specs(rows: Sequence[Operator]) -> tuple[str, ...]:
+    return tuple(row.operator for row in rows)
+
+
+def _guess(data: ComparisonData) -> str:
+    assert data.guess is not None
+    side = "at or below" if data.higher_is_better else "at or above"
+    return f"{side} a guess ({METRIC_NAMES[data.metric]} {formats.number(data.guess.value)})"
+
+
+def _not_learned(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+    behind = [row for row in rows if row.learned is False]
+    if not behind:
+        return None
+    verb = "is" if len(behind) == 1 else "are"
+    sentence = f"{_names(behind)} {verb} {NOT_LEARNED}: {_guess(data)} on what was trained, and so not ranked."
+    return Flag("not learned", _specs(behind), sentence)
+
+
+def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+    parts: dict[str, str] = {}
+    for row in rows:
+        numbers = [on_what_was_trained(data, run.final) for run in row.runs if run.final is not None]
+        below = sum(learned(data, number) is False for number in numbers)
+        if below and row.learned:
+            parts[row.operator] = f"{below} of {len(numbers)} seeds of {row.label}"
+    if not parts:
+        return None
+    verb = "is" if len(parts) == 1 and next(iter(parts.values())).startswith("1 ") else "are"
+    return Flag("some seeds not learned", tuple(parts), f"{formats.enumerate_names(list(parts.values()))} {verb} {_guess(data)}: that mean is of runs that learned and runs that did not.")
+
+
+def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+    failed = [run for run in data.runs if run.status == "failed"]
+    if not failed:
+        return None
+    diverged = sum(bool(run.message and _DIVERGED.search(run.message)) for run in failed)
+    why = f", {diverged} of them because the loss or its gradient was no longer finite" if diverged else ""
+    labels = {row.operator: row.label for row in rows}
+    groups: dict[tuple[str, float], int] = {}
+    for run in failed:
+        groups[run.operator, run.learning_rate] = groups.get((run.operator, run.learning_rate), 0) + 1
+    which = "; ".join(f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {len(data.seeds)} seeds" for (operator, rate), count in groups.items())
+    verb = "run was" if len(failed) == 1 else "runs were"
+    return Flag("failed", tuple(dict.fromkeys(run.operator for run in failed)), f"{len(failed)} of {len(data.runs)} {verb} dropped{why}: {which}.")
+
+
+def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+    runs = [(run, row) for row in rows for run in row.runs]
+    if len({run.steps_done for run, _ in runs}) < 2:
+        return None
+    (least, few), (most, many) = min(runs, key=lambda each: each[0].steps_done), max(runs, key=lambda each: each[0].steps_done)
+    stop = data.training.get("stop_at_accuracy")
+    why = f"; each run stops at accuracy {stop:g}, so final numbers near it say nothing, and steps say who was sooner" if stop is not None else ""
+    sentence = f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few.label}, seed {least.seed}) to {formats.count(most.steps_done)} ({many.label}, seed {most.seed}){why}."
+    return Flag("steps", tuple(row.operator for row in rows if any(run.steps_done < most.steps_done for run in row.runs)), sentence)
+
+
+def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
+    grid = sorted(data.learning_rates)
+    if len(grid) < 2:
+        return None
+    sides: Mapping[str, list[Operator]] = {
+        f"the {name} ({formats.rate(rate)})": [row for row in rows if row.learning_rate == rate] for name, rate in (("lowest", grid[0]), ("highest", grid[-1]))
+    }
+    at = [row for side in sides.values() for row in side]
+    if not at:
+        return None
+    parts = "; ".join(f"{side} for {'all' if len(found) == len(rows) > 1 else _names(found)}" for side, found in sides.items() if found)
+    return Flag("edge", _specs(at), f"Best learning rates lie at the edge of the {len(grid)} that were tried: {parts}. A rate beyond the edge may do better.")
+
+
+def _parameters(rows: Sequence[Operator]) -> Flag | None:
+    sizes = [(row.parameters, row) for row in rows if row.parameters]
+    if not sizes:
+        return None
+    (low, small), (high, large) = min(sizes, key=lambda each: each[0]), max(sizes, key=lambda each: each[0])
+    if high <= low * _UNEQUAL:
+        return None
+    more = f"{100 * (high / low - 1):.1f}%"
+    return Flag("parameters", _specs([small, large]), f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) to {formats.count(high)} ({large.label}).")
+
+
+__all__ = ["METRIC_NAMES", "NOT_LEARNED", "Flag", "flags", "learned", "on_what_was_trained", "trained_number"]
