@@ -13,7 +13,7 @@ from typing import Any
 from zonal import store
 from zonal.errors import ArgumentError
 from zonal.evaluation.statistics import Spread
-from zonal.report import commands, page, table
+from zonal.report import commands, page, table, transfer
 from zonal.report.fairness import Flag
 from zonal.report.records import ComparisonData, Metrics, Point, Run, load
 from zonal.report.summary import Row, Summary, Verdict, summarise
@@ -61,6 +61,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "parameters": row.parameters,
                 "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
                 "slices": {name: {key: _spread(total) for key, total in values.items()} for name, values in row.slices.items()},
+                "transfer": {name: {key: _spread(total) for key, total in values.items()} for name, values in transfer.by_slice(summary, row).items()},
                 "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
                 "behind": None if verdict is None else {"difference": verdict.behind, "margin": verdict.margin, "seeds": verdict.seeds, "within_spread": verdict.within},
                 "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),

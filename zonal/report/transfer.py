@@ -42,6 +42,12 @@ def beside(summary: Summary, table: PublishedTable) -> Table:
     return Table(("", *(row.label for row in shown), *table.columns), tuple(rows))
 
 
+def by_slice(summary: Summary, row: Row) -> dict[str, dict[str, Spread]]:
+    """Accuracy of an operator by each slice of what it was measured on once more: {slice: {value: over seeds}}."""
+    names = dict.fromkeys(name for run in row.runs for cell in _cells(run) for name in cell.slices)
+    return {name: {str(value): total for value in slices(summary, name) if (total := over_seeds(row, _line({name: value})))} for name in names}
+
+
 def by_task(summary: Summary) -> Table:
     """The mean of all cells of a task, one row a task."""
     shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
@@ -101,4 +107,4 @@ def panels(summary: Summary) -> list[tuple[str, str]]:
     return [(str(task), glossary.slice_name(str(task))) for task in slices(summary, "task")]
 
 
-__all__ = ["beside", "by_task", "lines", "over_seeds", "panels", "slices", "tables", "trained_length"]
+__all__ = ["beside", "by_slice", "by_task", "lines", "over_seeds", "panels", "slices", "tables", "trained_length"]
