@@ -1,0 +1,67 @@
+"""Numbers on the pages are those of the records: a comment ahead of them names the file, the place in it, and the words that the number stands in.
+
+    <!-- records results/a/summary.json comparisons/0/operators
+    label=Softmax/accuracy | softmax {mean:.3f} ± {deviation:.3f}
+    -->
+
+The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through the JSON: names of objects and numbers of
+entries, or ``key=value`` for the first entry of a list that has it. What is there fills the words, which must then stand in what follows: up to the second blank line.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# pages whose numbers are all of one or two records; each must name them
+NAMING = ("docs/tasks.md", "docs/slay.md", "docs/mechanisms/kernel_ridge.md", "docs/mechanisms/ska.md")
+
+
+class Claim(NamedTuple):
+    page: str
+    file: str
+    place: str
+    words: str
+    text: str
+
+
+def claims(page: Path) -> Iterator[Claim]:
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"<!-- records (.*?)-->\n(\n?(?:[^\n]+\n)+)", text, re.DOTALL):
+        file, begin = "", ""
+        for line in found.group(1).strip().splitlines():
+            if " | " in line:
+                place, words = line.split(" | ", 1)
+                yield Claim(page.relative_to(ROOT).as_posix(), file, f"{begin}/{place}", words, " ".join(found.group(2).split()))
+            else:
+                file, begin = line.split(" ", 1)
+
+
+def value_at(record: Any, place: str) -> Any:
+    for step in place.split("/"):
+        if isinstance(record, list) and "=" in step:
+            key, _, wanted = step.partition("=")
+            record = next(entry for entry in record if str(entry[key]) == wanted)
+        else:
+            record = record[int(step)] if isinstance(record, list) else record[step]
+    return record
+
+
+CLAIMS = [claim for page in PAGES for claim in claims(page)]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}:{claim.file.split('/')[1]}:{claim.place}")
+def test_a_number_on_a_page_is_that_of_its_record(claim: Claim) -> None:
+    value = value_at(json.loads((ROOT / claim.file).read_text(encoding="utf-8")), claim.place)
+    words = " ".join((claim.words.format(**value) if isinstance(value, dict) else claim.words.format(value)).split())
+    assert words in claim.text, f"{claim.page}: {claim.file} has {words!r} at {claim.place}"
+
+
+def test_pages_name_their_records() -> None:
+    assert {claim.page for claim in CLAIMS} >= set(NAMING)
+    assert all(page.read_text(encoding="utf-8").count("<!-- records") == len(re.findall(r"<!-- records .*?-->\n\n?[^\n]+\n", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
