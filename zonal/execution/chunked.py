@@ -31,7 +31,7 @@ from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels.cpp.build import BuildError
-from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, Memory, RidgeStatistics, Tokens
+from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.lift import Lift
@@ -151,6 +151,14 @@ def check_memory(call: Call, memory: Memory) -> None:
         raise ArgumentError(
             f"attention: with a memory, causal queries are the new tokens themselves: q must have as many tokens as k, received {call.q.shape[2]} and {call.k.shape[2]}."
         )
+    if isinstance(memory, KeyValues) and memory.reach is not None and not call.causal:
+        first = max(0, memory.count + call.k.shape[2] - call.q.shape[2] - memory.reach + 1)
+        gone = memory.count - (memory.end - memory.begin)
+        if first < gone:
+            raise ArgumentError(
+                f"attention: the first of {call.q.shape[2]} queries sees keys from token {first} on, and a memory with a window has let go of the first {gone}. "
+                "Pass at most as many queries as new keys, or all keys at once without a memory."
+            )
     form = memory.form
     if (form.batch, form.heads, form.key_dim, form.value_dim) != (call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3]):
         raise ArgumentError(

@@ -160,7 +160,7 @@ class _Compiled:
         seen, code = call.visibility, native.code_of(call.bound.link)
         assert code is not None
         window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
-        left, right = (None, None) if window is None else (window.left, seen.keys if window.right is None else window.right)
+        left, right = (None, None) if window is None else (window.left, q.shape[2] + seen.keys if window.right is None else window.right)
         self._edges = seen.edges if seen.packed else None
         self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
         self._along = replace(self._across, left=right, right=left)
