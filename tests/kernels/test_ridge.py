@@ -165,6 +165,29 @@ def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, powe
         assert (a.double() - t).abs().max() <= 2 * (b.double() - t).abs().max() + 1e-5 * size
 
 
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("path", ["chunked", "auto"])
+@pytest.mark.parametrize(("tokens", "dim", "eps", "power"), [(2, 80, 1e-3, 0), (9, 80, 1e-3, 0), (70, 80, 1e-3, 0), (2, 80, 0.1, 0), (6, 80, 1e-3, 1)])
+def test_long_keys_over_a_small_ridge_lose_no_digits(
+    tokens: int, dim: int, eps: float, power: int, path: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cancels in P z, from 1 / rho down to 1 / (rho + z.z), is kept, in outputs and twice over in gradients of keys."""
+    monkeypatch.setenv(availability.VARIABLE, kernels)
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, tokens, dim, generator=draw, dtype=torch.float64).float() for _ in range(4)]
+    operator = m.ridge(eps=eps, key_limit=None) if power == 0 else m.ska(power=power, eps=eps, key_limit=None)
+
+    def run(dtype: torch.dtype, path: str) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tensors[:3]]
+        y = zonal.attention(*leaves, operator.to(dtype), causal=True, path=path)
+        return [y.detach(), *torch.autograd.grad((y * tensors[3].to(dtype)).sum(), leaves)]
+
+    truth = run(torch.float64, "dense")
+    for index, (a, t) in enumerate(zip(run(torch.float32, path), truth, strict=True)):
+        error = float((a.double() - t).abs().max() / t.abs().max())
+        assert error < 1e-3, f"item {index} is off by {error:.3g} of its largest entry"
+
+
 def test_float64_takes_over_where_float32_loses_digits() -> None:
     """And says so: a condition of 1e7 runs in float64, one of 1e3 does not; each head on its own."""
     bad, good = few_directions(2100, 24, 5), few_directions(2100, 24, 24)
@@ -172,7 +195,7 @@ def test_float64_takes_over_where_float32_loses_digits() -> None:
     assert doubled(operator, bad).all()
     assert not doubled(m.ridge(key_limit=None), good).any()
     mixed = [torch.cat([a[:, :1], b[:, 1:]], 1) for a, b in zip(bad, few_directions(2100, 24, 24, seed=1), strict=True)]
-    assert doubled(m.ridge(eps=1e-2, key_limit=None), mixed).flatten().tolist() == [True, False]
+    assert doubled(m.ridge(eps=2e-2, key_limit=None), mixed).flatten().tolist() == [True, False]
 
 
 def test_a_million_tokens_along_few_directions() -> None:

@@ -30,6 +30,7 @@ from zonal.execution.ridge_block import (
 from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
+from zonal.kernels import transforms
 from zonal.kernels.cpp.build import BuildError
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
@@ -40,6 +41,7 @@ from zonal.memory.sums import anchored, carried, with_mass
 from zonal.memory.tokens import joined
 
 _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
+_LOST = 1e-3  # of a number, from which on float32 is not enough: LOST of ridge.hpp
 
 
 def _ridge_block(dim: int) -> int:
@@ -242,15 +244,21 @@ def _ridge(
 
 @torch.no_grad()
 def loses_digits(z: Tensor, before: Tensor | None, tokens: int, rho: Tensor, anchor: Ridge) -> bool:
-    """Whether float32 would lose three digits: past a thousand tokens, where keys z, after others with sum ``before``, that fill few directions make eps |G| |P| large."""
-    if z.dtype == torch.float64 or tokens <= _SAFE_TOKENS:
+    """Whether float32 would lose three digits: where the squared length of keys z over the ridge, whose square gradients are as wrong as, is large; and
+    past a thousand tokens, where keys, after others with sum ``before``, that fill few directions make eps |G| |P| large."""
+    if z.dtype == torch.float64 or z.numel() == 0:
+        return False
+    eps, looks = torch.finfo(z.dtype).eps, not torch.compiler.is_compiling() and not transforms.active()
+    if not anchor.moving and looks and bool((eps * (z.square().sum(-1).amax(-1) / rho.flatten()).square() > _LOST).any()):
+        return True
+    if tokens <= _SAFE_TOKENS:
         return False
     gram = (z.mT @ z).double()
     gram = gram if before is None else gram + before
     ridge = _ridge_of(anchor, rho.squeeze(2).to(gram), gram, z.square().sum(-1).amax(-1).to(gram)[..., None, None])
     inverse = positive_inverse(with_ridge(gram, ridge), "attention")
     condition = torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse)
-    return bool((torch.finfo(z.dtype).eps * condition > 1e-3).any())
+    return bool((eps * condition > _LOST).any())
 
 
 def _ridge_of(anchor: Ridge, rho: Tensor, gram: Tensor, peak: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@
 // the inverse that has seen exactly its keys. Then P <- P - H^T H, and every REMAKE tokens P is made again from G, which float64 holds.
 //
 // A head runs in float32. Where the condition of G says at one of these points that three digits would be lost, or A is not positive
-// definite any more, that head starts again in float64.
+// definite any more, that head starts again in float64. So it does where gradients would lose them: P begins at I / rho and is as large as
+// that across the keys, which cancels in P z to |z| / (rho + |z|^2); the error that is left, eps |P| |z|^2, is squared in a key's gradient.
 //
 // Backward walks twice: forwards with the states again, for everything that reads them, then backwards with the running sums of what later
 // queries do to a key. With x = P_t w and u = P_t dx: dG_t = -u x^T, so that each key gets -u (x . z) - x (u . z) from every row that sees it.
@@ -26,6 +27,8 @@ struct Walk {
   int64_t since = 0;    // tokens since P was made from G
   int64_t n = 0;        // keys of the block
   int32_t coming = 0;   // the first key that is not on its way
+  double longest = 0;   // of the keys that were loaded, squared
+  double most = 1 / rho;  // no less than |P|, which keys only make smaller
   bool finite = true;   // its values are
   bool counted = true;  // an inverse will be made from the sum of its keys
   bool backwards;
@@ -124,7 +127,14 @@ struct Walk {
         inverse_size += (i == j ? 1 : 2) * inverted[i * width + j] * inverted[i * width + j];
       }
     mirror(inverse, r, rw);
+    most = std::min(1 / rho, std::sqrt(inverse_size));
     return sizeof(F) == 4 && !(std::numeric_limits<float>::epsilon() * std::sqrt(size * inverse_size) <= LOST) ? DOUBLE : GOOD;
+  }
+
+  // whether float32 holds what the loaded keys do to gradients; NaN, which no type holds, is left to the factors
+  Outcome fits() const {
+    const double lost = most * longest;
+    return sizeof(F) == 4 && std::numeric_limits<float>::epsilon() * lost * lost > LOST ? DOUBLE : GOOD;
   }
 
   void put_key(int32_t s, F* to) const {
@@ -155,6 +165,10 @@ struct Walk {
       for (int64_t d = 0; d < r; ++d) keys[d] = c.last == nullptr ? F(0) : static_cast<F>(c.last[(task.b * c.Hkv + task.kv) * r + d]);
     for (int32_t s = from; s < to; ++s) {
       put_key(s, keys + (s - from + 1) * rw);
+      if constexpr (sizeof(F) == 4) {
+        const double norm = length<F>(keys + (s - from + 1) * rw, r);
+        longest = std::max(longest, norm * norm);
+      }
       const float* v = task.value(s);
       F* row = values + (s - from) * Pw;
       for (int64_t p = 0; p < P; ++p) row[p] = v[p];
@@ -325,6 +339,7 @@ Outcome forward_in(const Task& task, Scratch& room) {
       continue;
     }
     walk.load_block(span.from, span.to, true);
+    if (walk.fits() != GOOD) return DOUBLE;
     if (walk.n > 0 && !walk.factorise()) return INDEFINITE;
     for (int64_t g = 0; g < task.groups; ++g)
       for (int64_t t = span.t0; t < span.t1; t += BLOCK) walk.read(span, g, t, std::min<int64_t>(BLOCK, span.t1 - t));
