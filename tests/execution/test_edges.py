@@ -6,8 +6,8 @@ from matrix import OPERATORS
 from torch import Tensor
 
 import zonal
-from zonal import prior
 from zonal import mechanisms as m
+from zonal import prior
 from zonal.errors import ArgumentError, PathError
 
 PATHS = ("dense", "tiled", "chunked", "streaming")
