@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zonal import room
 from zonal.algebra.declaration import Derived, Move, require, require_whole
-from zonal.algebra.score import Params, Score
+from zonal.algebra.score import Params, Score, unit
 from zonal.errors import ArgumentError
 from zonal.features.base import FeatureMap, repeat_heads
 from zonal.kernels import transforms
@@ -139,7 +138,7 @@ class Features(Score):
     def _ready(self, x: Tensor) -> Tensor:
         if self.scaled:
             x = x * x.shape[-1] ** -0.25
-        return F.normalize(x, dim=-1) if self.features.unit else x
+        return unit(x) if self.features.unit else x
 
     def moves(self) -> tuple[Move, ...]:
         claim = self.features.claim

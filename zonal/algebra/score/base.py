@@ -24,6 +24,13 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
     return value.to(like.dtype).view(1, -1, 1, 1)
 
 
+def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
+    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for a vector of zeros."""
+    largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
+    ordinary = (largest == 0) | ((largest > 1e-9) & (largest < 1e9))
+    return F.normalize(x / torch.where(ordinary, 1.0, largest), dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
+
+
 class Fused(NamedTuple):
     """A bilinear score as the tile kernels take it: scale_h f(q) . f(k), f the identity or x / max(|x|, eps). scale (H,) or a number."""
 
@@ -268,7 +275,7 @@ class Dot(Score):
 
 @dataclass(frozen=True)
 class Cosine(Score):
-    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything.
+    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything, and eps in the place of its length.
 
     learn_temperature: one temperature a head (kept positive through its logarithm).
     """
@@ -294,17 +301,17 @@ class Cosine(Score):
         return {"log_temperature": row(self.temperature).log()} if self.learn_temperature else {}
 
     def prepare_query(self, q: Tensor, params: Params, scale: float | None) -> Tensor:
-        unit = F.normalize(q, dim=-1, eps=self.eps)
+        along = unit(q, self.eps)
         if scale is not None:  # the caller's scale stands in for 1 / temperature
-            return unit * scale
+            return along * scale
         if self.learn_temperature:
-            unit = unit * _per_head(torch.exp(-params["log_temperature"]), q)
+            along = along * _per_head(torch.exp(-params["log_temperature"]), q)
         elif self.temperature != 1:
-            unit = unit / self.temperature
-        return unit
+            along = along / self.temperature
+        return along
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
-        return F.normalize(k, dim=-1, eps=self.eps)
+        return unit(k, self.eps)
 
     def fused(self, dim: int, params: Params, scale: float | None) -> Fused:
         if scale is None and self.learn_temperature:
@@ -430,4 +437,4 @@ class NegativeDistance(Score):
         return (distance, *self.metric.moves())
 
 
-__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score", "low_rank"]
+__all__ = ["Clipped", "Cosine", "Dot", "Fused", "NegativeDistance", "Params", "Score", "low_rank", "unit"]

@@ -86,6 +86,16 @@ float dot(const A* a, const B* b, int64_t n) {
   return total;
 }
 
+// 1 / |x|, in float64 where squares leave the range of float32; 1 / eps for a vector of zeros
+template <typename T>
+float inverse_norm(const T* x, int64_t n, float eps) {
+  const float square = dot(x, x, n);
+  if (square > 1e-18f && square < 1e30f) return 1.f / std::sqrt(square);
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += static_cast<double>(number(x[i])) * number(x[i]);
+  return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 1.f / eps;
+}
+
 typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
 inline V8 load8(const float* p) { return *reinterpret_cast<const V8*>(p); }
 inline void put8(float* p, V8 x) { *reinterpret_cast<V8*>(p) = x; }
@@ -297,7 +307,7 @@ inline V weight_again(const Call& c, V power) { return exp2(c.anchor == ROW ? le
 // to wake the other threads takes some ten microseconds, longer where the processor is busy
 bool worth_a_team(const Call& c) { return c.B * c.H * up(c.T, C) * c.S * (c.D + c.P) > (1 << 19); }
 
-// norms of keys: 1 / max(|k|, eps), or ones
+// norms of keys: 1 / |k|
 template <typename T>
 void key_scales(const Call& c, float* out) {
   const int64_t rows = c.B * c.Hkv * c.S;
@@ -305,7 +315,7 @@ void key_scales(const Call& c, float* out) {
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t b = i / (c.Hkv * c.S), h = i / c.S % c.Hkv, s = i % c.S;
     const T* k = static_cast<const T*>(c.k) + b * c.ks.batch + h * c.ks.head + s * c.ks.token;
-    out[i] = 1.f / std::max(std::sqrt(dot(k, k, c.D)), c.eps);
+    out[i] = inverse_norm(k, c.D, c.eps);
   }
 }
 
@@ -402,7 +412,7 @@ Head<T> head_of(const Call& c, int64_t b, int64_t h, const Shared& shared) {
 
 template <typename T>
 float query_scale(const Call& c, const T* q, float scale) {
-  return c.normalise ? scale / std::max(std::sqrt(dot(q, q, c.D)), c.eps) : scale;
+  return c.normalise ? scale * inverse_norm(q, c.D, c.eps) : scale;
 }
 
 // one column: what its lanes see
@@ -591,13 +601,10 @@ void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, f
       for (int64_t p = 0; p < c.P; ++p) dv[p] += dv[part * step + p];
     }
     const T* k = keys + s * c.ks.token;
-    float back = 0;
-    if (c.normalise) {  // beyond eps a unit vector does not change along itself
-      const float square = dot(k, k, c.D);
-      if (std::sqrt(square) > c.eps) back = dot(dk, k, c.D) / square;
-    }
+    // a unit vector does not change along itself
+    const float inverse = c.normalise ? inverse_norm(k, c.D, c.eps) : 0.f, back = c.normalise ? dot(dk, k, c.D) * inverse : 0.f;
     T *to_k = static_cast<T*>(c.dk) + (row + s) * c.D, *to_v = static_cast<T*>(c.dv) + (row + s) * c.P;
-    for (int64_t d = 0; d < c.D; ++d) put(to_k + d, dk[d] - back * number(k[d]));
+    for (int64_t d = 0; d < c.D; ++d) put(to_k + d, dk[d] - back * (number(k[d]) * inverse));
     for (int64_t p = 0; p < c.P; ++p) put(to_v + p, dv[p]);
   }
 }
@@ -612,12 +619,12 @@ void finish_queries(const Call& c, const Head<T>& at, int64_t b, int64_t h, int6
   as_rows(g, factors, count, c.D, eight, one);
   for (int i = 0; i < count; ++i) {
     const T* q = at.q + (t + i) * at.q_step;
-    const float *x = row + i * c.D, square = dot(q, q, c.D), along = dot(x, q, c.D);
+    const float *x = row + i * c.D, along = dot(x, q, c.D);
     T* to = static_cast<T*>(c.dq) + ((b * c.H + h) * c.T + t + i) * c.D;
-    // beyond eps a unit vector does not change along itself
-    const float back = c.normalise && std::sqrt(square) > c.eps ? along / square : 0.f;
+    // a unit vector does not change along itself
+    const float inverse = c.normalise ? inverse_norm(q, c.D, c.eps) : 0.f, back = along * inverse;
     if (dscale != nullptr) *dscale += along;
-    for (int64_t d = 0; d < c.D; ++d) put(to + d, scale * (x[d] - back * number(q[d])));
+    for (int64_t d = 0; d < c.D; ++d) put(to + d, scale * (x[d] - back * (number(q[d]) * inverse)));
   }
 }
 

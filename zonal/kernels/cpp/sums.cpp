@@ -542,11 +542,11 @@ void finish_rows(const Sums& c, float* g, int64_t parts, int64_t part_size, cons
       for (int64_t d = 0; d < c.D; ++d) g[d] *= scale;
       continue;
     }
-    const float along = dot(g, x, c.D), norm = std::sqrt(dot(x, x, c.D)), inverse = c.normalise ? 1.f / std::max(norm, c.eps) : 1.f;
+    const float inverse = unit(c, x), along = dot(g, x, c.D);
     along_all += static_cast<double>(along) * inverse;
-    // beyond eps a unit vector does not change along itself
-    const float back = c.normalise && norm > c.eps ? along * inverse * inverse : 0.f;
-    for (int64_t d = 0; d < c.D; ++d) g[d] = scale * inverse * (g[d] - back * x[d]);
+    // a unit vector does not change along itself
+    const float back = c.normalise ? along * inverse : 0.f;
+    for (int64_t d = 0; d < c.D; ++d) g[d] = scale * inverse * (g[d] - back * (x[d] * inverse));
   }
   if (dscale != nullptr) *dscale = along_all;
 }
