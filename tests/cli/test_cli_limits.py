@@ -45,7 +45,7 @@ def here(tmp_path, monkeypatch):
         (f"{TRAIN} --out {'x' * 300}", "--out"),
         (f"{TRAIN} --out 'a\0b'", "--out"),
         (f"{TRAIN} --out /proc/zonal", "/proc/zonal"),
-        (f"{TRAIN} --tokenizer no", "--tokenizer"),
+        ("train --task text --tokenizer no", "Valid names: byte, gpt2."),
         ("compare --task mqar-demo --seeds 1000000000000", "--seeds"),
         ("compare --task mqar-demo --jobs 1000000", "--jobs"),
         (f"compare --task mqar-demo --budget {'9' * 400}h", "--budget"),

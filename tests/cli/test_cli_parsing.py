@@ -1,5 +1,6 @@
 """Words of the command line as values, and mistakes in them as one line each."""
 
+import dataclasses
 import shlex
 
 import pytest
@@ -11,6 +12,7 @@ from zonal.cli.demo import PARTS, Demo, parts
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line, option_names
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
+from zonal.models import preset
 
 
 @pytest.mark.parametrize(
@@ -192,3 +194,18 @@ def test_examples_in_the_help_can_be_parsed():
         for example in examples:
             words = shlex.split(example)[2:]
             assert parse_options(getattr(module, command.options), f"zonal {name}", module.DESCRIPTION, words) is not None
+
+
+def test_a_comparison_takes_the_shape_of_a_model_by_name():
+    words = "--task mqar-demo --train-examples 8 --test-examples 4 --steps 4 --model-preset echo-1M"
+    own = specification(read(shlex.split(words)), "")
+    known = preset("echo-1M", vocab_size=own.task.vocab_size, max_len=own.task.length)
+    assert [own.model_for(operator) for operator in own.operators] == [known]
+    spec = specification(read(shlex.split(f"{words} --operators 'softmax,[mamba2*3, ska]'")), "")
+    assert spec.model_for("softmax") == dataclasses.replace(known, layers=("softmax",) * 4)
+    assert spec.model_for(spec.operators[1]).layers == ("mamba2", "mamba2", "mamba2", "ska")
+    for more, message in (("--dim 32", "names the whole shape"), ("--operators '[softmax, ska]'", "the model has 4")):
+        with pytest.raises(ArgumentError, match=message):
+            specification(read(shlex.split(f"{words} {more}")), "")
+    with pytest.raises(ArgumentError, match="Did you mean 'echo-1M'"):
+        specification(read(shlex.split(words.replace("echo-1M", "echo-1N"))), "")

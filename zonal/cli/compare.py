@@ -1,5 +1,6 @@
 """``zonal compare``: operators × seeds × learning rates on one task, shown while it runs, ended by a report."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from zonal.cli import parse, presets
 from zonal.cli.limits import PROCESSES, THREADS
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title, training_steps
 from zonal.cli.progress import watching
-from zonal.models.layers import check, layers_for
+from zonal.errors import ArgumentError
+from zonal.models import ModelConfig, preset
+from zonal.models.layers import check, entry_of, layers_for
 from zonal.report import style
 from zonal.training import Comparison, ComparisonResult, ComparisonSpec
 
@@ -33,6 +36,7 @@ Examples:
   zonal compare --task text --data my.txt --operators softmax,sko,ska --seeds 3 --budget 10m
   zonal compare --task text --operators 'softmax,sko(degrees=(2,3)),ska(power=1)' --steps 500 --learning-rates 1e-3,3e-3
   zonal compare --task mqar-demo --layers 4 --operators 'softmax,mamba2,[mamba2*3, ska]' --budget 5m
+  zonal compare --task mqar-grid --model-preset echo-1M --operators 'ska(power=2),softmax' --steps 2000
   zonal compare --preset echo-table3 --jobs 2 --threads 1
   zonal compare --resume runs/text-1a2b3c4d"""
 
@@ -45,6 +49,8 @@ class Compare:
     """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them; or a recipe.json that zonal search wrote. It fills in what is not given here, the task among it."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
     """Operators separated by commas; each a name, or name(argument=value, ...), for all layers, or [a list of layers] such as [mamba2*3, ska]."""
+    model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
+    """A model by name in place of the model's options, such as echo-1M: its shape for all operators, and its own layers where --operators is not given."""
     seeds: str = "1"
     """How many seeds, or a list such as 0,1,2 (7, alone is seed 7)."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")] = None
@@ -75,29 +81,29 @@ def defaults(words: Sequence[str]) -> Compare | None:
     name = presets.named(words, "compare")
     if name is None:
         return None
-    preset = presets.find(name, "compare")
-    return Compare(
-        preset=name, operators=preset.operators, seeds=preset.seeds, learning_rates=preset.learning_rates, task=preset.task, model=preset.model, training=preset.training
-    )
+    found = presets.find(name, "compare")
+    return Compare(preset=name, operators=found.operators, seeds=found.seeds, learning_rates=found.learning_rates, task=found.task, model=found.model, training=found.training)
 
 
 def specification(options: Compare, command: str) -> ComparisonSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
-    operators = parse.operators(options.operators)
+    base = named_model(options)
+    dim, count = (options.model.dim, options.model.layers) if base is None else (base.dim, len(base.layers))
+    operators = (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
     steps, budget = training_steps(options.training, options.budget, default="10m")
     # names are checked before the data is read: a misspelt operator should not wait for a large text
     for operator in operators:
-        for layer in dict.fromkeys(layers_for(operator, options.model.layers)):
-            check(layer, options.model.dim)
-    layers = layers_for(operators[0], options.model.layers)
-    preset = None if options.preset is None else presets.find(options.preset, "compare")
-    known = {} if preset is None else preset.labels
+        for layer in dict.fromkeys(layers_for(operator, count)):
+            check(layer, dim)
+    layers = layers_for(operators[0], count)
+    experiment = None if options.preset is None else presets.find(options.preset, "compare")
+    known = {} if experiment is None else experiment.labels
     labels = tuple(known.get(operator) or style.label(operator) for operator in operators)
     task = options.task.resolve("compare")
     return ComparisonSpec(
         task=task,
-        model=options.model.config(task, layers),
+        model=options.model.config(task, layers) if base is None else dataclasses.replace(base, layers=layers, vocab_size=task.vocab_size, max_len=task.length),
         training=options.training.config(steps, rates[0], seeds[0]),
         operators=operators,
         seeds=seeds,
@@ -107,8 +113,24 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         device=str(device(options.device)),
         title=options.title or title(task),
         command=command,
-        published=None if preset is None else preset.published,
+        published=None if experiment is None else experiment.published,
     )
+
+
+def _given(options: Compare) -> bool:
+    """Whether --operators was given, rather than left as it is by default or in a preset."""
+    expected = Compare.operators if options.preset is None else presets.find(options.preset, "compare").operators
+    return options.operators != expected
+
+
+def named_model(options: Compare) -> ModelConfig | None:
+    """The model of --model-preset. Raises: ArgumentError for an unknown name, and when it comes with options of the model."""
+    if options.model_preset is None:
+        return None
+    expected = ModelOptions() if options.preset is None else presets.find(options.preset, "compare").model
+    if options.model != expected:
+        raise ArgumentError("compare: --model-preset names the whole shape. Leave out the model's options, or leave out --model-preset.")
+    return preset(options.model_preset)
 
 
 def default_folder(spec: ComparisonSpec) -> Path:

@@ -35,7 +35,7 @@ class TaskOptions:
     """text, mqar, mixed, needle, sexpr, hypernyms, ... ; without it they are listed."""
     data: Annotated[str | None, FileName(), _shown("PATH", "(default: the embedded novel)")] = None
     """For text: a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, novel, or hub:name[:split[:column]]."""
-    tokenizer: Annotated[Literal["byte", "gpt2"] | None, _shown("{byte,gpt2}", "(default: byte)")] = None
+    tokenizer: Annotated[str | None, _shown("{byte,gpt2}", "(default: byte)")] = None
     """For text: what a token is."""
     length: Annotated[int | None, TOKENS, _shown("INT", _OFTEN)] = None
     """Tokens of a sequence."""
