@@ -31,6 +31,10 @@ class ConvergenceError(ZonalError, ArithmeticError):
     """An iteration did not reach its tolerance within its limit."""
 
 
+class MissingKernelsWarning(UserWarning):
+    """No compiled kernel can be had for want of a compiler, so that torch runs in its place. Said once in a process."""
+
+
 class InsufficientMemoryError(ZonalError, MemoryError):
     """A call would need more memory than is free; nothing was allocated."""
 

@@ -21,7 +21,7 @@ import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
 from zonal.algebra.link import Link
-from zonal.errors import PathError
+from zonal.errors import MissingKernelsWarning, PathError
 from zonal.execution import native, native_distance, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
@@ -357,7 +357,11 @@ def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.Mo
     operator, tensors = m.sko(degrees=(2.0,)), sample(40)
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     monkeypatch.setenv("CXX", str(empty_cache / "nowhere"))
-    with warnings.catch_warnings():
+    availability.say_once.cache_clear()
+    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
+        zonal.attention(*tensors, operator, causal=True, path="tiled")
+    assert len(said) == 1
+    with warnings.catch_warnings():  # and not again
         warnings.simplefilter("error")
         assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
     page = zonal.explain(operator, tensors[0].shape, causal=True)

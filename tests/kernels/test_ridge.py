@@ -14,7 +14,7 @@ from torch import Tensor
 import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.errors import NonFiniteError, PathError
+from zonal.errors import MissingKernelsWarning, NonFiniteError, PathError
 from zonal.execution import cost, native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU
@@ -410,7 +410,11 @@ def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.Monke
     expected = zonal.attention(*(x.double() for x in tensors), operator, causal=True, path="dense")
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    with warnings.catch_warnings():
+    availability.say_once.cache_clear()
+    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
+        zonal.attention(*tensors, operator, causal=True, path="chunked")
+    assert len(said) == 1
+    with warnings.catch_warnings():  # and not again
         warnings.simplefilter("error")
         y = zonal.attention(*tensors, operator, causal=True, path="chunked")
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()

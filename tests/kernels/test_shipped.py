@@ -68,6 +68,7 @@ def first(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.filterwarnings("ignore::zonal.errors.MissingKernelsWarning")
 @pytest.mark.parametrize("damage", ["flipped", "cut", "no record"])
 def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a compiler another is made, and that is said; without one torch runs, and explain says so."""
@@ -155,6 +156,7 @@ def refused(family: str) -> str | None:
     return asked[family].refusal(call)
 
 
+@pytest.mark.filterwarnings("ignore::zonal.errors.MissingKernelsWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_shipped_family_runs_without_a_compiler(family: str, families: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own library is enough, and needed: without it the refusal names it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 import zonal
 from zonal import Operator, prior
 from zonal import mechanisms as m
-from zonal.errors import PathError
+from zonal.errors import MissingKernelsWarning, PathError
 from zonal.execution import cost, native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.chunked import chunked_refusal
@@ -227,7 +227,11 @@ def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.Monke
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    with warnings.catch_warnings():
+    availability.say_once.cache_clear()
+    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
+        zonal.attention(*tensors, operator, causal=True, path="chunked")
+    assert len(said) == 1
+    with warnings.catch_warnings():  # and not again
         warnings.simplefilter("error")
         assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="chunked"), expected, atol=1e-4)
 
