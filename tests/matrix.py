@@ -210,7 +210,7 @@ def paired(row: dict[str, str]) -> Case:
         causal=row["order"] == "causal", padding=row["padding"], key_bias=bool(row["bias"]), strided=bool(row["layout"]), log_decay=bool(row["decay"]),
         weights=row["weights"], masses=bool(row["masses"]), **SHAPES[row["shape"]], **HEADS[row["heads"]],  # type: ignore[arg-type]
     )  # fmt: skip
-    return replace(case, batch=1, packed=(0, 1, 8, case.keys)) if row["documents"] else case
+    return replace(case, batch=1, packed=(0, 1, 8, 14, case.keys)) if row["documents"] else case
 
 
 PAIRED: dict[str, Case] = {"-".join(value for value in row.values() if value): paired(row) for row in pairwise(FEATURES, possible)}

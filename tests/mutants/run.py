@@ -71,7 +71,7 @@ def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], name
         return Outcome(mutant.name, mutant.says, status, test, round(time.perf_counter() - started, 1), reason)
 
     try:
-        after = mutant.applied(ROOT)
+        after = mutant.applied(tree)
     except ValueError as error:
         return outcome("unusable", reason=str(error))
     for arguments in (mutant.tests,) if named_only else (mutant.tests, ("tests",)):
