@@ -22,8 +22,8 @@ def build(config: ModelConfig, seed: int) -> CausalLM:
 
     Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory, before any is asked for.
     """
-    room.require("build", f"the weights of a model of {len(config.layers)} layers of width {config.dim}", _weight_bytes(config), "cpu", "Ask for a smaller model.")
     with torch.random.fork_rng(devices=[]):
+        room.require("build", f"the weights of a model of {len(config.layers)} layers of width {config.dim}", _weight_bytes(config), "cpu", "Ask for a smaller model.")
         torch.manual_seed(seed)
         model = CausalLM(config)
     model.reset_parameters(seed)

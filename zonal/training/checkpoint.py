@@ -137,7 +137,7 @@ def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
             raise FileFormatError(f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`.")
         config = ModelConfig.from_dict(identity["model"])
         weights = _section(tensors, "model/")
-        with torch.device("meta"):  # whatever sizes the file states, nothing of them is made before they are those of its weights
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):  # whatever sizes the file states, nothing of them is made before they are those of its weights
             _same_shapes(Path(path), weights, dict(CausalLM(config).state_dict()))
         _finite(weights)
         dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32
