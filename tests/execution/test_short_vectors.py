@@ -68,3 +68,14 @@ def test_zeros_have_cosine_zero(dtype):
 def test_the_smallest_numbers_of_a_short_type_have_a_direction():
     x = torch.tensor([[[[6e-8, -6e-8]]]], dtype=torch.float16)
     assert torch.allclose(m.cosine(1.0).score.prepare_key(x.float(), {}), torch.tensor([0.5**0.5, -(0.5**0.5)]))
+
+
+@pytest.mark.parametrize(("name", "path"), [("cosine", "dense"), ("cosine", "tiled"), ("squared_affine", "chunked")])
+def test_a_zero_vector_has_no_gradient(name, path):
+    torch.manual_seed(0)
+    q, k, v, dy = torch.randn(4, 1, 2, 40, 8).unbind(0)
+    q[:, :, 7] = k[:, :, 3] = 0
+    y, dq, dk, _ = run(MAKE[name](), q, k, v, dy, path)
+    assert torch.isfinite(y).all()
+    assert dq[:, :, 7].abs().max() == dk[:, :, 3].abs().max() == 0
+    assert dq[:, :, 8].abs().max() > 0

@@ -25,10 +25,10 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
 
 
 def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
-    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for a vector of zeros."""
+    """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for a vector of zeros, and so is its gradient."""
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
-    ordinary = (largest == 0) | ((largest > 1e-9) & (largest < 1e9))
-    return F.normalize(x / torch.where(ordinary, 1.0, largest), dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
+    divisor = torch.where((largest > 1e-9) & (largest < 1e9), 1.0, largest).masked_fill(largest == 0, torch.inf)
+    return F.normalize(x / divisor, dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
 
 
 class Fused(NamedTuple):
@@ -275,7 +275,7 @@ class Dot(Score):
 
 @dataclass(frozen=True)
 class Cosine(Score):
-    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything, and eps in the place of its length.
+    """S_ts = (q_t/|q_t|) . (k_s/|k_s|) / temperature; a zero vector has cosine 0 with everything, and no gradient.
 
     learn_temperature: one temperature a head (kept positive through its logarithm).
     """

@@ -86,14 +86,14 @@ float dot(const A* a, const B* b, int64_t n) {
   return total;
 }
 
-// 1 / |x|, in float64 where squares leave the range of float32; 1 / eps for a vector of zeros
+// 1 / |x|, in float64 where squares leave the range of float32; 0 for a vector of zeros
 template <typename T>
-float inverse_norm(const T* x, int64_t n, float eps) {
+float inverse_norm(const T* x, int64_t n) {
   const float square = dot(x, x, n);
   if (square > 1e-18f && square < 1e30f) return 1.f / std::sqrt(square);
   double total = 0;
   for (int64_t i = 0; i < n; ++i) total += static_cast<double>(number(x[i])) * number(x[i]);
-  return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 1.f / eps;
+  return total > 0 ? static_cast<float>(std::min(1 / std::sqrt(total), 3e38)) : 0.f;
 }
 
 typedef float V8 __attribute__((vector_size(32), aligned(4), may_alias));
@@ -315,7 +315,7 @@ void key_scales(const Call& c, float* out) {
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t b = i / (c.Hkv * c.S), h = i / c.S % c.Hkv, s = i % c.S;
     const T* k = static_cast<const T*>(c.k) + b * c.ks.batch + h * c.ks.head + s * c.ks.token;
-    out[i] = inverse_norm(k, c.D, c.eps);
+    out[i] = inverse_norm(k, c.D);
   }
 }
 
@@ -412,7 +412,7 @@ Head<T> head_of(const Call& c, int64_t b, int64_t h, const Shared& shared) {
 
 template <typename T>
 float query_scale(const Call& c, const T* q, float scale) {
-  return c.normalise ? scale * inverse_norm(q, c.D, c.eps) : scale;
+  return c.normalise ? scale * inverse_norm(q, c.D) : scale;
 }
 
 // one column: what its lanes see
@@ -602,7 +602,7 @@ void finish_keys(const Call& c, int64_t b, int64_t kv, int64_t s0, int64_t s1, f
     }
     const T* k = keys + s * c.ks.token;
     // a unit vector does not change along itself
-    const float inverse = c.normalise ? inverse_norm(k, c.D, c.eps) : 0.f, back = c.normalise ? dot(dk, k, c.D) * inverse : 0.f;
+    const float inverse = c.normalise ? inverse_norm(k, c.D) : 0.f, back = c.normalise ? dot(dk, k, c.D) * inverse : 0.f;
     T *to_k = static_cast<T*>(c.dk) + (row + s) * c.D, *to_v = static_cast<T*>(c.dv) + (row + s) * c.P;
     for (int64_t d = 0; d < c.D; ++d) put(to_k + d, dk[d] - back * (number(k[d]) * inverse));
     for (int64_t p = 0; p < c.P; ++p) put(to_v + p, dv[p]);
@@ -622,7 +622,7 @@ void finish_queries(const Call& c, const Head<T>& at, int64_t b, int64_t h, int6
     const float *x = row + i * c.D, along = dot(x, q, c.D);
     T* to = static_cast<T*>(c.dq) + ((b * c.H + h) * c.T + t + i) * c.D;
     // a unit vector does not change along itself
-    const float inverse = c.normalise ? inverse_norm(q, c.D, c.eps) : 0.f, back = along * inverse;
+    const float inverse = c.normalise ? inverse_norm(q, c.D) : 0.f, back = along * inverse;
     if (dscale != nullptr) *dscale += along;
     for (int64_t d = 0; d < c.D; ++d) put(to + d, scale * (x[d] - back * (number(q[d]) * inverse)));
   }

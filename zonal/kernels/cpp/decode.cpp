@@ -177,7 +177,7 @@ void pass(const float* from, float* to, int64_t width, int64_t rows, const float
 
 template <typename T>
 void twice(const Decoder& c, const T* row, float scale, float* x) {
-  if (c.normalise) scale *= inverse_norm(row, c.D, c.eps);
+  if (c.normalise) scale *= inverse_norm(row, c.D);
   for (int64_t d = 0; d < c.D; ++d) x[d] = x[c.D + d] = number(row[d]) * scale;
 }
 

@@ -132,7 +132,7 @@ struct Task {
   const float* coefficients(int64_t g) const { return c.coefficients + head(g) * c.numbers; }
 };
 
-inline float unit(const Sums& c, const float* x) { return c.normalise ? inverse_norm(x, c.D, c.eps) : 1.f; }
+inline float unit(const Sums& c, const float* x) { return c.normalise ? inverse_norm(x, c.D) : 1.f; }
 
 // ---- packing -----------------------------------------------------------------------------------------------------------------------------
 
