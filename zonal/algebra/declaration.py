@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from zonal.errors import ArgumentError, unknown_name
+from zonal.errors import ArgumentError, ZonalError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,14 @@ def require(condition: bool, message: str) -> None:
     """Raise ArgumentError with ``message`` unless ``condition``."""
     if not condition:
         raise ArgumentError(message)
+
+
+def require_values(condition: Tensor, message: str, error: type[ZonalError] = ArgumentError) -> None:
+    """``require`` for what depends on the numbers in a tensor (one bool). A traced graph cannot raise by them: there it is an assertion when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise error(message)
 
 
 def require_whole(name: str, value: object, least: int = 1, most: int = 2**20) -> None:

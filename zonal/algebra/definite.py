@@ -1,7 +1,5 @@
 """Whether the kernel among keys is positive definite, which anchors that solve stand on: with a ridge it can then always be inverted, and the fit exists."""
 
-import functools
-
 from zonal.algebra.link import Exp, Gegenbauer, Identity, Link, Oscillatory, PolynomialSquare, SquaredAffine, Yat
 from zonal.algebra.metric import Euclidean, FisherRao, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import Categorical, Cosine, Dot, NegativeDistance, OperatorPath, Score
@@ -37,31 +35,28 @@ def _parts(metric: Metric) -> tuple[Metric, ...]:
     return tuple(part for own in metric.factors for part in _parts(own)) if isinstance(metric, Product) else (metric,)
 
 
-@functools.singledispatch
 def _of_link(link: Link, unit: bool, dim: int | None) -> str | None:
     """The same of a link over inner products, of unit vectors where ``unit``."""
+    if isinstance(link, Exp | Identity | Yat):
+        return None  # power series with coefficients >= 0, and the identity
+    if isinstance(link, SquaredAffine):
+        return _of_square(link)
+    if isinstance(link, PolynomialSquare):
+        return _of_polynomial(link)
+    if isinstance(link, Gegenbauer):
+        return _of_harmonics(link, unit, dim)
+    if isinstance(link, Oscillatory):
+        return "link Oscillatory swings, and is positive definite for no more than some numbers; use link.Exp()"
     return f"link {type(link).__name__} is not known to keep inner products positive definite"
 
 
-@_of_link.register
-def _(link: Exp | Identity | Yat, unit: bool, dim: int | None) -> str | None:
-    return None  # power series with coefficients >= 0, and the identity
-
-
-@_of_link.register
-def _(link: Oscillatory, unit: bool, dim: int | None) -> str | None:
-    return "link Oscillatory swings, and is positive definite for no more than some numbers; use link.Exp()"
-
-
-@_of_link.register
-def _(link: SquaredAffine, unit: bool, dim: int | None) -> str | None:
+def _of_square(link: SquaredAffine) -> str | None:
     if link.learn_bias:
         return "link SquaredAffine(learn_bias=True) may learn b < 0, and (x + b)^2 then has the part 2 b x; fix b >= 0, or learn link.Gegenbauer(degrees=(2.0,), nonnegative=True)"
     return f"link SquaredAffine(bias={link.bias:g}) has the part 2 b x with b < 0; use bias >= 0" if link.bias < 0 else None
 
 
-@_of_link.register
-def _(link: PolynomialSquare, unit: bool, dim: int | None) -> str | None:
+def _of_polynomial(link: PolynomialSquare) -> str | None:
     if link.learn:
         return "link PolynomialSquare(learn=True) may learn coefficients of any sign; use learn=False, or learn link.Gegenbauer(nonnegative=True)"
     found = link.monomials(link.coefficients({})).flatten().tolist()
@@ -69,8 +64,7 @@ def _(link: PolynomialSquare, unit: bool, dim: int | None) -> str | None:
     return None if bad is None else f"link PolynomialSquare{link.polynomial} has the part {found[bad]:g} x^{bad}, a negative power; use coefficients whose square has none"
 
 
-@_of_link.register
-def _(link: Gegenbauer, unit: bool, dim: int | None) -> str | None:
+def _of_harmonics(link: Gegenbauer, unit: bool, dim: int | None) -> str | None:
     if not unit:
         return "link Gegenbauer is positive definite on unit vectors; use score.Cosine()"
     if link.learn_weights and not link.nonnegative:

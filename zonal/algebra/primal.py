@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from zonal.algebra.declaration import require_values
 from zonal.algebra.prior import Visibility
 from zonal.errors import NonFiniteError
 
@@ -13,11 +14,12 @@ ITERATIONS = 6
 def factorised(matrix: Tensor, who: str) -> Tensor:
     """Lower Cholesky factor, with an error that says what to change when the matrix is not positive definite."""
     lower, info = torch.linalg.cholesky_ex(matrix)
-    if bool((info > 0).any()):
-        raise NonFiniteError(
-            f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
-            "Raise the ridge, use float64, choose a positive definite kernel, or, where the past fades, let it fade more slowly."
-        )
+    require_values(
+        (info == 0).all(),
+        f"{who}: kernel + ridge is not positive definite in {matrix.dtype} (or not finite). "
+        "Raise the ridge, use float64, choose a positive definite kernel, or, where the past fades, let it fade more slowly.",
+        NonFiniteError,
+    )
     return lower
 
 

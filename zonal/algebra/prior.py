@@ -207,10 +207,14 @@ class Visibility:
     @property
     def nested(self) -> bool:
         """Whether each query sees a prefix of its document: what a solve by leading blocks needs."""
+        if torch.compiler.is_compiling():  # a traced graph has no answers that depend on values: by the rule alone
+            return self.rule is not None and not any(isinstance(prior, Window) for prior in self.rule[2])
         return bool((self.lo <= self.segment_start).all())
 
     def rows(self, start: int, stop: int) -> "Rows":
-        """What the interval rule says of the queries [start, stop), as plain numbers."""
+        """What the interval rule says of the queries [start, stop), as plain numbers; in a traced graph, which has none, nothing is known of it."""
+        if torch.compiler.is_compiling():
+            return Rows(0, self.keys, self.keys, 0, None)
         lo, hi = self.lo[start:stop], self.hi[start:stop]
         open_ = hi > lo
         if not bool(open_.any()):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zonal.algebra import Operator, Tags
 from zonal.algebra.anchor import Masses, Potentials
+from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
@@ -252,8 +253,7 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
         decay = given.double()
         if transforms.mapped(given):
             raise ArgumentError("attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. Fold that axis into the batch.")
-        if bool((decay > 0).any()):
-            raise ArgumentError("attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
+        require_values(~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
     elif bound.log_decay is not None:
         decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:

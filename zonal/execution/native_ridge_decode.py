@@ -31,6 +31,8 @@ _KEPT = 64
 
 def refusal(call: Call, kind: str) -> str | None:
     """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    if torch.compiler.is_compiling() or transforms.active():
+        return "a call that is traced or transformed needs operations of torch"
     bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
     anchor = bound.anchor
     reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
@@ -50,8 +52,6 @@ def refusal(call: Call, kind: str) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad or any(p.requires_grad for p in bound.anchor_params.values())):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    if torch.compiler.is_compiling() or transforms.active():
-        return "a call that is traced or transformed needs operations of torch"
     return availability.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
 
 

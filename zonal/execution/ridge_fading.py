@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.anchor import Ridge
+from zonal.algebra.declaration import require_values
 from zonal.algebra.primal import factorised, on_heads
 from zonal.errors import PathError
 from zonal.execution.call import Call
@@ -32,10 +33,10 @@ class _Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, first: Tensor, log_keep: Tensor) -> Tensor:  # type: ignore[override]
         keep = log_keep.exp().view(*log_keep.shape, *[1] * (parts.ndim - 3))
-        states = torch.empty_like(parts)
-        states[:, :, 0] = first
+        carried = [first.expand_as(parts[:, :, 0])]
         for n in range(parts.shape[2] - 1):
-            torch.addcmul(parts[:, :, n], states[:, :, n], keep[:, :, n], out=states[:, :, n + 1])
+            carried.append(torch.addcmul(parts[:, :, n], carried[n], keep[:, :, n]))
+        states = torch.stack(carried, 2)
         ctx.save_for_backward(states, keep)
         return states
 
@@ -43,9 +44,10 @@ class _Carried(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         states, keep = ctx.saved_tensors
         # of S_{n+1}, which is what part n goes into; nothing reads what follows the last block
-        later = torch.zeros_like(grad)
+        found = [torch.zeros_like(grad[:, :, 0])]
         for n in range(grad.shape[2] - 1, 0, -1):
-            torch.addcmul(grad[:, :, n], later[:, :, n], keep[:, :, n], out=later[:, :, n - 1])
+            found.append(torch.addcmul(grad[:, :, n], found[-1], keep[:, :, n]))
+        later = torch.stack(found[::-1], 2)
         first = grad[:, :, 0] + later[:, :, 0] * keep[:, :, 0]
         return later, first, (later * states * keep).flatten(3).sum(-1)
 
@@ -119,9 +121,18 @@ def usual_block(dim: int) -> int:
 
 
 def block_length(decay: Tensor, usual: int) -> int:
-    """Tokens a block: ``usual``, halved until no block fades by more than e^-MOST_GROWTH, down to 1. decay (B or 1, Hkv, S)."""
-    size, fading = usual, -decay.detach()
-    while size > 1 and bool((F.pad(fading, (0, -fading.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1) > MOST_GROWTH).any()):
+    """Tokens a block: ``usual``, halved until no block fades by more than e^-MOST_GROWTH, down to 1; a traced graph, whose shapes do not depend on values, has
+    ``usual`` and asserts that it will do. decay (B or 1, Hkv, S)."""
+    fading = -decay.detach()
+
+    def faded(size: int) -> Tensor:
+        return F.pad(fading, (0, -fading.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1).amax()
+
+    if torch.compiler.is_compiling():
+        require_values(faded(usual) <= MOST_GROWTH, f"attention: compiled, a past may fade by no more than e^-{MOST_GROWTH:g} over {usual} tokens. Run such decays without torch.compile.")
+        return usual
+    size = usual
+    while size > 1 and bool(faded(size) > MOST_GROWTH):
         size //= 2
     return size
 

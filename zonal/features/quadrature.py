@@ -34,6 +34,7 @@ class Quadrature(NamedTuple):
     error: float
 
 
+@torch.compiler.assume_constant_result
 def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = None) -> Quadrature:
     """The nodes s_r and log w_r of a rule with ``count`` nodes for the Yat kernel of ``eps``.
 

@@ -44,8 +44,12 @@ class Hierarchical(Anchor):
 
     def spans(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a node, level by level, the last being the root."""
-        below = itertools.takewhile(lambda span: span < tokens, itertools.accumulate(self.sizes, int.__mul__))
-        return (*below, tokens)
+        spans, span = [], 1
+        for size in self.sizes:
+            span *= size
+            if span < tokens:
+                spans.append(span)
+        return (*spans, tokens)
 
     def weights(self, blocks: Blocks) -> Tensor:
         assert blocks.masses is not None
