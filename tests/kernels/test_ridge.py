@@ -2,9 +2,7 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +12,12 @@ from torch import Tensor
 import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
-from zonal.errors import MissingKernelsWarning, NonFiniteError, PathError
+from zonal.errors import NonFiniteError, PathError
 from zonal.execution import cost, native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU
 from zonal.kernels import availability, ridge_ops
-from zonal.kernels.cpp import build, library, ridge_library
+from zonal.kernels.cpp import build, ridge_library
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE
 from zonal.models import CausalLM, ModelConfig
@@ -403,41 +401,6 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(availability.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_ridge.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge
-
-
-def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, tensors = m.ska(), sample(200)
-    expected = zonal.attention(*(x.double() for x in tensors), operator, causal=True, path="dense")
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    availability.say_once.cache_clear()
-    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
-        zonal.attention(*tensors, operator, causal=True, path="chunked")
-    assert len(said) == 1
-    with warnings.catch_warnings():  # and not again
-        warnings.simplefilter("error")
-        y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = tmp_path / "fails"
-    fails.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 1 && exit 0\necho 'error: no' >&2\nexit 1\n")
-    fails.chmod(0o755)
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(fails))
-    library._loaded.cache_clear()
-    operator, tensors = m.ska(), sample(200)
-    try:
-        with pytest.warns(UserWarning, match="in place of the compiled kernel"):
-            y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(zonal.attention(*tensors, operator, causal=True, path="chunked"), y)
-        assert "could not be had" in str(native_ridge.refusal(prepare(operator, *tensors, causal=True)))
-    finally:
-        library._loaded.cache_clear()
-        library._failed.clear()
 
 
 # -- torch's machinery -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """The compiled kernel for sums over features: against the float64 definition, its limits, and torch's machinery."""
 
 import copy
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 import zonal
 from zonal import Operator, prior
 from zonal import mechanisms as m
-from zonal.errors import MissingKernelsWarning, PathError
+from zonal.errors import PathError
 from zonal.execution import cost, native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.chunked import chunked_refusal
@@ -22,7 +20,7 @@ from zonal.execution.cost_sums import work
 from zonal.execution.problem import problem_of
 from zonal.features import SymmetricPowers
 from zonal.kernels import availability, sums_ops
-from zonal.kernels.cpp import build, library, sums_library
+from zonal.kernels.cpp import build, sums_library
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
@@ -220,40 +218,6 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(availability.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_sums.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
-
-
-def test_without_a_compiler_torch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator, tensors = m.squared_affine(), sample(200)
-    expected = zonal.attention(*tensors, operator, causal=True, path="dense")
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    availability.say_once.cache_clear()
-    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
-        zonal.attention(*tensors, operator, causal=True, path="chunked")
-    assert len(said) == 1
-    with warnings.catch_warnings():  # and not again
-        warnings.simplefilter("error")
-        assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="chunked"), expected, atol=1e-4)
-
-
-def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = tmp_path / "fails"
-    fails.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 1 && exit 0\necho 'error: no' >&2\nexit 1\n")
-    fails.chmod(0o755)
-    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(fails))
-    library._loaded.cache_clear()
-    operator, tensors = m.squared_affine(), sample(200)
-    try:
-        with pytest.warns(UserWarning, match="in place of the compiled kernel"):
-            y = zonal.attention(*tensors, operator, causal=True, path="chunked")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(zonal.attention(*tensors, operator, causal=True, path="chunked"), y)
-        assert "could not be had" in str(native_sums.refusal(prepare(operator, *tensors, causal=True)))
-    finally:
-        library._loaded.cache_clear()
-        library._failed.clear()
 
 
 # -- torch's machinery -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Where the kernels of sums and of ridge read-outs cannot be had: torch runs, and that is said once."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zonal
+from zonal import Operator
+from zonal import mechanisms as m
+from zonal.errors import MissingKernelsWarning
+from zonal.execution import native_ridge, native_sums
+from zonal.execution.call import prepare
+from zonal.kernels import availability
+from zonal.kernels.cpp import library
+
+KERNELS = {"sums": (m.squared_affine, native_sums), "ridge": (m.ska, native_ridge)}
+
+
+def sample() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 200, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def chunked(operator: Operator, tensors: list[Tensor]) -> Tensor:
+    return zonal.attention(*tensors, operator, causal=True, path="chunked")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KERNELS)
+def test_without_a_compiler_torch_runs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, tensors = KERNELS[kind][0](), sample()
+    expected = zonal.attention(*(x.double() for x in tensors), operator, causal=True, path="dense")  # type: ignore[arg-type]
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    availability.say_once.cache_clear()
+    with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
+        chunked(operator, tensors)
+    assert len(said) == 1
+    with warnings.catch_warnings():  # and not again
+        warnings.simplefilter("error")
+        y = chunked(operator, tensors)
+    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = tmp_path / "fails"
+    fails.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 1 && exit 0\necho 'error: no' >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(fails))
+    library._loaded.cache_clear()
+    make, kernel = KERNELS[kind]
+    operator, tensors = make(), sample()
+    try:
+        with pytest.warns(UserWarning, match="in place of the compiled kernel"):
+            y = chunked(operator, tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(chunked(operator, tensors), y)
+        assert "could not be had" in str(kernel.refusal(prepare(operator, *tensors, causal=True)))  # type: ignore[arg-type]
+    finally:
+        library._loaded.cache_clear()
+        library._failed.clear()
