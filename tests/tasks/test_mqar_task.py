@@ -122,3 +122,16 @@ def test_tokens_are_fillers_keys_or_values():
     task = MQAR(64, length=32, pairs=4, train_examples=10, test_examples=10, random_non_queries=False)
     names, group = task.token_groups(torch.tensor([[0, 1, 31, 32, 63]]))
     assert [names[each] for each in group[0].tolist()] == ["filler", "key", "key", "value", "value"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 123])
+def test_no_test_sequence_is_trained_on(seed):
+    """Small enough that equal seeds would make equal rows: neither split draws from a seed of the other, and no row is in both."""
+    shapes = [Segment(16, 2, 200), Segment(32, 4, 200)]
+    task = MQAR(200, train_segments=shapes, test_segments=shapes, seed=seed)
+    train, test = task._seeds
+    assert len({*train, *test}) == 4
+    for number in range(len(shapes)):
+        rows = [{tuple(row) for row in task.examples(number, train=part).tensors(slice(None))[0].tolist()} for part in (True, False)]
+        assert [len(part) for part in rows] == [200, 200]
+        assert not rows[0] & rows[1]
