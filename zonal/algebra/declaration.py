@@ -164,7 +164,7 @@ def require(condition: bool, message: str) -> None:
 def require_values(condition: Tensor, message: str, error: type[ZonalError] = ArgumentError) -> None:
     """``require`` for what depends on the numbers in a tensor (one bool). A traced graph cannot raise by them: there it is an assertion when it runs."""
     if torch.compiler.is_compiling():
-        torch._assert_async(condition, message)
+        torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):
         raise error(message)
 
