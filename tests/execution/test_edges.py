@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import OPERATORS
+from matrix import OPERATORS, randomised
 from torch import Tensor
 
 import zonal
@@ -63,3 +63,36 @@ def test_a_memory_read_by_more_queries_than_new_keys(window: str, held: int) -> 
     else:
         y, _ = zonal.attention(q, k[:, :, held:], v[:, :, held:], operator, memory=memory)
         torch.testing.assert_close(y, exact, rtol=0, atol=2e-6)
+
+
+PADDED = ("softmax", "linear", "retention", "sko", "yat-decay", "squared_affine", "ridge", "ska-1", "ska-fading", "softmax-top", "distance", "rewa", "sinkhorn", "hierarchical")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PADDED)
+def test_what_padding_holds_is_in_no_product(name: str, dtype: torch.dtype) -> None:
+    """NaN and infinity in padded keys, values and biases: outputs and gradients as with zeros there, and no gradient for padding."""
+    operator = randomised(OPERATORS[name]()).to(dtype)
+    tags = operator.tags
+    q, k, v = (x.to(dtype) for x in tokens(9, 9))
+    bias = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    mask = torch.tensor([[True, False, True, True, False, True, True, False, False], [True] * 9])
+    hidden = ~mask[:, None, :, None]
+    for path in (*PATHS, "auto"):
+        found = []
+        for fill_k, fill_v in ((0.0, 0.0), (float("nan"), float("inf")), (float("inf"), float("nan"))):
+            leaves = [x.clone().requires_grad_() for x in (q, k.masked_fill(hidden, fill_k), v.masked_fill(hidden, fill_v))]
+            biased = None if tags.solves or tags.couples else bias.masked_fill(hidden[..., 0], fill_v).requires_grad_()
+            try:
+                y = zonal.attention(*leaves, operator, causal=not tags.couples, key_padding_mask=mask, key_bias=biased, path=path)
+            except PathError:
+                break
+            wanted = leaves if biased is None else [*leaves, biased]
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
+        for got in found[1:]:
+            for index, (a, b) in enumerate(zip(got, found[0], strict=True)):
+                assert torch.equal(a, b), f"{path}: item {index} (0 = output, then gradients) depends on what padding holds"
+        for _, _, dk, dv, *dbias in found:
+            assert not dk.masked_select(hidden).any()
+            assert not dv.masked_select(hidden).any()
+            assert not any(bool(x.masked_select(hidden[..., 0]).any()) for x in dbias)

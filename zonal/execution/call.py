@@ -204,6 +204,11 @@ def prepare(
     """Check the arguments against the operator and prepare queries, keys, masks and biases. past: tokens that the call goes on from."""
     shared, (q, k) = (q, k), spread(q, k, v)
     checked(q, k, v, key_padding_mask, log_decay, key_bias)
+    if key_padding_mask is not None:  # whatever padding holds, NaN included, is in no product, here or in the gradients
+        hidden = ~key_padding_mask[:, None, :, None]
+        shared, v = (shared[0], shared[1].masked_fill(hidden, 0)), v.masked_fill(hidden, 0)
+        k = spread(*shared, v)[1]
+        key_bias = None if key_bias is None else key_bias.masked_fill(hidden[..., 0], 0)
     operator = operator_of("attention", operator)
     operator = operator.for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
