@@ -125,7 +125,8 @@ def attention(
         )  # fmt: skip
         advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
         if alone:
-            chosen, constants = _chosen(call, None, path)
+            # with nothing to sum, the definition is the answer, which planner, kernels and memories need not know
+            chosen, constants = ("dense", None) if call.empty else _chosen(call, None, path)
             y = _run(call, chosen)
             if bare and chosen == "chunked" and (path != "auto" or constants is not None):
                 repeated.keep(call, scale, constants)
@@ -148,7 +149,7 @@ def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constant
 
 
 def _run(call: Call, path: str) -> Tensor:
-    if path == "dense" or call.shape[0] == 0:  # a batch of no rows: nothing to sum or to keep, which kernels and memories need not know
+    if path == "dense" or call.shape[0] == 0:  # a batch of no rows: nothing to sum or to keep
         return dense(call)
     if path == "tiled" and call.tags.couples:
         return hierarchical(call) if isinstance(call.bound.anchor, Hierarchical) else transported(call)

@@ -96,3 +96,58 @@ def test_what_padding_holds_is_in_no_product(name: str, dtype: torch.dtype) -> N
             assert not dk.masked_select(hidden).any()
             assert not dv.masked_select(hidden).any()
             assert not any(bool(x.masked_select(hidden[..., 0]).any()) for x in dbias)
+
+
+@pytest.mark.parametrize(("name", "runs"), [("squared_affine", False), ("yat", True)])
+def test_a_given_decay_together_with_chunks(name: str, runs: bool) -> None:
+    """Planned on the paths that take it; streaming keeps keys where there are no sums, and refuses where it would keep sums."""
+    operator = OPERATORS[name]().replace(prior=prior.ChunkCausal(2)).float()
+    q, k, v = (x.float() for x in tokens(6, 6))
+    decay = -torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    exact = zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path="dense")
+    for path in ("auto", "tiled", *(("streaming",) if runs else ())):
+        torch.testing.assert_close(zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), exact, rtol=0, atol=2e-6)
+    if not runs:
+        with pytest.raises(PathError, match="a decay together with whole chunks is not kept as sums"):
+            zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path="streaming")
+
+
+@pytest.mark.parametrize("path", [*PATHS, "auto"])
+@pytest.mark.parametrize("name", ["softmax", "linear", "squared_affine", "retention", "ridge", "ska-1", "yat", "distance", "sinkhorn"])
+def test_values_or_keys_without_numbers(name: str, path: str) -> None:
+    """No numbers of values: an empty answer of the right shape. None of keys: what the definition says, or an argument error."""
+    operator = OPERATORS[name]().float()
+    for dim, value_dim in ((4, 0), (0, 3)):
+        q, k, v = (x.float().requires_grad_() for x in tokens(6, 6, dim, value_dim))
+        try:
+            y = zonal.attention(q, k, v, operator, causal=not operator.tags.couples, path=path)
+        except ArgumentError:
+            assert dim == 0
+            continue
+        assert y.shape == (2, 2, 6, value_dim)
+        assert bool(y.isfinite().all())
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_of_nearly_no_mass(path: str) -> None:
+    """Queries at whose angle the link nearly vanishes: a sum over features cancels there, and is as good as the sum over keys."""
+    draw = torch.Generator().manual_seed(0)
+    operator = m.squared_affine(learn_bias=False)
+    zero = -float(operator.link.bias)  # type: ignore[union-attr]
+    k = torch.zeros(1, 2, 24, 8, dtype=torch.float64)
+    k[..., 0] = 1
+    aside = torch.randn(k.shape, generator=draw, dtype=torch.float64) * (1 - k)
+    q = zero * k + (1 - zero**2) ** 0.5 * torch.nn.functional.normalize(aside, dim=-1)
+    k = torch.nn.functional.normalize(k + 1e-2 * torch.randn(k.shape, generator=draw, dtype=torch.float64), dim=-1)
+    v = torch.randn(1, 2, 24, 3, generator=draw, dtype=torch.float64)
+    given = [x.float() for x in (q, k, v)]
+
+    def run(dtype: torch.dtype, path: str) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        y = zonal.attention(*leaves, operator.to(dtype), causal=True, path=path)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+    for index, (a, b) in enumerate(zip(run(torch.float32, path), run(torch.float64, "dense"), strict=True)):
+        error = float((a.double() - b).abs().max() / b.abs().max())
+        assert error < 1e-5, f"item {index} is off by {error:.3g} of its largest entry"

@@ -104,6 +104,11 @@ class Call:
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2], dim, v.shape[3]
 
     @property
+    def empty(self) -> bool:
+        """Whether keys or values have no numbers."""
+        return min(self.head_dim, self.shape[5]) == 0
+
+    @property
     def requires_grad(self) -> bool:
         """Whether a gradient may flow to queries, keys, values or what the score learned."""
         given = self.tokens if self.raw is None else self.raw[:3]

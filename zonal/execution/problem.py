@@ -9,7 +9,7 @@ import torch
 from zonal.algebra import Tags
 from zonal.algebra.anchor import Hierarchical, Ridge, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
-from zonal.algebra.prior import Window
+from zonal.algebra.prior import Decay, Window
 from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled, transport
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
@@ -20,6 +20,7 @@ from zonal.features import Harmonics, SymmetricPowers, feature_map, hashing
 from zonal.formula import Term
 from zonal.kernels import transforms
 from zonal.memory import KeyValues, Memory
+from zonal.memory.base import features_refusal
 from zonal.memory.lift import harmonics_of
 
 PATHS = ("dense", "tiled", "chunked", "streaming", "sparse")
@@ -244,6 +245,10 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
     """What keeps one path from running the call, or None."""
     if path == "streaming":
         reason = streaming_refusal(call)
+        declared = any(isinstance(prior, Decay) for prior in call.bound.priors)
+        by_sums = (held is None or held.kind != "keys") and not call.tags.solves and features_refusal(call.bound, call.head_dim) is None
+        if reason is None and call.log_decay is not None and call.chunk is not None and by_sums and not declared:
+            reason = "a decay together with whole chunks is not kept as sums (a memory made with kind='keys' takes it)"
     elif path == "chunked":
         reason = chunked_refusal(call)
         if reason is None and held is not None and held.kind == "keys":
