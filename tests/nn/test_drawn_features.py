@@ -17,6 +17,7 @@ SPECS = {
     "rewa_functional": "rewa_functional(size=8)",
     "rewa_riemannian": "rewa_riemannian(units=2)",
     "rewa_operator": "rewa_operator(relations=1)",
+    "rewa_operator of a size": "rewa_operator(relations=1, size=3)",
     "rewa_operator, chosen paths": "rewa_operator(relations=1, choices=2)",
     "rewa_categorical": "rewa_categorical(relation=True)",
 }

@@ -135,7 +135,9 @@ def rewa_operator(
     size: m; a layer then makes queries and keys of the size that it takes. The rest as in ``score.OperatorPath``. All run as dot products.
     """
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
-    score = OperatorPath(size, relations, rank, temperature, seed=seed, shared_witness=shared_witness, choices=choices)
+    # left open where relations are drawn, so that a layer draws its own
+    declared = None if relations and seed is None else size
+    score = OperatorPath(declared, relations, rank, temperature, seed=seed, shared_witness=shared_witness, choices=choices)
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
 
 
