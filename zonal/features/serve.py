@@ -1,6 +1,6 @@
 """Which feature map serves which link."""
 
-from zonal.algebra.link import Gegenbauer, Identity, Link, PolynomialSquare, SquaredAffine
+from zonal.algebra.link import Gegenbauer, Identity, Link
 from zonal.features.harmonic import Harmonics
 from zonal.features.symmetric import SymmetricPowers
 
@@ -8,12 +8,11 @@ MAX_DEGREE = 6
 
 
 def feature_map(link: Link) -> SymmetricPowers | None:
-    """The exact feature map of a link over a bilinear score, or None where there is none of finite size.
+    """The exact feature map of a link over a bilinear score, or None where there is none of finite size: it gives no ``degree`` up to ``MAX_DEGREE``, or no ``monomials``.
 
     The link is then sum_k c_k x^k with c = ``link.monomials(coefficients)``, and l(q.k) = sum_k c_k Sym_k(q) . Sym_k(k).
     """
-    served = isinstance(link, Identity | SquaredAffine | PolynomialSquare) or (isinstance(link, Gegenbauer) and not link.clenshaw)
-    if not served or link.degree is None or link.degree > MAX_DEGREE:
+    if link.degree is None or link.degree > MAX_DEGREE or type(link).monomials is Link.monomials:
         return None
     return SymmetricPowers(max(link.degree, 1), 1 if isinstance(link, Identity) else 0)
 
