@@ -26,6 +26,8 @@ def _per_head(value: Tensor, like: Tensor) -> Tensor:
 
 def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
     """x / |x| along the last axis for a vector of any length, also where its square leaves the range of the type; 0 for a vector of zeros, and so is its gradient."""
+    if x.shape[-1] == 0:  # which has no largest number
+        return x
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
     divisor = torch.where((largest > 1e-9) & (largest < 1e9), 1.0, largest).masked_fill(largest == 0, torch.inf)
     return F.normalize(x / divisor, dim=-1, eps=max(eps, torch.finfo(x.dtype).tiny))
