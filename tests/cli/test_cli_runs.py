@@ -101,7 +101,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
 
 
 def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
-    code, out, _ = run(f"compare {SMALL} --operators softmax --steps 4 --learning-rates 1e38 --out failing", capsys)
+    code, out, _ = run(f"compare {SMALL} --operators softmax --steps 4 --learning-rates 1e6 --out failing", capsys)
     assert code == 1
     assert "1 of 1 runs failed" in out
     assert "zonal compare --resume failing --retry-failed" in out
@@ -122,7 +122,7 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare --task text --data binary.txt", "binary.txt is binary"),
         ("compare --task text --data short.txt", "is too short"),
         ("compare --task text --data ''", "--data is empty"),
-        ("compare --task text --tokenizer bpe", "invalid choice 'bpe'"),
+        ("compare --task text --tokenizer bpe", "unknown tokenizer 'bpe'. Did you mean 'byte'?"),
         ("compare --resume nowhere", "nowhere holds no comparison"),
         ("compare --task mqar-demo --device gpu", "cpu, cuda or cuda:NUMBER was required, got 'gpu'"),
         ("compare --task mqar-demo --device cuda:99", "CUDA devices. Use --device cpu."),

@@ -141,7 +141,7 @@ def test_memory_bytes_is_what_absorbing_takes(spec, conv):
             _, memory = layer(tokens(3, length), memory=memory)
         tensors = memory.memory.tensors()
         # a read of ridge statistics leaves the inverse of G there; it is counted from the start
-        held = sum(value.nbytes for value in tensors.values()) + (tensors["gram"].nbytes if memory.memory.kind in ("ridge", "fading") else 0)
+        held = sum(value.nbytes for value in tensors.values()) + (tensors["gram"].nbytes if memory.memory.kind == "ridge" else 0)
         held += 0 if memory.tail is None else memory.tail.nbytes
         assert layer.memory_bytes(length) * 3 == memory.nbytes == held, length
 

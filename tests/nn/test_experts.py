@@ -86,7 +86,8 @@ def test_models_are_made_of_them(tmp_path):
     model.save(tmp_path / "model.safetensors")
     again = CausalLM.load(tmp_path / "model.safetensors")
     assert again.config == config
-    torch.testing.assert_close(again(tokens), model(tokens), rtol=0, atol=0)
+    # the last bit of a product may follow where in memory its weights lie
+    torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-13, atol=1e-15)
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(60):

@@ -179,7 +179,7 @@ def test_folders_that_are_none(tmp_path):
     with pytest.raises(FileFormatError, match="schema 99"):
         Comparison.open(tmp_path)
     (tmp_path / "comparison.json").write_text('{"schema": 1}')
-    with pytest.raises(FileFormatError, match="lacks the key"):
+    with pytest.raises(FileFormatError, match="'operators' is missing"):
         Comparison.open(tmp_path)
 
 

@@ -171,6 +171,6 @@ def require_values(condition: Tensor, message: str, error: type[ZonalError] = Ar
 
 def require_whole(name: str, value: object, least: int = 1, most: int = 2**20) -> None:
     """Raise ArgumentError unless ``value`` is a whole number from ``least`` to ``most``. name: the call and the argument, "Anchors: count"."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= least, f"{name} must be a whole number >= {least}, received {value!r}.")
-    require(not whole or value <= most, f"{name} must be a whole number of at most {most:,}, received {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{name} must be a whole number >= {least}, received {value!r}.")
+    require(value <= most, f"{name} must be a whole number of at most {most:,}, received {value!r}.")
