@@ -34,6 +34,9 @@ test-gpu: $(STAMP)  ## what runs on a CUDA device: kernels, attention, calibrati
 mutants: $(STAMP)  ## seeded faults, one at a time, each of which the tests must see (about half an hour of one core)
 	@$(BIN)/python tests/mutants/run.py --out results/mutants.json
 
+sanitize: $(STAMP)  ## the compiled CPU kernels under the address and undefined-behaviour sanitizers of g++
+	@$(BIN)/python tests/kernels/sanitize.py
+
 lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import triton.language as tl
-from kernels.tile_cases import CASES, LARGE, LINKS, REST, Case, Inputs, failure, inputs
+from kernels.tile_cases import CASES, LARGE, LINKS, OFF, REST, Case, Inputs, failure, inputs
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     for name in names:
         broken = name.endswith(BROKEN)
         tiles.functions = (lambda link: right(replace(link, triton=link.triton.replace("polynomial_square", "horner")))) if broken else right
-        case = (CASES | REST | LARGE)[name.removesuffix(f"-{BROKEN}")]
+        case = (CASES | REST | OFF | LARGE)[name.removesuffix(f"-{BROKEN}")]
         data = inputs(case)
         there = on(device, data)
         got = run(case, there)

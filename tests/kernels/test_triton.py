@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels import documented
 from kernels.processes import CUDA, ROOT, fitting, judged, no_device, python, shared
-from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, REST
+from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, OFF, REST
 
 BROKEN = "polynomial_square-count-strict-float32-broken"
 KERNELS = ("forward", "decode", "keys", "queries")
@@ -28,11 +28,11 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """In the tile sizes that calls have."""
-    return judged("interpreted.py", [*CASES, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory, "--own")
+    return judged("interpreted.py", [*CASES, *OFF, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory, "--own")
 
 
 # of the large cases, what the interpreter has time for
-SAMPLE = ("yat-row-long-decode-16-float16",)
+SAMPLE = ("yat-row-long-decode-16-float16", *OFF)
 
 
 @pytest.mark.gpu
@@ -51,7 +51,7 @@ def test_kernel_equals_definition_in_its_own_tiles(name: str, own_verdicts: dict
 @pytest.mark.gpu
 @no_device
 def test_every_case_in_its_own_tiles(own_verdicts: dict[str, str | None]) -> None:
-    assert set(own_verdicts) == {*CASES, *LARGE}
+    assert set(own_verdicts) == {*CASES, *OFF, *LARGE}
     assert not [wrong for wrong in own_verdicts.values() if wrong is not None]
 
 

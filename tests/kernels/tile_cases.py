@@ -73,6 +73,17 @@ MASKS: dict[str, Mask] = {
 }
 
 
+# for the tiles that calls have: just past the border of one, at each width that tile sizes are chosen by
+OFF_MASKS: dict[str, Mask] = {
+    "off-64": Mask(queries=133, keys=131, key_dim=64, value_dim=64),
+    "off-128": Mask(causal=False, left=40, right=17, queries=133, keys=135, key_dim=128, value_dim=100),
+    "off-256": Mask(queries=70, keys=67, key_dim=256, value_dim=130, batch=2, padding=True),
+    "off-decode-64": Mask(queries=3, keys=517, key_dim=64, value_dim=64, heads=2),
+    "off-decode-128": Mask(queries=3, keys=517, key_dim=128, value_dim=128),
+    "off-decode-256": Mask(queries=3, keys=517, key_dim=256, value_dim=256),
+}
+
+
 # for a device: many tiles of the kernels' own sizes, and the head sizes that tile sizes are chosen by
 LARGE_MASKS: dict[str, Mask] = {
     "long-causal": Mask(queries=700, keys=700, key_dim=64, value_dim=64, batch=2, heads=4, kv_heads=2),
@@ -108,7 +119,7 @@ class Case:
 
     @property
     def rules(self) -> Mask:
-        return MASKS[self.mask] if self.mask in MASKS else LARGE_MASKS[self.mask]
+        return (MASKS | OFF_MASKS | LARGE_MASKS)[self.mask]
 
     @property
     def spec(self) -> TileSpec:
@@ -148,7 +159,14 @@ def _large() -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
+def _off() -> dict[str, Case]:
+    """Each of those masks with entries of two bytes and of four."""
+    found = [Case(("exp", "yat")[index % 2], "row", mask, dtype) for index, mask in enumerate(OFF_MASKS) for dtype in (torch.float32, torch.bfloat16)]
+    return {case.name: case for case in found}
+
+
 CASES = _cases()
+OFF = _off()
 REST = _rest()
 LARGE = _large()
 

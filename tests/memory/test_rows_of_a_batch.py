@@ -48,6 +48,9 @@ def test_scatter_replaces_rows(name: str) -> None:
     close(changed.read(q)[:1], memory.read(q)[:1], 1e-12)
     close(changed.read(q)[1:], newcomer.read(q[1:]), 1e-12)
     assert changed.count == TOKENS
+    # two rows at once, the first of them into the second place
+    both = Memory.stack([newcomer, alone(op, TOKENS, 51)])
+    close(memory.scatter([1, 0], both).read(q), both.gather([1, 0]).read(q), 1e-12)
 
 
 @pytest.mark.parametrize("padded", [False, True])
