@@ -63,7 +63,7 @@ MASKS: dict[str, Mask] = {
     "packed-bidirectional": Mask(causal=False, packed=(0, 17, 20), queries=20, keys=20),
     "padding": Mask(batch=2, padding=True, queries=18, keys=18),
     "padding-bidirectional": Mask(batch=2, padding=True, causal=False, queries=3, normalise=False),
-    "gqa": Mask(heads=2, queries=17, keys=17),
+    "gqa": Mask(heads=4, kv_heads=2, queries=17, keys=17),
     "fewer-queries": Mask(queries=3, keys=33, normalise=False, strided=True),
     "more-queries": Mask(queries=33, keys=7),
     "one-token": Mask(queries=1, keys=1),
