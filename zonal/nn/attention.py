@@ -240,6 +240,7 @@ class Attention(TokenMixer):
             key_padding_mask = mass > 0
             if not isinstance(self.operator.anchor, PlanAnchor):  # whose reference is mu nu^T K: its masses count tokens
                 key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
+        x = self._real(x, key_padding_mask)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
         score = self.operator.score
         if score.transports:
@@ -335,6 +336,7 @@ class Attention(TokenMixer):
 
     def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
         """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
+        x = self._real(x, key_padding_mask)
         _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
         k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
         k, _ = weighed(k, v, action_mask, None if self.key_gate is None else self.key_gate(inner))

@@ -111,8 +111,7 @@ class FastWeights(TokenMixer):
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         size = self._block(path, x.shape[1])
-        if key_padding_mask is not None:  # whatever padding holds, NaN included
-            x = x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
+        x = self._real(x, key_padding_mask)
         mixed, gate, raw = self.input(x).split(self.parts, dim=2)
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)

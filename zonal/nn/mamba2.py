@@ -108,6 +108,7 @@ class Mamba2(TokenMixer):
     ) -> Tensor | tuple[Tensor, LayerMemory]:
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        x = self._real(x, key_padding_mask)
         sizes = self.sizes
         gate, mixed, step = self._projected(x)
         (values, keys, queries), tail = self.convolution.parts(

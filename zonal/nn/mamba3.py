@@ -126,6 +126,7 @@ class Mamba3(TokenMixer):
     ) -> Tensor | tuple[Tensor, LayerMemory]:
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        x = self._real(x, key_padding_mask)
         sizes = self.sizes
         gate, values, keys, queries, step, rate, share, angle = self.input(x).split(self.parts, dim=2)
         tail = None

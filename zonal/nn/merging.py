@@ -101,7 +101,8 @@ class Merged:
 
     @staticmethod
     def of(x: Tensor, key_padding_mask: Tensor | None = None) -> "Merged":
-        """Each token by itself, of mass 1; padding has none."""
+        """Each token by itself, of mass 1; padding has none, and becomes zeros whatever it held."""
+        x = x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
         dtype = accumulation_dtype(x.dtype)  # masses are counts, which shorter types round
         mass = torch.ones(x.shape[:2], dtype=dtype, device=x.device) if key_padding_mask is None else key_padding_mask.to(dtype)
         return Merged(x, mass, Buckets(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])))

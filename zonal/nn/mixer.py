@@ -71,7 +71,7 @@ class TokenMixer(nn.Module, abc.ABC):
             x: (B, T, dim), one token or many.
             memory: what came before x; the result is then a pair.
             return_memory: also return a memory when none is given.
-            key_padding_mask: (B, T), True = real token.
+            key_padding_mask: (B, T), True = real token. Padding is read as zeros, as a query, too.
             cu_seqlens: (N + 1,) offsets of N documents packed into one row (B = 1); without memory.
             path: the execution path of ``zonal.attention``.
 
@@ -136,6 +136,11 @@ class TokenMixer(nn.Module, abc.ABC):
         if memory.memory.operator is not self.operator:
             raise ArgumentError(f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory().")
         return memory
+
+    @staticmethod
+    def _real(x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """x with zeros for padding: whatever it held, NaN included, is then in no product, here or in the gradients."""
+        return x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
 
 
 __all__ = ["TokenMixer"]

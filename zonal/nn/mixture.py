@@ -101,6 +101,7 @@ class Mixture(TokenMixer):
         action_mask: as in ``Attention``, for the parts that can read a token without storing it.
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
+        x = self._real(x, key_padding_mask)
         each = [None] * len(self.parts) if memory is None else [dataclasses.replace(memory, others=()), *memory.others]
         found: list[Tensor] = []
         after: list[LayerMemory] = []
