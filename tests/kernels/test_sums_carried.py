@@ -306,6 +306,27 @@ def test_rows_that_cancel_in_a_memory(gap: float) -> None:
     assert (y - truth)[:, :, usual].abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("fading", [False, True], ids=["sums", "fading sums"])
+@pytest.mark.parametrize("gap", [0.05, 0.02, 1e-3, 1e-5])
+def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(gap: float, fading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a memory, rows below 2^-16 of what bounds their terms are NaN in the kernel and in torch, and no others are; other rows agree."""
+    operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5), anchor.Row())
+    q, k, v = (x.float() for x in cancelling(gap, 512, False))
+    decay = torch.full((1, 2, 512), -0.01) if fading else None
+    memory = Memory.empty(operator, 1, 2, 8, 5).absorb(k[:, :, :500], v[:, :, :500], log_decay=None if decay is None else decay[..., :500])
+    new, given = [x[:, :, 500:] for x in (q, k, v)], {} if decay is None else {"log_decay": decay[..., 500:]}
+    found = []
+    for kernels in ("on", "off"):
+        if kernels == "off":
+            monkeypatch.setenv(availability.VARIABLE, "off")
+        with torch.no_grad():
+            found.append(zonal.attention(*new, operator, causal=True, memory=memory, path="chunked", **given)[0])
+    lost = torch.arange(500, 512).expand(1, 2, -1) % 3 > 0 if gap < 2e-3 else torch.zeros(1, 2, 12, dtype=torch.bool)
+    for y in found:
+        assert torch.equal(y.isnan().any(-1), lost)
+    torch.testing.assert_close(found[0][~lost], found[1][~lost], rtol=0, atol=0.02)
+
+
 def test_negative_sums_of_a_positive_link_are_no_numbers() -> None:
     """Torch's form of the chunked path and a memory's read-out, which see a row's sum only."""
     total = torch.tensor([[[[1.0, 2.0]], [[1.0, -1e-9]], [[0.0, 0.0]]]])

@@ -37,7 +37,7 @@ from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.lift import Lift
 from zonal.memory.ridge import previous_keys, read_out, rows_of
-from zonal.memory.sums import anchored, carried, with_mass
+from zonal.memory.sums import anchored, carried, least_of, with_mass
 from zonal.memory.tokens import joined
 
 _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
@@ -189,7 +189,13 @@ def _sums(
         return_memory and call.chunk is None,
     )
     total, final = scan(q, k, v, call.coefficients.to(q), decay, state, job)
-    y = call.scaled(anchored(total, call.bound, _visible(call, tokens, before)))
+    least = None
+    if state is not None and call.tags.normalises:
+        least = least_of(q, state, features, call.bound)
+        if decay is not None:  # what is left of the memory's own rounding
+            left = decay.cumsum(-1)[..., offset:].exp().to(least)
+            least = least * left.repeat_interleave(call.bound.groups, 1)[..., None]
+    y = call.scaled(anchored(total, call.bound, _visible(call, tokens, before), least))
     if not return_memory or memory is None:
         return y, None
     if call.chunk is not None:

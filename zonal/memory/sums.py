@@ -53,6 +53,24 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
     return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state).view(batch, heads, queries, state.shape[-1])
 
 
+@torch.no_grad()
+def least_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
+    """The sum over keys from which on a row of a positive link is known, (B, H, T, 1): below it a tenth or more may be rounding. 0 where no terms cancel.
+
+    The sizes of a row's terms sum_a w_a psi_a(q) M_a add up to at most |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz), of which a sum over features is
+    known to some units in the last place: 1e-6 in float32, where 2^-16 of it is asked for. The chunked path's kernel for the CPU has the same rule.
+    """
+    if not bound.link.positive or features.degree == 1:
+        return q.new_zeros(())
+    monomials = bound.link.monomials(bound.coefficients.to(state))[: features.degree + 1].abs()
+    weights = features.scale(monomials, q.shape[-1])
+    sizes = state[..., -1].square().repeat_interleave(bound.groups, 1)
+    held = (sizes * weights).sum(-1)[..., None, None]
+    square = q.to(state).square().sum(-1, keepdim=True)
+    asked = torch.stack([monomials[k] * square**k for k in range(features.lowest, features.degree + 1)]).sum(0)
+    return (held * asked).sqrt() * (128 * torch.finfo(state.dtype).eps)
+
+
 def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Tensor:
     """state + sum_s phi(k_s) v_s^T."""
     if k.shape[2] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in (state, k, v))):
@@ -61,16 +79,16 @@ def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Ten
     return state + moments(k, v, features)
 
 
-def anchored(total: Tensor, bound: Bound, count: Tensor) -> Tensor:
+def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = None) -> Tensor:
     """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1).
 
-    Rows of a positive link whose sum came out negative have cancelled to nothing but rounding: they are NaN.
+    Rows of a positive link whose sum is below ``least`` (``least_of`` the state that they read; negative, without one) have cancelled to rounding: they are NaN.
     """
     name = type(bound.anchor).__name__
     if name == "Row":
         y, mass = total[..., :-1], total[..., -1:]
         if bound.link.positive:
-            mass = mass.masked_fill(mass < 0, float("nan"))
+            mass = mass.masked_fill(mass < (0 if least is None else least), float("nan"))
         empty = mass == 0
         return torch.where(empty, 0, y / torch.where(empty, 1, mass))
     if name == "Count":
@@ -372,4 +390,4 @@ class DecayedSums(Memory):
         return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"], marks.restored(tensors, plain))
 
 
-__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "restored_pending", "total_of", "unpadded", "with_mass"]
+__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "least_of", "restored_pending", "total_of", "unpadded", "with_mass"]
