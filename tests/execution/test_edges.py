@@ -6,9 +6,9 @@ from matrix import OPERATORS, randomised
 from torch import Tensor
 
 import zonal
+from zonal import anchor, prior
 from zonal import mechanisms as m
-from zonal import prior
-from zonal.errors import ArgumentError, PathError
+from zonal.errors import ArgumentError, NonFiniteError, PathError
 
 PATHS = ("dense", "tiled", "chunked", "streaming")
 
@@ -127,6 +127,14 @@ def test_values_or_keys_without_numbers(name: str, path: str) -> None:
         assert y.shape == (2, 2, 6, value_dim)
         assert bool(y.isfinite().all())
         y.sum().backward()
+
+
+def test_a_plan_too_large_for_its_type_is_refused() -> None:
+    """Without wishes for masses a plan is the kernel, which overflows; its gradient solves a system, which must not fail as linear algebra."""
+    operator = m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.0, 0.0))).float()
+    q, k, v = (x.float().requires_grad_() for x in tokens(5, 5))
+    with pytest.raises(NonFiniteError, match="the plan holds infinity"):
+        zonal.attention(1e3 * q, 1e3 * k, v, operator, path="dense")
 
 
 @pytest.mark.parametrize("path", PATHS)

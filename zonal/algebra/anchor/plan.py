@@ -184,6 +184,8 @@ class PlanAnchor(Anchor):
             plan = (log_kernel + weighted(masses.query, at.query)[..., None] + weighted(masses.key, at.key)[..., None, :]).double().exp()
             left, right = (torch.where(total > 0, (step.slope / total).sqrt(), 0) for step, total in ((first, plan.sum(-1)), (second, plan.sum(-2))))
             half = left[..., None] * plan * right[..., None, :]
+            if not bool(half.isfinite().all()):
+                raise NonFiniteError(f"{type(self).__name__}: the plan holds infinity, so that it has no gradient: its masses are no limit to exp(scores). Make scores smaller, or rho larger.")
             system = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device) - half.mT @ half
             # a constant that one side gives and the other takes changes no plan: such directions are left out
             inverse = torch.linalg.pinv(system, rtol=1e3 * torch.finfo(half.dtype).eps, hermitian=True)
