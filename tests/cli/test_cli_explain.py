@@ -65,7 +65,7 @@ def test_a_memory_is_gone_on_from(capsys):
         ("--operator skko --shape 1,8,64,64", "unknown operator 'skko'. Did you mean 'sko'?"),
         ("--shape 1,8,64,64 --kv-heads 3", "multiple"),
         ("--shape 1,8,64,64 --device tpu", "cpu, cuda or cuda:NUMBER was required"),
-        ("--shape 1,8,64,64 --memory -4", "explain: memory must be"),
+        ("--shape 1,8,64,64 --memory -4", "explain: --memory must be from 0"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):
@@ -157,7 +157,7 @@ def test_heads_as_a_page(trained, tmp_path, capsys):
         ("--ranks 40", "ranks up to 40 need as many tokens, and at least 2; received 32"),
         ("--text '3 4 x'", "--text must be such numbers"),
         ("--text 3", "received 1"),
-        ("--sequences 0", "--sequences must be at least 1"),
+        ("--sequences 0", "--sequences must be from 1"),
         ("--shape 1,2,3,4 --causal", "--shape 1,2,3,4 --causal is about how an operator is run; leave it out with --model"),
     ],
 )

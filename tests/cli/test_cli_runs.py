@@ -223,7 +223,7 @@ def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     assert run(f"generate --model {trained}/recall --prompt 999", capsys)[0] == 2
 
 
-@pytest.mark.parametrize(("options", "message"), [("--prompt ''", "--prompt is empty"), ("--prompt x --temperature -1", "temperature"), ("--prompt x --top-p 2", "top_p")])
+@pytest.mark.parametrize(("options", "message"), [("--prompt ''", "--prompt is empty"), ("--prompt x --temperature -1", "temperature"), ("--prompt x --top-p 2", "--top-p must be from 0 to 1")])
 def test_generate_refuses(trained, capsys, options, message):
     code, _, err = run(f"generate --model {trained}/text {options}", capsys)
     assert code == 2

@@ -76,8 +76,8 @@ def test_recipes_are_presets(here):
     [
         (None, "does not exist"),
         ("{}", "is not a recipe of this version"),
-        ('{"schema": 1, "models": {}}', "lacks the key"),
-        ('{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}', "options that this version does not know"),
+        ('{"schema": 1, "models": {}}', "'task' is missing"),
+        ('{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}', "colour"),
     ],
 )
 def test_files_that_are_no_recipe(here, text, message):

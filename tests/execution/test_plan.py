@@ -1,5 +1,6 @@
 """The planner: its choice, its estimates against what really happens, and what it refuses."""
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -109,7 +110,7 @@ def test_attention_takes_the_planned_path(monkeypatch: pytest.MonkeyPatch) -> No
     for path in ("dense", "tiled"):
         seen = []
         monkeypatch.setattr(plan, "choose", lambda call, memory=None, path=path: plan.Plan(path, "because"))
-        monkeypatch.setitem(zonal.attention.__globals__, path, lambda call, path=path, seen=seen: seen.append(path) or call.v)
+        monkeypatch.setitem(inspect.unwrap(zonal.attention).__globals__, path, lambda call, path=path, seen=seen: seen.append(path) or call.v)
         zonal.attention(q, q, q, m.softmax(), causal=True)
         assert seen == [path]
 

@@ -206,7 +206,7 @@ def test_the_preset_is_the_paper() -> None:
     assert trained[:, :, :64].abs().max() == 0
     assert (torch.cat(parts, 2) - trained).abs().max() < 1e-7 * trained.abs().max()
     with pytest.raises(ArgumentError, match="preset='paper' sets power"):
-        m.ska(power=1, preset="paper")
+        m.ska(power=0, preset="paper")
     with pytest.raises(ArgumentError, match="preset must be 'paper'"):
         m.ska(preset="papers")  # type: ignore[arg-type]
 

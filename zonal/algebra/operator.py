@@ -42,6 +42,11 @@ class Tags(NamedTuple):
     includes_self: bool  # whether a causal query sees its own key
     couples: bool  # a query's weights depend on the other queries, too
 
+    @property
+    def cancels(self) -> bool:
+        """Whether a row's sum over features, which is never negative, may cancel to nearly nothing: sums for this call alone are then float64."""
+        return self.positive and self.normalises and (self.degree or 1) > 1
+
 
 @dataclass(frozen=True)
 class Bound:

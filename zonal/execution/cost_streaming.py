@@ -12,8 +12,11 @@ from zonal.features.moments import rows_at_once
 
 def streaming(p: Problem, constants: Constants) -> Estimate:
     """Token by token through a memory."""
-    # ridge statistics are float64, whatever comes in
-    tally = Tally(constants, 8 if p.kind in ("ridge", "fading") else p.itemsize)
+    # statistics are float64, whatever comes in
+    in_double = p.kind == "features" and p.tags.cancels and not p.past and not p.keeps
+    tally = Tally(constants, 8 if in_double or p.kind in ("ridge", "fading") else p.itemsize)
+    if in_double:
+        p = replace(p, without_decode="its sums are float64")
     p = lifted(p, tally, max(min(p.T, p.S), 1))
     if p.span.edges is not None:
         peak = 0.0

@@ -37,9 +37,8 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
             raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
         return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None
     if memory is None:
-        # a memory that nobody will see may keep the computing type; float64 where a row's sum over features may cancel to nearly nothing
-        cancels = call.tags.positive and call.tags.normalises and (call.tags.degree or 1) > 1
-        memory = empty_memory(call, None if return_memory else torch.float64 if cancels else call.k.dtype)
+        # a memory that nobody will see may keep the computing type
+        memory = empty_memory(call, None if return_memory else torch.float64 if call.tags.cancels else call.k.dtype)
     check_memory(call, memory)
     queries, keys = call.q.shape[2], call.k.shape[2]
     if queries > keys:

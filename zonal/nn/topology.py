@@ -8,7 +8,7 @@ from torch import Tensor
 from zonal.nn.positions import document_index
 
 _QUERIES = 128
-# lengths are smooth at coincident points: sqrt(x^2 + eps^2) - eps
+# lengths are smooth at coincident points: sqrt(x^2 + eps^2) - eps, exactly 0 there
 _EPS = 1e-4
 
 
@@ -73,7 +73,8 @@ def _around(points: Tensor, keys: Tensor, seen: Tensor, neighbours: int) -> Tens
     cloud = torch.cat([own, torch.where(nearest.isfinite().unsqueeze(-1), keys[batch, heads, index], own)], 3)
     one, other = _tree(cloud.detach())
     ends = (cloud.gather(3, end.unsqueeze(-1).expand(*end.shape, cloud.shape[-1])) for end in (one, other))
-    length = ((next(ends) - next(ends)).square().sum(-1) + _EPS**2).sqrt() - _EPS
+    squared = (next(ends) - next(ends)).square().sum(-1)
+    length = squared / ((squared + _EPS**2).sqrt() + _EPS)  # the difference of the roots, without cancellation
     return torch.nn.functional.pad(length.sort(-1, descending=True)[0], (0, neighbours - count))
 
 
