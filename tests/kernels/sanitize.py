@@ -2,8 +2,8 @@
 
     python tests/kernels/sanitize.py [arguments of pytest]
 
-AddressSanitizer and UndefinedBehaviorSanitizer of g++ end the process at the place of a fault, with a report. Threads are not watched: GCC's OpenMP
-runtime is not built for ThreadSanitizer, to which a barrier of it looks like none. Kernels are compiled by a wrapper of the compiler into a cache of
+AddressSanitizer and UndefinedBehaviorSanitizer of g++ end the process at the place of a fault, with a report. Threads are not watched:
+the one trial with ThreadSanitizer ended before a test ran. Kernels are compiled by a wrapper of the compiler into a cache of
 their own; the library is not changed.
 """
 
