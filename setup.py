@@ -34,7 +34,11 @@ def compiled() -> Path | None:
         if compiler is None:
             raise recipe.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
         recipe.version(compiler)
-        jobs = [(formula, source, recipe.flags(source, recipe.is_x86())) for formula in FORMULAS.values() for source in recipe.sources(formula)]
+        jobs = [
+            (formula, source, recipe.flags(source, recipe.is_x86()))
+            for formula in FORMULAS.values()
+            for source in recipe.sources(formula)
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: recipe.make(compiler, *job, folder / recipe.file_name(*job)), jobs))
     except (recipe.BuildError, OSError) as error:

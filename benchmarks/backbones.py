@@ -35,8 +35,12 @@ def peer(width: int, state: int) -> Any:
         from transformers import Mamba2Config
         from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     except ImportError as error:
-        raise ArgumentError(f"bench: backbones are measured against transformers, which is not installed ({error}). pip install transformers.") from error
-    config = Mamba2Config(hidden_size=width, num_heads=2 * width // 64, head_dim=64, n_groups=1, state_size=state, num_hidden_layers=1)
+        raise ArgumentError(
+            f"bench: backbones are measured against transformers, which is not installed ({error}). pip install transformers."
+        ) from error
+    config = Mamba2Config(
+        hidden_size=width, num_heads=2 * width // 64, head_dim=64, n_groups=1, state_size=state, num_hidden_layers=1
+    )
     return Mamba2Mixer(config, 0)
 
 
@@ -52,7 +56,10 @@ def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
     assert isinstance(y, Tensor)
     assert isinstance(wanted, Tensor)
     assert exact.grad is not None
-    found = {name: common.gate(name, result.detach(), wanted.detach(), 1e-4) for name, result in (("ours", y), ("theirs", theirs))}
+    found = {
+        name: common.gate(name, result.detach(), wanted.detach(), 1e-4)
+        for name, result in (("ours", y), ("theirs", theirs))
+    }
     for name, result in (("ours", y), ("theirs", theirs)):
         gradient = torch.autograd.grad(result.square().sum(), x)[0]
         found[f"{name}_gradient"] = common.gate(f"{name}: gradient", gradient, exact.grad, 1e-4)
@@ -61,12 +68,14 @@ def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
 
 def timed(layer: Callable[[Tensor], Any], x: Tensor, gradients: bool) -> Callable[[], object]:
     """Forward alone, or with the gradients of x and all weights."""
+
     def work() -> object:
         if gradients:
             layer(x).sum().backward()
             return None
         with torch.no_grad():
             return layer(x)
+
     return work
 
 
@@ -105,6 +114,7 @@ def projections(layer: Mamba2, x: Tensor) -> Callable[[], object]:
     def work() -> object:
         with torch.no_grad():
             return layer.input(x), layer.output(inner)
+
     return work
 
 
@@ -118,6 +128,7 @@ def decoding(layer: Mamba2 | Mamba3, width: int) -> Callable[[], object]:
             for piece in pieces:
                 _, memory = layer(piece, memory=memory)
         return memory
+
     return work
 
 
@@ -125,17 +136,29 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
     parser = common.parser(__doc__ or "", "backbones")
     parser.add_argument("--rows", type=int, default=None, help="measure at most so many rows (default: all)")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out already holds and measure the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out already holds and measure the others"
+    )
     options: argparse.Namespace = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
-        raise ArgumentError("bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use --device cpu.")
+        raise ArgumentError(
+            "bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use --device cpu."
+        )
     import transformers
 
     start = common.circumstances(device)
-    held = store.read_json(options.out) if options.resume and Path(options.out).is_file() else {"rows": [], "summary": {"errors": {}}}
+    held = (
+        store.read_json(options.out)
+        if options.resume and Path(options.out).is_file()
+        else {"rows": [], "summary": {"errors": {}}}
+    )
     rows, errors = list(held["rows"]), dict(held["summary"]["errors"])
-    wanted = [(width, state, gradients) for width, state in (SHAPES[:1] if options.quick else SHAPES) for gradients in (False, True)]
+    wanted = [
+        (width, state, gradients)
+        for width, state in (SHAPES[:1] if options.quick else SHAPES)
+        for gradients in (False, True)
+    ]
     missing = [key for key in wanted if key not in [(row["width"], row["state"], row["gradients"]) for row in rows]]
     for width, state, gradients in missing[: options.rows]:
         rows.append(measured(width, state, gradients, errors, device, 3 if options.quick else 7))
@@ -147,7 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measured(width: int, state: int, gradients: bool, errors: dict[str, Any], device: torch.device, pairs: int) -> dict[str, Any]:
+def measured(
+    width: int, state: int, gradients: bool, errors: dict[str, Any], device: torch.device, pairs: int
+) -> dict[str, Any]:
     """One row; the errors of its width are added to ``errors``."""
     other = peer(width, state)
     layer, third = Mamba2(width, state=state), Mamba3(width, state=state)
@@ -170,12 +195,21 @@ def measured(width: int, state: int, gradients: bool, errors: dict[str, Any], de
 
 def line(row: dict[str, object]) -> str:
     """One row for people."""
+
     def ratio(key: str) -> str:
         found = row.get(key)
-        return "-" if not isinstance(found, dict) else f"{found['ratio']['median']:.2f} [{found['ratio']['low']:.2f}-{found['ratio']['high']:.2f}]"
+        return (
+            "-"
+            if not isinstance(found, dict)
+            else f"{found['ratio']['median']:.2f} [{found['ratio']['low']:.2f}-{found['ratio']['high']:.2f}]"
+        )
 
     kind = "forward+backward" if row["gradients"] else "forward"
-    step = f"; a decoder's step {row['decode_microseconds']} µs, Mamba-3 {row['decode_mamba3_microseconds']} µs" if "decode_microseconds" in row else ""
+    step = (
+        f"; a decoder's step {row['decode_microseconds']} µs, Mamba-3 {row['decode_mamba3_microseconds']} µs"
+        if "decode_microseconds" in row
+        else ""
+    )
     return (
         f"width {row['width']}, state {row['state']}, {kind}: layer {ratio('layer')} of transformers, scan alone {ratio('scan')}, "
         f"Mamba-3 {ratio('mamba3')}, bare projections {ratio('projections')}{step}"

@@ -46,7 +46,10 @@ def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Ten
         ):  # fmt: skip
             if module is not None:
                 handles.append(module.register_forward_hook(keep(name, heads)))
-    handles += [module.register_forward_hook(turned) for module in {layer.rotary for layer in layers if layer.rotary is not None}]
+    handles += [
+        module.register_forward_hook(turned)
+        for module in {layer.rotary for layer in layers if layer.rotary is not None}
+    ]
     try:
         with torch.no_grad():
             model(tokens)
@@ -66,9 +69,15 @@ def opened(call: str, path: Path, implementation: str) -> tuple[Any, Any]:
     Raises: ArgumentError, in the name of ``call``, when the package transformers is missing or cannot read the model.
     """
     library = transformers(call, path)
-    where = {"pretrained_model_name_or_path": path} if path.is_dir() else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    where = (
+        {"pretrained_model_name_or_path": path}
+        if path.is_dir()
+        else {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    )
     try:
-        model = library.AutoModelForCausalLM.from_pretrained(**where, attn_implementation=implementation, dtype=torch.float32)
+        model = library.AutoModelForCausalLM.from_pretrained(
+            **where, attn_implementation=implementation, dtype=torch.float32
+        )
         return model.eval(), library.AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError, ImportError) as error:
         raise ArgumentError(f"{call}: transformers cannot read {path}: {error}") from error
@@ -79,13 +88,17 @@ def transformers(call: str, path: Path) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ArgumentError(f"{call}: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate") from error
+        raise ArgumentError(
+            f"{call}: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate"
+        ) from error
 
 
 def recording(found: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for transformers that puts what each layer attends with into a list, key heads repeated, and attends as ever."""
 
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **others: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **others: Any
+    ) -> tuple[Tensor, None]:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         found.append((q, k, v))
@@ -107,7 +120,9 @@ def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tenso
     text = novel()
     ids = tokenizer(text[len(text) // 2 :][: 20 * length])["input_ids"]
     if len(ids) < 2 * length:
-        raise ArgumentError(f"bench fidelity: --length {length} is more than the middle of the novel has tokens for, {len(ids) // 2}.")
+        raise ArgumentError(
+            f"bench fidelity: --length {length} is more than the middle of the novel has tokens for, {len(ids) // 2}."
+        )
     with torch.no_grad():
         model(torch.tensor(ids[: 2 * length]).view(2, length), use_cache=False)
     return found
@@ -127,19 +142,36 @@ def samples(path: Path, length: int, layers: Collection[int] | None = None) -> l
     if own is not None:
         q, k, v = own
         half = min(length, q.shape[1] // 2)
-        return [(path.stem, _sample(q[:, :half], k[:, :half], v[:, :half]), _sample(q[:, half : 2 * half], k[:, half : 2 * half], v[:, half : 2 * half]))]
+        return [
+            (
+                path.stem,
+                _sample(q[:, :half], k[:, :half], v[:, :half]),
+                _sample(q[:, half : 2 * half], k[:, half : 2 * half], v[:, half : 2 * half]),
+            )
+        ]
     if hugging_face:
         found, name = of_transformers(path, length), path.stem
     else:
         model, config = load_model(checkpoint_in(path))
         tokens = next(iter(registry.from_config(config["identity"]["task"]).evaluation_batches(2))).tokens[:2, :length]
         if tokens.shape[0] < 2:
-            raise ArgumentError("bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer.")
+            raise ArgumentError(
+                "bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer."
+            )
         found, name = of_layers(model, tokens), path.resolve().name
     wanted = range(1, len(found) + 1) if layers is None else layers
     if not set(wanted) <= set(range(1, len(found) + 1)):
-        raise ArgumentError(f"bench fidelity: --layers must be from 1 to {len(found)}, received {','.join(map(str, wanted))}.")
-    return [(f"{name}, layer {layer}", _sample(*(x[0] for x in found[layer - 1])), _sample(*(x[1] for x in found[layer - 1]))) for layer in wanted]
+        raise ArgumentError(
+            f"bench fidelity: --layers must be from 1 to {len(found)}, received {','.join(map(str, wanted))}."
+        )
+    return [
+        (
+            f"{name}, layer {layer}",
+            _sample(*(x[0] for x in found[layer - 1])),
+            _sample(*(x[1] for x in found[layer - 1])),
+        )
+        for layer in wanted
+    ]
 
 
 def _tensors(path: Path) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -154,7 +186,9 @@ def _tensors(path: Path) -> tuple[Tensor, Tensor, Tensor] | None:
     except (OSError, SafetensorError) as error:
         raise FileFormatError(f"bench fidelity: {path} cannot be read as safetensors ({error}).") from error
     if q.dim() != 3 or q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[1] < 4:
-        raise FileFormatError(f"bench fidelity: q, k, v must be (H, T >= 4, d) with equal H and T, {path} has {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}.")
+        raise FileFormatError(
+            f"bench fidelity: q, k, v must be (H, T >= 4, d) with equal H and T, {path} has {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+        )
     return q, k, v
 
 

@@ -90,7 +90,14 @@ _TEMPLATE = """<!doctype html>
 Row = Mapping[str, Any]
 
 
-def series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str], looks: Mapping[str, style.Look]) -> list[dict[str, Any]]:
+def series(
+    rows: Iterable[Row],
+    name: Callable[[Row], str],
+    x: str,
+    y: Callable[[Row], float],
+    text: Callable[[float], str],
+    looks: Mapping[str, style.Look],
+) -> list[dict[str, Any]]:
     """One curve a name, a point a value of ``x``: the mean over rows that share both, with their spread. looks: of names that have one; others get those that are left."""
     found: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
@@ -99,7 +106,10 @@ def series(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[
     for index, (label, points) in enumerate(found.items()):
         look = looks.get(label, style.LOOKS[(len(looks) + index) % len(style.LOOKS)])
         totals = [spread(values) for values in points.values()]
-        texts = [text(total.mean) + (f" ± {text(total.deviation)}" if total.deviation is not None else "") for total in totals]
+        texts = [
+            text(total.mean) + (f" ± {text(total.deviation)}" if total.deviation is not None else "")
+            for total in totals
+        ]
         made.append(
             {
                 "name": label, "x": list(points), "y": [total.mean for total in totals], "sd": [total.deviation or 0 for total in totals], "text": texts,
@@ -116,7 +126,10 @@ def chart(
     """A chart and its table. share: y runs from 0 to 1, else it is drawn logarithmically, unless ``span`` says from where to where. axis: of x, ``category``,
     ``linear`` or ``log``; None chooses. shown: the table stands open."""
     ticks = list(dict.fromkeys(value for one in series for value in one["x"]))
-    rows = [(one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks]) for one in series]
+    rows = [
+        (one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks])
+        for one in series
+    ]
     axis = axis or ("category" if kind == "bar" or 0 in ticks else "log")
     return {
         "title": title, "about": about, "x": x, "y": y, "series": series, "kind": kind, "share": share, "open": shown, "ticks": ticks, "rows": rows,
@@ -124,7 +137,14 @@ def chart(
     }  # fmt: skip
 
 
-def html(title: str, heading: str, about: str, findings: Sequence[str], charts: Sequence[dict[str, Any]], value: Mapping[str, Any]) -> str:
+def html(
+    title: str,
+    heading: str,
+    about: str,
+    findings: Sequence[str],
+    charts: Sequence[dict[str, Any]],
+    value: Mapping[str, Any],
+) -> str:
     """The page as one string. findings: its headline, line by line. value: what the benchmark wrote, for its circumstances."""
     kept = [{name: chart[name] for name in ("x", "y", "kind", "share", "series", "axis", "range")} for chart in charts]
     circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."

@@ -70,7 +70,11 @@ class Compared:
 def parser(description: str, default_name: str) -> argparse.ArgumentParser:
     """Arguments that all benchmarks have: --out, --threads, --device, --quick."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--out", default=f"results/benchmarks/{default_name}.json", help="where the JSON goes; '-' writes none (default: %(default)s)")
+    made.add_argument(
+        "--out",
+        default=f"results/benchmarks/{default_name}.json",
+        help="where the JSON goes; '-' writes none (default: %(default)s)",
+    )
     made.add_argument("--threads", type=int, default=None, help="threads of torch (default: as torch chooses)")
     made.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     made.add_argument("--quick", action="store_true", help="few and small shapes: a check that it runs, no result")
@@ -113,7 +117,9 @@ def gate(name: str, got: Tensor, reference: Tensor, tolerance: float) -> float:
         return 0.0
     error = float((got.double() - reference).abs().max() / (1e-30 + reference.abs().max()))
     if not error <= tolerance:  # NaN is an error too
-        raise GateError(f"{name}: off by {error:.3g} of the largest entry, {tolerance:.3g} is allowed; nothing was timed")
+        raise GateError(
+            f"{name}: off by {error:.3g} of the largest entry, {tolerance:.3g} is allowed; nothing was timed"
+        )
     return error
 
 
@@ -123,7 +129,9 @@ def once(work: Work, device: torch.device) -> float:
     return seconds(device, work)
 
 
-def interleaved(works: Mapping[str, Work], device: torch.device, *, rounds: int = 7, budget: float = 2.0, cap: float = math.inf) -> dict[str, list[float]]:
+def interleaved(
+    works: Mapping[str, Work], device: torch.device, *, rounds: int = 7, budget: float = 2.0, cap: float = math.inf
+) -> dict[str, list[float]]:
     """Seconds of several pieces of work, in turns, after one warm-up each.
 
     At least ``rounds`` rounds while ``budget`` seconds last, more of them for short work, and one round in any case. Work that
@@ -158,19 +166,37 @@ def compare(subject: Work, peer: Work, device: torch.device, *, pairs: int = 7, 
 def circumstances(device: torch.device) -> dict[str, Any]:
     """Device, versions, date, and how busy the machine was when asked (1-minute load per core; above about 1 something else ran)."""
     described = describe_device(device, torch.get_num_threads())
-    load = os.getloadavg()[0] / max(described["cores"], 1) if device.type == "cpu" and hasattr(os, "getloadavg") else None
+    load = (
+        os.getloadavg()[0] / max(described["cores"], 1) if device.type == "cpu" and hasattr(os, "getloadavg") else None
+    )
     return {
         "device": described, "versions": versions(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_per_core": None if load is None else round(load, 2),
     }  # fmt: skip
 
 
-def report(out: str, name: str, about: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], start: Mapping[str, Any]) -> None:
+def report(
+    out: str,
+    name: str,
+    about: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    start: Mapping[str, Any],
+) -> None:
     """Write the results, whole or not at all. ``start``: ``circumstances`` from before the first timing."""
     if out == "-":
         return
     target = Path(out)
-    value = {"schema": SCHEMA, "benchmark": name, "about": about, **start, "settings": dict(settings), "summary": dict(summary), "rows": [dict(row) for row in rows]}
+    value = {
+        "schema": SCHEMA,
+        "benchmark": name,
+        "about": about,
+        **start,
+        "settings": dict(settings),
+        "summary": dict(summary),
+        "rows": [dict(row) for row in rows],
+    }
     store.write_json(target, value)
     print(f"wrote {target}")
 
@@ -181,14 +207,19 @@ def kept(out: str, resume: bool, settings: Mapping[str, Any]) -> list[dict[str, 
         return []
     found = store.read_json(out)
     if found["settings"] != json.loads(json.dumps(dict(settings))):
-        raise ArgumentError(f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was made with, or another --out.")
+        raise ArgumentError(
+            f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was made with, or another --out."
+        )
     return found["rows"]
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     """Columns as wide as what is in them."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows))
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    )
 
 
 def milliseconds(seconds: float) -> str:

@@ -33,7 +33,14 @@ from zonal.models import hugging_face
 
 CALL = "bench convert"
 PREDICTED = {"perplexity difference": 0.01, "attention error": 0.02}
-ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS = "softmax, as it came", "rewa, gates closed", "cosine, (x - 1)/τ", "paper, τ of each head", "paper, τ = √(2d)", "paper, one witness"
+ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS = (
+    "softmax, as it came",
+    "rewa, gates closed",
+    "cosine, (x - 1)/τ",
+    "paper, τ of each head",
+    "paper, τ = √(2d)",
+    "paper, one witness",
+)
 GATES, CONTROL = "rewa, gates opened", "softmax, factors of queries"
 SPACES = ("plane", "sphere", "hyperbolic")
 FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -43,7 +50,12 @@ Row = dict[str, Any]
 
 def arccos(temperature: float = 1.0) -> Operator:
     """exp(-arccos(x) / tau), a tau a head."""
-    return Operator(NegativeDistance(Product((Sphere(),), weights=(1 / temperature,), normalise=False)), Exp(), RowAnchor(), name="arccos")
+    return Operator(
+        NegativeDistance(Product((Sphere(),), weights=(1 / temperature,), normalise=False)),
+        Exp(),
+        RowAnchor(),
+        name="arccos",
+    )
 
 
 def set_temperatures(operator: Operator, temperatures: Tensor) -> None:
@@ -75,13 +87,19 @@ class Subject:
 
     def __init__(self, model: Any, calibration: Tensor) -> None:
         self.model, self.calibration = model, calibration
-        self.layers: list[Any] = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
+        self.layers: list[Any] = [
+            module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        ]
         if not self.layers:
-            raise ArgumentError(f"{CALL}: a model whose layers of attention have maps q_proj and k_proj is required, such as Llama, received {type(model).__name__}.")
+            raise ArgumentError(
+                f"{CALL}: a model whose layers of attention have maps q_proj and k_proj is required, such as Llama, received {type(model).__name__}."
+            )
         self.queries = [layer.q_proj.weight for layer in self.layers]
         self.scales = [float(layer.scaling) for layer in self.layers]
         self.captured: list[tuple[Tensor, Tensor, Tensor]] = []
-        captured.transformers(CALL, Path()).AttentionInterface.register("zonal_captured", captured.recording(self.captured))
+        captured.transformers(CALL, Path()).AttentionInterface.register(
+            "zonal_captured", captured.recording(self.captured)
+        )
         model.set_attn_implementation("zonal_captured")
         self.nats(calibration)
         self.temperatures = [matched(q, k, scale) for (q, k, _), scale in zip(self.captured, self.scales, strict=True)]
@@ -100,7 +118,10 @@ class Subject:
         for own, layer in zip(self.queries, self.layers, strict=True):
             if form == WITNESS:  # queries are made by the keys' map
                 keys = layer.k_proj.weight.detach().unflatten(0, (-1, layer.head_dim))
-                own = nn.Parameter(keys.repeat_interleave(own.shape[0] // layer.k_proj.weight.shape[0], 0).flatten(0, 1), requires_grad=False)
+                own = nn.Parameter(
+                    keys.repeat_interleave(own.shape[0] // layer.k_proj.weight.shape[0], 0).flatten(0, 1),
+                    requires_grad=False,
+                )
             layer.q_proj.weight = own
         if form == ORIGINAL:
             self.model.set_attn_implementation("sdpa")
@@ -132,7 +153,9 @@ class Subject:
         """||A - A_softmax||_F over layers and heads on the calibration tokens, from the queries and keys of the model as it came."""
         self.put(form)
         off, whole = [], []
-        for (q, k, _), scale, operator in zip(self.captured, self.scales, hugging_face.operators(self.model), strict=True):
+        for (q, k, _), scale, operator in zip(
+            self.captured, self.scales, hugging_face.operators(self.model), strict=True
+        ):
             meant = attention_weights(mechanisms.softmax(scale), q, k)
             off.append((attention_weights(operator, k if form == WITNESS else q, k) - meant).norm(dim=(-2, -1)))
             whole.append(meant.norm(dim=(-2, -1)))
@@ -150,7 +173,9 @@ def windows(text: str, tokenizer: Callable[[str], Any], count: int, length: int)
         start = text.find(" ", len(text) * index // count) + 1
         rows.append(tokenizer(text[start : len(text) * (index + 1) // count][: 12 * length])["input_ids"][:length])
     if min(map(len, rows)) < length:
-        raise ArgumentError(f"{CALL}: texts that hold {count} windows of {length} tokens are required. Ask for fewer (--windows) or shorter ones (--length).")
+        raise ArgumentError(
+            f"{CALL}: texts that hold {count} windows of {length} tokens are required. Ask for fewer (--windows) or shorter ones (--length)."
+        )
     return torch.tensor(rows)
 
 
@@ -158,7 +183,11 @@ def differences(base: Tensor, other: Tensor, draws: int = 2000) -> tuple[float, 
     """Perplexity of ``other`` less that of ``base``, nats a token of the same windows (n,); and the central 95 % over windows drawn again."""
     drawn = torch.randint(len(base), (draws, len(base)), generator=torch.Generator().manual_seed(0))
     spread = (other[drawn].mean(1).exp() - base[drawn].mean(1).exp()).sort().values
-    return float(other.mean().exp() - base.mean().exp()), float(spread[int(0.025 * draws)]), float(spread[int(0.975 * draws) - 1])
+    return (
+        float(other.mean().exp() - base.mean().exp()),
+        float(spread[int(0.025 * draws)]),
+        float(spread[int(0.975 * draws) - 1]),
+    )
 
 
 def perplexities(subject: Subject, texts: Mapping[str, Tensor], base: dict[str, Tensor], row: Row) -> Iterator[Row]:
@@ -166,7 +195,16 @@ def perplexities(subject: Subject, texts: Mapping[str, Tensor], base: dict[str, 
     for name, tokens in texts.items():
         nats = subject.nats(tokens)
         change, low, high = differences(base.setdefault(name, nats), nats)
-        yield {"text": name, **row, "perplexity": float(nats.mean().exp()), "difference": change, "low": low, "high": high, "tokens": tokens.numel(), "nats": nats.tolist()}
+        yield {
+            "text": name,
+            **row,
+            "perplexity": float(nats.mean().exp()),
+            "difference": change,
+            "low": low,
+            "high": high,
+            "tokens": tokens.numel(),
+            "nats": nats.tolist(),
+        }
 
 
 def untrained(subject: Subject, form: str) -> Row:
@@ -180,20 +218,30 @@ def opened_gates(subject: Subject, tokens: Tensor, rate: float) -> Row:
     found = hugging_face.operators(subject.model)
     row = trained(subject, [p for operator in found for p in operator.parameters()], tokens, rate)
     gates = torch.stack([operator.learned_parts["score_gate"].detach() for operator in found])
-    return {**row, "form": GATES, "mean_gate": dict(zip(SPACES, gates.mean((0, 1)).tolist(), strict=True)), "open": dict(zip(SPACES, (gates > 0.01).float().mean((0, 1)).tolist(), strict=True))}
+    return {
+        **row,
+        "form": GATES,
+        "mean_gate": dict(zip(SPACES, gates.mean((0, 1)).tolist(), strict=True)),
+        "open": dict(zip(SPACES, (gates > 0.01).float().mean((0, 1)).tolist(), strict=True)),
+    }
 
 
 def factored(subject: Subject, tokens: Tensor, rate: float) -> Row:
     """Train as many factors of queries, a few of each head's numbers sharing one. They stay in the weights."""
     subject.put(ORIGINAL)
-    factors = [nn.Parameter(torch.ones(own.shape[0] // layer.head_dim, BLOCKS)) for own, layer in zip(subject.queries, subject.layers, strict=True)]
+    factors = [
+        nn.Parameter(torch.ones(own.shape[0] // layer.head_dim, BLOCKS))
+        for own, layer in zip(subject.queries, subject.layers, strict=True)
+    ]
 
     def spread_out(factor: Tensor, size: int) -> Tensor:
         """(H, BLOCKS) -> (H size, 1)."""
         return factor[:, torch.arange(size) * BLOCKS // size].reshape(-1, 1)
 
     handles = [
-        layer.q_proj.register_forward_hook(lambda module, inputs, output, factor=factor, size=layer.head_dim: output * spread_out(factor, size)[:, 0])
+        layer.q_proj.register_forward_hook(
+            lambda module, inputs, output, factor=factor, size=layer.head_dim: output * spread_out(factor, size)[:, 0]
+        )
         for factor, layer in zip(factors, subject.layers, strict=True)
     ]
     try:
@@ -202,7 +250,9 @@ def factored(subject: Subject, tokens: Tensor, rate: float) -> Row:
         for handle in handles:
             handle.remove()
     for own, layer, factor in zip(subject.queries, subject.layers, factors, strict=True):
-        layer.q_proj.weight = nn.Parameter(own.detach() * spread_out(factor.detach(), layer.head_dim), requires_grad=False)
+        layer.q_proj.weight = nn.Parameter(
+            own.detach() * spread_out(factor.detach(), layer.head_dim), requires_grad=False
+        )
     return {**row, "form": CONTROL}
 
 
@@ -217,7 +267,15 @@ def trained(subject: Subject, parameters: Sequence[nn.Parameter], tokens: Tensor
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    return {"part": "trained", "steps": len(tokens), "length": tokens.shape[1], "rate": rate, "parameters": sum(p.numel() for p in parameters), "losses": losses, "processor_seconds": time.process_time() - begun}
+    return {
+        "part": "trained",
+        "steps": len(tokens),
+        "length": tokens.shape[1],
+        "rate": rate,
+        "parameters": sum(p.numel() for p in parameters),
+        "losses": losses,
+        "processor_seconds": time.process_time() - begun,
+    }
 
 
 def show(row: Row) -> str:
@@ -234,7 +292,13 @@ def summarised(rows: Sequence[Row], error: float) -> dict[str, Any]:
         if row["part"] == "perplexity":
             worst[row["form"]] = max(worst.get(row["form"], 0.0), abs(row["difference"]))
     attention = {row["form"]: row["error"] for row in rows if row["part"] == "attention"}
-    return {"gate_error": error, "predicted": PREDICTED, "perplexity_difference": worst, "attention_error": attention, "exact_holds": worst[EXACT] < PREDICTED["perplexity difference"]}
+    return {
+        "gate_error": error,
+        "predicted": PREDICTED,
+        "perplexity_difference": worst,
+        "attention_error": attention,
+        "exact_holds": worst[EXACT] < PREDICTED["perplexity difference"],
+    }
 
 
 def tables(rows: Sequence[Row]) -> list[page.Table]:
@@ -244,7 +308,11 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     found = {(row["form"], row["text"], row["part"]): row for row in rows if "text" in row}
 
     def cell(row: Row) -> str:
-        return f"{row['perplexity']:.2f}" if row["form"] == ORIGINAL else f"{row['perplexity']:.2f} ({row['difference']:+.4g}: {row['low']:+.4g} to {row['high']:+.4g})"
+        return (
+            f"{row['perplexity']:.2f}"
+            if row["form"] == ORIGINAL
+            else f"{row['perplexity']:.2f} ({row['difference']:+.4g}: {row['low']:+.4g} to {row['high']:+.4g})"
+        )
 
     forms = list(dict.fromkeys(row["form"] for row in changed))
     made = [
@@ -261,8 +329,18 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     learned = [row for row in rows if row["part"] == "trained" and "text" in row]
     if learned:
         arms = {row["form"]: row for row in learned}
-        about = "; ".join(f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of {texts[0]}, Adam, rate {row['rate']:g}" for form, row in arms.items())
-        made.append(page.Table("After a few steps of training", f"{about}. The differences are from the model as it came.", ["form", *texts], [[form, *(cell(found[form, text, "trained"]) for text in texts)] for form in arms]))
+        about = "; ".join(
+            f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of {texts[0]}, Adam, rate {row['rate']:g}"
+            for form, row in arms.items()
+        )
+        made.append(
+            page.Table(
+                "After a few steps of training",
+                f"{about}. The differences are from the model as it came.",
+                ["form", *texts],
+                [[form, *(cell(found[form, text, "trained"]) for text in texts)] for form in arms],
+            )
+        )
     return made
 
 
@@ -271,11 +349,31 @@ def write_page(options: argparse.Namespace) -> None:
     target = Path(options.out)
     value = store.read_json(target)
     settings = value["settings"]
-    quantised = " Its weights were quantised to about four bits and are read back as float32." if options.model.suffix == ".gguf" else ""
-    about = [f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"]
+    quantised = (
+        " Its weights were quantised to about four bits and are read back as float32."
+        if options.model.suffix == ".gguf"
+        else ""
+    )
+    about = [
+        f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"
+    ]
     about += [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")]
-    command = " ".join(["zonal bench convert --threads 1 --model", page.shown(options.model), *(f"--text {page.shown(Path(text))}" for text in options.text), f"--windows {settings['windows']} --length {settings['length']}"])
-    page.write(target.with_suffix(".md"), "A pre-trained model with its attention exchanged", about, tables(value["rows"]), value, command)
+    command = " ".join(
+        [
+            "zonal bench convert --threads 1 --model",
+            page.shown(options.model),
+            *(f"--text {page.shown(Path(text))}" for text in options.text),
+            f"--windows {settings['windows']} --length {settings['length']}",
+        ]
+    )
+    page.write(
+        target.with_suffix(".md"),
+        "A pre-trained model with its attention exchanged",
+        about,
+        tables(value["rows"]),
+        value,
+        command,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -283,12 +381,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__ or "", "convert")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="folder of a model of Hugging Face, or a GGUF file")
-    parser.add_argument("--text", action="append", default=[], help="a text beside the embedded novel: a UTF-8 file; may be given several times")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        help="a text beside the embedded novel: a UTF-8 file; may be given several times",
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=6, help="windows of each text (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=24, help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=24,
+        help="steps of training with gates open, and of the control; 0 for none (default: %(default)s)",
+    )
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of both (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the forms that --out already holds and measure the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the forms that --out already holds and measure the others"
+    )
     parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
     if options.page:
@@ -300,35 +410,58 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         options.length, options.windows, options.steps, options.out = 32, 2, 2, "-"
     model, tokenizer = captured.opened(CALL, options.model, "sdpa")
-    whole = {source.title.partition(" (")[0].removesuffix(".txt"): "".join("".join(pieces) for pieces in source.documents()) for source in map(open_source, ["novel", *options.text])}
+    whole = {
+        source.title.partition(" (")[0].removesuffix(".txt"): "".join("".join(pieces) for pieces in source.documents())
+        for source in map(open_source, ["novel", *options.text])
+    }
     # the last fifth of the novel chooses temperatures and trains gates, and measures nothing
     kept = {name: text[: len(text) * 4 // 5] for name, text in whole.items()}
     rest = next(iter(whole.values()))[len(next(iter(kept.values()))) :]
     texts = {name: windows(text, tokenizer, options.windows, options.length) for name, text in kept.items()}
-    settings = {"model": options.model.stem, "parameters": model.num_parameters(), "texts": list(texts), "length": options.length, "windows": options.windows, "factors": FACTORS, "rate": options.rate}
+    settings = {
+        "model": options.model.stem,
+        "parameters": model.num_parameters(),
+        "texts": list(texts),
+        "length": options.length,
+        "windows": options.windows,
+        "factors": FACTORS,
+        "rate": options.rate,
+    }
     rows = common.kept(options.out, options.resume, settings)
     subject = Subject(model, windows(rest, tokenizer, 1, options.length))
     subject.factors = {row["form"]: row["factor"] for row in rows if row.get("factor")}
     base = {row["text"]: torch.tensor(row["nats"], dtype=torch.float64) for row in rows if row["form"] == ORIGINAL}
     error = gate(subject, subject.calibration)
-    todo = {form: functools.partial(untrained, subject, form) for form in (ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS)}
+    todo = {
+        form: functools.partial(untrained, subject, form) for form in (ORIGINAL, EXACT, COSINE, ARCCOS, PLAIN, WITNESS)
+    }
     if options.steps:
         tokens = windows(rest, tokenizer, options.steps, min(options.length, 256))
-        todo |= {form: functools.partial(train, subject, tokens, options.rate) for form, train in ((GATES, opened_gates), (CONTROL, factored))}
+        todo |= {
+            form: functools.partial(train, subject, tokens, options.rate)
+            for form, train in ((GATES, opened_gates), (CONTROL, factored))
+        }
     for form, prepared in todo.items():
         if any(row["form"] == form for row in rows):
             continue
         row = prepared()
-        measured = [*perplexities(subject, texts, base, row), *([subject.errors(form)] if row["part"] == "perplexity" and form != ORIGINAL else [])]
+        measured = [
+            *perplexities(subject, texts, base, row),
+            *([subject.errors(form)] if row["part"] == "perplexity" and form != ORIGINAL else []),
+        ]
         print("\n".join(map(show, measured)), flush=True)
         rows += measured
         # after each, since they take minutes
         if {ORIGINAL, EXACT} <= {row["form"] for row in rows}:
-            common.report(options.out, "convert", (__doc__ or "").strip(), settings, rows, summarised(rows, error), start)
+            common.report(
+                options.out, "convert", (__doc__ or "").strip(), settings, rows, summarised(rows, error), start
+            )
     if options.out != "-":
         write_page(options)
     summary = summarised(rows, error)
-    print(f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: {'holds' if summary['exact_holds'] else 'MISSED'}")
+    print(
+        f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: {'holds' if summary['exact_holds'] else 'MISSED'}"
+    )
     return 0 if summary["exact_holds"] else 1
 
 

@@ -23,7 +23,16 @@ from zonal.algebra.link import SquaredAffine, Yat
 from zonal.errors import ArgumentError
 from zonal.evaluation import spread
 from zonal.features import FeatureMap, average_error, distil, fidelity, mercer_bound, sample, square
-from zonal.features.fidelity import INPUTS, Fidelity, Inputs, Readout, Sample, feature_kernel, kernel_fidelity, kernel_value
+from zonal.features.fidelity import (
+    INPUTS,
+    Fidelity,
+    Inputs,
+    Readout,
+    Sample,
+    feature_kernel,
+    kernel_fidelity,
+    kernel_value,
+)
 
 _BOUND_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _GATE = 1e-10
@@ -41,11 +50,15 @@ def gate() -> dict[str, float]:
     data = sample("iid", 2, 64, 8, 0)
     error = fidelity(square(0.3), {}, data, SquaredAffine(0.3)).error
     if not error < _GATE:
-        raise common.GateError(f"exact features are off by {error:.3g} of the outputs, {_GATE:g} is allowed; nothing was measured")
+        raise common.GateError(
+            f"exact features are off by {error:.3g} of the outputs, {_GATE:g} is allowed; nothing was measured"
+        )
     return {"exact features": error}
 
 
-def buffers_for(found: Candidate, seen: Sample, eps: float, seed: int, steps: int, causal: bool) -> dict[str, torch.Tensor]:
+def buffers_for(
+    found: Candidate, seen: Sample, eps: float, seed: int, steps: int, causal: bool
+) -> dict[str, torch.Tensor]:
     """What the map draws for a seed, chosen from and trained on ``seen``."""
     heads, _, dim = seen.k.shape
     drawn = found.features.prepare(dim, heads, seed=seed, dtype=torch.float64, keys=seen.k)
@@ -55,13 +68,25 @@ def buffers_for(found: Candidate, seen: Sample, eps: float, seed: int, steps: in
     single = {name: value.float() for name, value in drawn.items()}
     q, k = (x[None, :, :_TRAINED_ON].float() for x in (seen.q, seen.k))
     trained = distil(
-        found.features, single, q, k, lambda x: kernel_value(yat, x.clamp(-1, 1)), causal=causal, steps=steps, rate=_RATE
+        found.features,
+        single,
+        q,
+        k,
+        lambda x: kernel_value(yat, x.clamp(-1, 1)),
+        causal=causal,
+        steps=steps,
+        rate=_RATE,
     )
     return {name: value.double() for name, value in trained.items()}
 
 
 def point(
-    found: Candidate, data: Sequence[tuple[Sample, Sample]], eps: float, steps: int, modes: Sequence[bool], readouts: Sequence[Readout] | None = None
+    found: Candidate,
+    data: Sequence[tuple[Sample, Sample]],
+    eps: float,
+    steps: int,
+    modes: Sequence[bool],
+    readouts: Sequence[Readout] | None = None,
 ) -> dict[str, Any]:
     """One map over all seeds: errors, shares of negative values and of rows that cannot be divided."""
     features: FeatureMap = found.features
@@ -76,7 +101,9 @@ def point(
         for causal in modes:
             if kernel is None or found.trained:  # what is trained is trained for a mask
                 kernel = feature_kernel(features, buffers_for(found, seen, eps, seed, steps, causal), measured)
-            results[causal].append(kernel_fidelity(kernel, measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None))
+            results[causal].append(
+                kernel_fidelity(kernel, measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None)
+            )
     for causal, of_seeds in results.items():
         total = spread([result.error for result in of_seeds])
         row["causal" if causal else "bidirectional"] = {
@@ -91,16 +118,29 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def references(data: Sequence[tuple[Sample, Sample]], eps: float, modes: Sequence[bool], readouts: Sequence[Readout] | None = None) -> dict[str, Any]:
+def references(
+    data: Sequence[tuple[Sample, Sample]], eps: float, modes: Sequence[bool], readouts: Sequence[Readout] | None = None
+) -> dict[str, Any]:
     """The mean of all visible values, and the bound, which holds for vectors without a preferred direction."""
     dim = data[0][0].q.shape[-1]
     average = {
         "causal" if causal else "bidirectional": _short(
-            spread([average_error(measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None) for seed, (measured, _) in enumerate(data)]).mean
+            spread(
+                [
+                    average_error(measured, Yat(eps), causal=causal, readout=readouts[seed] if readouts else None)
+                    for seed, (measured, _) in enumerate(data)
+                ]
+            ).mean
         )
         for causal in modes
     }
-    return {"average": average, "bound": {"m": list(_BOUND_SIZES), "error": [_short(mercer_bound(Yat(eps), dim, size)) for size in _BOUND_SIZES]}}
+    return {
+        "average": average,
+        "bound": {
+            "m": list(_BOUND_SIZES),
+            "error": [_short(mercer_bound(Yat(eps), dim, size)) for size in _BOUND_SIZES],
+        },
+    }
 
 
 def panels(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], list[tuple[Sample, Sample]]]]]:
@@ -110,21 +150,37 @@ def panels(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callab
         for name, measured, seen in captured.samples(options.checkpoint, options.length, options.layers):
             heads, length, dim = measured.q.shape
             for eps in options.eps:
-                about = {"input": name, "dim": dim, "eps": eps, "length": length, "heads": heads, "seeds": 1, "learn": options.learn}
+                about = {
+                    "input": name,
+                    "dim": dim,
+                    "eps": eps,
+                    "length": length,
+                    "heads": heads,
+                    "seeds": 1,
+                    "learn": options.learn,
+                }
                 yield about, functools.partial(list, [(measured, seen)])
         return
     for dim in options.dims:
         for eps in options.eps:
             for kind in options.inputs:
-                yield {"input": kind, "dim": dim, "eps": eps, **common_part}, functools.partial(drawn, kind, dim, options)
+                yield (
+                    {"input": kind, "dim": dim, "eps": eps, **common_part},
+                    functools.partial(drawn, kind, dim, options),
+                )
 
 
 def drawn(kind: Inputs, dim: int, options: argparse.Namespace) -> list[tuple[Sample, Sample]]:
     """Data of a kind for every seed."""
-    return [tuple(sample(kind, options.heads, options.length, dim, start + seed) for start in (0, 1000)) for seed in range(options.seeds)]  # type: ignore[misc]
+    return [
+        tuple(sample(kind, options.heads, options.length, dim, start + seed) for start in (0, 1000))
+        for seed in range(options.seeds)
+    ]  # type: ignore[misc]
 
 
-def sweep(options: argparse.Namespace, kept: Sequence[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+def sweep(
+    options: argparse.Namespace, kept: Sequence[dict[str, Any]], keep: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     """One row for each map and panel, the references in a row of their own. ``keep`` gets all rows after every panel.
 
     kept: rows of earlier sweeps. Panels among them that were measured in the same way are not measured again.
@@ -135,14 +191,18 @@ def sweep(options: argparse.Namespace, kept: Sequence[dict[str, Any]], keep: Cal
         found.setdefault(_called(row), []).append(row)
     for about, data in panels(options):
         reference = found.get(_called(about), [{}])[0]
-        if all(reference.get(key) == about[key] for key in _PROTOCOL) and all(name in reference["average"] for name in names):
+        if all(reference.get(key) == about[key] for key in _PROTOCOL) and all(
+            name in reference["average"] for name in names
+        ):
             continue
         began = time.perf_counter()
         samples, name = data(), {key: about[key] for key in _NAME}
         rows = [{**about, "family": "reference", **references(samples, about["eps"], options.modes)}]
         for candidate in candidates(about["dim"], about["eps"], samples[0][1], options.learn > 0):
             rows.append({**name, **point(candidate, samples, about["eps"], options.learn, options.modes)})
-        print(f"\nd = {about['dim']}, eps = {about['eps']:g}, {about['input']}, T = {about['length']} ({time.perf_counter() - began:.0f} s)")
+        print(
+            f"\nd = {about['dim']}, eps = {about['eps']:g}, {about['input']}, T = {about['length']} ({time.perf_counter() - began:.0f} s)"
+        )
         print(listing(rows[1:], rows[0], options.modes), flush=True)
         found[_called(about)] = rows
         keep(_in_order(found))
@@ -188,10 +248,20 @@ def listing(rows: Sequence[dict[str, Any]], reference: dict[str, Any], modes: Se
 
     def cell(row: dict[str, Any], name: str) -> str:
         value = row[name]
-        return f"{value['error']:.3g}" + ("" if value["sd"] is None else f" ± {value['sd']:.1g}") + (f" ({value['unsafe']:.1%} unsafe)" if value["unsafe"] else "")
+        return (
+            f"{value['error']:.3g}"
+            + ("" if value["sd"] is None else f" ± {value['sd']:.1g}")
+            + (f" ({value['unsafe']:.1%} unsafe)" if value["unsafe"] else "")
+        )
 
     body = [
-        [row["family"], row["label"], str(row["m"]), "yes" if row["positive"] else "no", *(cell(row, name) for name in names)]
+        [
+            row["family"],
+            row["label"],
+            str(row["m"]),
+            "yes" if row["positive"] else "no",
+            *(cell(row, name) for name in names),
+        ]
         for row in sorted(rows, key=lambda row: row[names[0]]["error"])
     ]
     average = ["mean of all values", "", "1", "yes", *(f"{reference['average'][name]:.3g}" for name in names)]
@@ -209,15 +279,33 @@ def repeat_table_10(options: argparse.Namespace) -> list[dict[str, Any]]:
     for scale in SCALES[:1] if options.quick else SCALES:
         length, printed = TABLE_10[scale]
         for biases in (False, True):
-            about = {"scale": scale, "length": length, "eps": eps, "dim": width // heads, "input": f"{scale}, {'biases' if biases else 'no biases'}"}
+            about = {
+                "scale": scale,
+                "length": length,
+                "eps": eps,
+                "dim": width // heads,
+                "input": f"{scale}, {'biases' if biases else 'no biases'}",
+            }
             layers = [layer(width, heads, length, seed, biases) for seed in range(options.seeds)]
             data, readouts = [(inputs, inputs) for inputs, _ in layers], [readout for _, readout in layers]
             reference = {**about, "family": "reference", **references(data, eps, options.modes, readouts)}
             found = [
-                {**about, **point(candidate, data, eps, 0, options.modes, readouts), "paper": printed.get(candidate.family)}
+                {
+                    **about,
+                    **point(candidate, data, eps, 0, options.modes, readouts),
+                    "paper": printed.get(candidate.family),
+                }
                 for candidate in table_10(scale, eps, width // heads)
             ]
-            body = [[row["family"], str(row["m"]), *(f"{row[name]['error']:.3g}" for name in names), "" if row["paper"] is None else f"{row['paper']:.4g}"] for row in found]
+            body = [
+                [
+                    row["family"],
+                    str(row["m"]),
+                    *(f"{row[name]['error']:.3g}" for name in names),
+                    "" if row["paper"] is None else f"{row['paper']:.4g}",
+                ]
+                for row in found
+            ]
             body.append(["mean of all values", "1", *(f"{reference['average'][name]:.3g}" for name in names), ""])
             print(f"\n{about['input']}: T = {length}, eps = {eps:g}, {heads} heads of {width // heads}")
             print(common.table(body, ["map", "m", *names, "paper"]), flush=True)
@@ -250,7 +338,9 @@ def numbers(option: str, text: str, kind: type, least: float) -> list[Any]:
     except ValueError:
         values = []
     if not values or not all(value > least and math.isfinite(value) for value in values):
-        raise ArgumentError(f"bench fidelity: {option} takes numbers > {least:g} with commas between them, received {text!r}.")
+        raise ArgumentError(
+            f"bench fidelity: {option} takes numbers > {least:g} with commas between them, received {text!r}."
+        )
     return values
 
 
@@ -263,13 +353,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=512, help="T (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="heads measured together (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=None, help="of data and of maps (default: 2; 3 for a preset)")
-    parser.add_argument("--learn", type=int, default=100, metavar="STEPS", help="training steps of learned maps; 0 leaves them out (default: %(default)s)")
-    parser.add_argument("--mask", choices=("causal", "bidirectional", "both"), default=None, help="default: causal; both for a preset")
-    parser.add_argument("--checkpoint", type=Path, default=None, help="measure on q, k, v of a trained model (checkpoint or folder of a run, Hugging Face folder, GGUF file) or of a safetensors file")
+    parser.add_argument(
+        "--learn",
+        type=int,
+        default=100,
+        metavar="STEPS",
+        help="training steps of learned maps; 0 leaves them out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mask", choices=("causal", "bidirectional", "both"), default=None, help="default: causal; both for a preset"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=None,
+        help="measure on q, k, v of a trained model (checkpoint or folder of a run, Hugging Face folder, GGUF file) or of a safetensors file",
+    )
     parser.add_argument("--layers", default=None, help="with --checkpoint: which layers, from 1 (default: all)")
     parser.add_argument("--preset", choices=("slay-table10",), default=None, help="repeat a published protocol")
-    parser.add_argument("--resume", action="store_true", help="keep the panels that --out already holds and measure the others")
-    parser.add_argument("--page", default="auto", help="where the chart goes; '-' writes none (default: beside the JSON)")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the panels that --out already holds and measure the others"
+    )
+    parser.add_argument(
+        "--page", default="auto", help="where the chart goes; '-' writes none (default: beside the JSON)"
+    )
     parser.add_argument("--picture", type=Path, default=None, help="draw the panels of the documentation as SVG")
     options = parser.parse_args(argv)
     options.seeds = options.seeds if options.seeds is not None else 3 if options.preset else 2
@@ -282,16 +389,27 @@ def main(argv: list[str] | None = None) -> int:
     if options.device != "cpu":
         raise ArgumentError("bench fidelity: errors are measured in float64 on the cpu; leave --device out.")
     if options.preset and (options.resume or options.checkpoint or options.picture):
-        raise ArgumentError("bench fidelity: --preset has data of its own and is measured as a whole; leave --resume, --checkpoint and --picture out.")
+        raise ArgumentError(
+            "bench fidelity: --preset has data of its own and is measured as a whole; leave --resume, --checkpoint and --picture out."
+        )
     options.dims = numbers("--dims", options.dims, int, 1)
     options.eps = numbers("--eps", options.eps or ("0.01" if options.preset else "0.001,0.01,0.1,1"), float, 0)
     options.layers = None if options.layers is None else numbers("--layers", options.layers, int, 0)
     options.inputs = options.inputs.split(",")
     if not set(options.inputs) <= set(INPUTS):
-        raise ArgumentError(f"bench fidelity: --inputs takes {', '.join(INPUTS)}, received {','.join(options.inputs)!r}.")
-    options.modes = {"causal": (True,), "bidirectional": (False,), "both": (True, False)}[options.mask or ("both" if options.preset else "causal")]
+        raise ArgumentError(
+            f"bench fidelity: --inputs takes {', '.join(INPUTS)}, received {','.join(options.inputs)!r}."
+        )
+    options.modes = {"causal": (True,), "bidirectional": (False,), "both": (True, False)}[
+        options.mask or ("both" if options.preset else "causal")
+    ]
     if options.quick:
-        options.dims, options.eps, options.inputs, options.seeds = options.dims[:1], options.eps[:1], options.inputs[:1], 1
+        options.dims, options.eps, options.inputs, options.seeds = (
+            options.dims[:1],
+            options.eps[:1],
+            options.inputs[:1],
+            1,
+        )
         options.length, options.heads, options.learn = min(options.length, 64), 1, min(options.learn, 2)
     start = common.circumstances(torch.device("cpu"))
     errors = gate()
@@ -301,7 +419,9 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        common.report(options.out, "fidelity", __doc__ or "", settings, rows, {"errors": errors, "claims": claims(rows)}, start)
+        common.report(
+            options.out, "fidelity", __doc__ or "", settings, rows, {"errors": errors, "claims": claims(rows)}, start
+        )
 
     if options.preset:
         rows = repeat_table_10(options)
@@ -314,7 +434,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{'kept' if claim['met'] else 'BROKEN'}: {claim['claim']}, d = {claim['dim']}, eps = {claim['eps']:g}, iid, causal: {claim['error']:.3g} with m = {claim['m']} "
             f"({claim['map']}); at most {claim['error_at_most']:g} with m <= {claim['m_at_most']} is promised"
         )
-    page = str(Path(options.out).with_suffix(".html")) if options.page == "auto" and options.out != "-" else options.page
+    page = (
+        str(Path(options.out).with_suffix(".html")) if options.page == "auto" and options.out != "-" else options.page
+    )
     if page not in ("-", "auto"):
         fidelity_page.write(Path(page), rows)
         print(f"wrote {page}")

@@ -49,7 +49,10 @@ def _slay_factors(slay: Slay) -> Iterator[tuple[str, Slay]]:
     yield "SLAY: Nystrom", replace(slay, polynomial=Nystrom(count))
     yield "SLAY: TensorSketch", replace(slay, polynomial=TensorSketch(count))
     yield "SLAY: random Maclaurin", replace(slay, polynomial=RandomMaclaurin(count))
-    yield "SLAY: Hadamard, Maclaurin", replace(slay, polynomial=RandomMaclaurin(product), draws=product, fusion="hadamard")
+    yield (
+        "SLAY: Hadamard, Maclaurin",
+        replace(slay, polynomial=RandomMaclaurin(product), draws=product, fusion="hadamard"),
+    )
     yield "SLAY: sketched", replace(slay, fusion="sketch", sketch_size=product)
 
 
@@ -57,7 +60,9 @@ def candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Cand
     """Every map of at most 6000 features. ``seen``: data of the same kind as what is measured, for maps that look at it."""
     for found in _candidates(dim, eps, seen, learn):
         low_rank = found.features
-        if isinstance(low_rank, LowRankSquare) and (low_rank.rank > dim or (low_rank.choice == "pca" and low_rank.rank > seen.k.shape[1])):
+        if isinstance(low_rank, LowRankSquare) and (
+            low_rank.rank > dim or (low_rank.choice == "pca" and low_rank.rank > seen.k.shape[1])
+        ):
             continue
         if found.features.dimension(dim) <= LARGEST:
             yield found
@@ -70,8 +75,14 @@ def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Can
     for degree in (2, 4, 6):
         label = f"degree {degree}"
         yield Candidate("p(x)² + c, random angles", label, Polynomial.of(fit_square(yat, degree, dim=dim).link))
-        yield Candidate("p(x)² + c, own angles", label, Polynomial.of(fit_square(yat, degree, angles=x, weights=seen_pairs).link))
-        yield Candidate("p(x)² + c, own rows", label, Polynomial.of(fit_square(yat, degree, angles=x, weights=row_weights(yat, x)).link))
+        yield Candidate(
+            "p(x)² + c, own angles", label, Polynomial.of(fit_square(yat, degree, angles=x, weights=seen_pairs).link)
+        )
+        yield Candidate(
+            "p(x)² + c, own rows",
+            label,
+            Polynomial.of(fit_square(yat, degree, angles=x, weights=row_weights(yat, x)).link),
+        )
     yield Candidate("x² alone", "exact", square())
     for rank in sorted({max(2, dim // 4), max(2, dim // 2), (2 * dim) // 3}):
         yield Candidate("projected square, random", f"rank {rank}", LowRankSquare(rank))
@@ -82,7 +93,9 @@ def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Can
         slay = replace(Slay.preset(scale), eps=eps)
         paired = replace(slay, orthogonal=True, antithetic=True)
         yield Candidate("SLAY: minimax nodes", scale, replace(slay, rule="minimax"))
-        yield Candidate("SLAY: orthogonal", scale, replace(paired, nodes=1, polynomial=Anchors(2 * slay.draws, "orthogonal")))
+        yield Candidate(
+            "SLAY: orthogonal", scale, replace(paired, nodes=1, polynomial=Anchors(2 * slay.draws, "orthogonal"))
+        )
         if slay.draws <= seen.k.shape[1]:
             yield Candidate("SLAY: k-means anchors", scale, replace(slay, polynomial=Anchors(slay.draws, "kmeans")))
     for draws in (2, 8):
@@ -93,12 +106,19 @@ def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Can
         if count <= seen.k.shape[1]:
             yield Candidate("Nystrom of Yat, k-means", f"{count}", Nystrom(count, yat, "kmeans"))
         yield Candidate("random Fourier", f"{count}", Fourier(count))
-        yield Candidate("positive random, s = 1", f"{count}", PositiveRandom(count, 1.0, orthogonal=True, antithetic=True))
+        yield Candidate(
+            "positive random, s = 1", f"{count}", PositiveRandom(count, 1.0, orthogonal=True, antithetic=True)
+        )
     yield Candidate("Taylor of exp", "order 2", taylor_exp(2.0))
     if learn:
         for count in (64, 256):
             yield Candidate("learned exponentials", f"{count}", LearnedExp(count), True)
-        yield Candidate("SLAY: learned", "medium", replace(Slay.preset("medium"), eps=eps, polynomial=Anchors(16, learn=True), learn=True), True)
+        yield Candidate(
+            "SLAY: learned",
+            "medium",
+            replace(Slay.preset("medium"), eps=eps, polynomial=Anchors(16, learn=True), learn=True),
+            True,
+        )
 
 
 # relative l2 that the paper prints: (T, {row: value}) by scale

@@ -119,10 +119,26 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
     for index, name in enumerate(names):
         look, again = style.LOOKS[index % count], index // count
         symbol = style.LOOKS[(index + 4 * again) % count].symbol
-        families.append({"name": name, "light": look.light, "dark": look.dark, "symbol": symbol, "dash": "dashdot" if again else look.dash})
+        families.append(
+            {
+                "name": name,
+                "light": look.light,
+                "dark": look.dark,
+                "symbol": symbol,
+                "dash": "dashdot" if again else look.dash,
+            }
+        )
     kept = [{key: row[key] for key in ("panel", "family", "label", "m", "positive", *masks)} for row in points]
-    payload = {"masks": masks, "panels": list(references), "references": {key: {"average": row["average"], "bound": row["bound"]} for key, row in references.items()}, "families": families, "rows": kept}
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    payload = {
+        "masks": masks,
+        "panels": list(references),
+        "references": {key: {"average": row["average"], "bound": row["bound"]} for key, row in references.items()},
+        "families": families,
+        "rows": kept,
+    }
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     return environment.from_string(_TEMPLATE).render(
         css=asset("page.css").decode(), masks=masks, rows=points, paper=any("paper" in row for row in points), payload=script_json(payload),
         plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),

@@ -55,35 +55,57 @@ class Axis(NamedTuple):
 
     def ticks(self, steps: Sequence[int]) -> list[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        return [tick for decade in decades for step in steps if self.low <= (tick := step * 10.0**decade) * (1 + 1e-9) and tick <= self.high * (1 + 1e-9)]
+        return [
+            tick
+            for decade in decades
+            for step in steps
+            if self.low <= (tick := step * 10.0**decade) * (1 + 1e-9) and tick <= self.high * (1 + 1e-9)
+        ]
 
 
 def chosen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str, Mapping[str, Any]]]]]:
     """(title of a line of charts, [(title of a chart, its row of reference)]): what of the sweep is shown."""
-    panels = {(row["input"], row["dim"], row["eps"]): row for row in rows if row["family"] == "reference" and "causal" in row["average"]}
+    panels = {
+        (row["input"], row["dim"], row["eps"]): row
+        for row in rows
+        if row["family"] == "reference" and "causal" in row["average"]
+    }
 
     def there(*wanted: tuple[str, int, float]) -> list[tuple[str, Mapping[str, Any]]]:
         return [(f"d = {dim}", panels[kind, dim, eps]) for kind, dim, eps in wanted if (kind, dim, eps) in panels]
 
-    lines = [(f"Independent directions, ε = {eps:g}", there(*(("iid", dim, eps) for dim in (8, 16, 32, 64)))) for eps in (0.01, 1.0)]
-    lines += [(f"{kind.capitalize()}, ε = 1", there(*((kind, dim, 1.0) for dim in (8, 16, 32, 64)))) for kind in ("anisotropic", "peaked")]
+    lines = [
+        (f"Independent directions, ε = {eps:g}", there(*(("iid", dim, eps) for dim in (8, 16, 32, 64))))
+        for eps in (0.01, 1.0)
+    ]
+    lines += [
+        (f"{kind.capitalize()}, ε = 1", there(*((kind, dim, 1.0) for dim in (8, 16, 32, 64))))
+        for kind in ("anisotropic", "peaked")
+    ]
     models: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for (kind, dim, eps), row in panels.items():
         if kind not in INPUTS and eps == 1:
             model, _, layer = kind.rpartition(", ")  # as captured.samples calls them; tensors of a file have no layer
             models.setdefault(model or kind, []).append((f"{layer}, d = {dim}" if model else f"d = {dim}", row))
     for model, found in models.items():
-        lines += [(f"Queries and keys of {model}, ε = 1", found[start : start + _COLUMNS]) for start in range(0, len(found), _COLUMNS)]
+        lines += [
+            (f"Queries and keys of {model}, ε = 1", found[start : start + _COLUMNS])
+            for start in range(0, len(found), _COLUMNS)
+        ]
     return [(title, found) for title, found in lines if found]
 
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
     """The picture. rows: as the benchmark writes them, causal. Raises: ArgumentError when they hold nothing that it shows."""
     lines = chosen(rows)
-    require(bool(lines), "bench fidelity: no panel of these rows is one that the picture shows: causal, eps = 0.01 or 1.")
+    require(
+        bool(lines), "bench fidelity: no panel of these rows is one that the picture shows: causal, eps = 0.01 or 1."
+    )
     shown = {_panel(reference) for _, found in lines for _, reference in found}
     points = [row for row in rows if _panel(row) in shown and any(row["family"] == curve.family for curve in CURVES)]
-    errors = [row["causal"]["error"] for row in points] + [reference["average"]["causal"] for _, found in lines for _, reference in found]
+    errors = [row["causal"]["error"] for row in points] + [
+        reference["average"]["causal"] for _, found in lines for _, reference in found
+    ]
     x = Axis(min(row["m"] for row in points) / 1.4, max(row["m"] for row in points) * 1.4, _CHART[0])
     y = Axis(max(errors) * 1.25, min(errors) / 1.25, _CHART[1])  # downwards
     width, height = _LEFT + _COLUMNS * _CELL[0], _TOP + len(lines) * (_CELL[1] + 22)
@@ -98,7 +120,11 @@ def svg(rows: Sequence[Mapping[str, Any]]) -> str:
         parts.append(_text(_LEFT - 40, top + 4, title, weight="600", size=14))
         for column, (name, reference) in enumerate(found):
             own = [row for row in points if _panel(row) == _panel(reference)]
-            parts += [f'<g transform="translate({_LEFT + column * _CELL[0]} {top + 36})">', *_chart(name, reference, own, x, y), "</g>"]
+            parts += [
+                f'<g transform="translate({_LEFT + column * _CELL[0]} {top + 36})">',
+                *_chart(name, reference, own, x, y),
+                "</g>",
+            ]
         top += _CELL[1] + 22
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
@@ -108,7 +134,9 @@ def _panel(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["input"], row["dim"], row["eps"], row["length"]
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", colour: str = _INK, weight: str = "400", size: int = 12) -> str:
+def _text(
+    x: float, y: float, words: str, *, anchor: str = "start", colour: str = _INK, weight: str = "400", size: int = 12
+) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}" font-size="{size}">{escape(words)}</text>'
 
 
@@ -120,7 +148,9 @@ def _marker(curve: Curve, x: float, y: float, filled: bool) -> str:
 
 def _stroke(curve: Curve) -> str:
     dash = _DASHES[CURVES.index(curve)]
-    return f'stroke="{style.LOOKS[curve.look].light}" stroke-width="1.6" fill="none"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    return f'stroke="{style.LOOKS[curve.look].light}" stroke-width="1.6" fill="none"' + (
+        f' stroke-dasharray="{dash}"' if dash else ""
+    )
 
 
 def _legend() -> list[str]:
@@ -129,27 +159,54 @@ def _legend() -> list[str]:
     for place, entry in enumerate(entries):
         x, y = 16 + place % 4 * 254, 20 + place // 4 * 22
         if isinstance(entry, Curve):
-            parts += [f'<path d="M{x} {y}h30" {_stroke(entry)}/>', _marker(entry, x + 15, y, "signed" not in entry.label), _text(x + 38, y + 4, entry.label)]
+            parts += [
+                f'<path d="M{x} {y}h30" {_stroke(entry)}/>',
+                _marker(entry, x + 15, y, "signed" not in entry.label),
+                _text(x + 38, y + 4, entry.label),
+            ]
         else:
-            parts += [f'<path d="M{x} {y}h30" {_REFERENCES["average" if entry.startswith("mean") else "bound"]}/>', _text(x + 38, y + 4, entry)]
-    parts.append(_text(270, 68, "Across: features a token. Upwards: relative error of the outputs. Both axes are logarithmic.", colour=_SOFT))
+            parts += [
+                f'<path d="M{x} {y}h30" {_REFERENCES["average" if entry.startswith("mean") else "bound"]}/>',
+                _text(x + 38, y + 4, entry),
+            ]
+    parts.append(
+        _text(
+            270,
+            68,
+            "Across: features a token. Upwards: relative error of the outputs. Both axes are logarithmic.",
+            colour=_SOFT,
+        )
+    )
     return parts
 
 
-_REFERENCES = {"average": f'stroke="{_INK}" stroke-width="1.3" stroke-dasharray="1.5 2.5" fill="none"', "bound": f'stroke="{_SOFT}" stroke-width="1.3" stroke-dasharray="6 4" fill="none"'}
+_REFERENCES = {
+    "average": f'stroke="{_INK}" stroke-width="1.3" stroke-dasharray="1.5 2.5" fill="none"',
+    "bound": f'stroke="{_SOFT}" stroke-width="1.3" stroke-dasharray="6 4" fill="none"',
+}
 
 
 def _chart(name: str, reference: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: Axis, y: Axis) -> list[str]:
     wide, high = _CHART
     parts = [_text(0, -8, name)]
     for tick in x.ticks((1,)):
-        parts += [f'<path d="M{x.at(tick):.1f} 0V{high}" stroke="{_LINE}"/>', _text(x.at(tick), high + 14, f"{tick:g}", anchor="middle", colour=_SOFT, size=11)]
+        parts += [
+            f'<path d="M{x.at(tick):.1f} 0V{high}" stroke="{_LINE}"/>',
+            _text(x.at(tick), high + 14, f"{tick:g}", anchor="middle", colour=_SOFT, size=11),
+        ]
     for tick in Axis(y.high, y.low, 1).ticks((1, 3)):
-        parts += [f'<path d="M0 {y.at(tick):.1f}H{wide}" stroke="{_LINE}"/>', _text(-5, y.at(tick) + 4, f"{tick:g}", anchor="end", colour=_SOFT, size=11)]
+        parts += [
+            f'<path d="M0 {y.at(tick):.1f}H{wide}" stroke="{_LINE}"/>',
+            _text(-5, y.at(tick) + 4, f"{tick:g}", anchor="end", colour=_SOFT, size=11),
+        ]
     parts.append(f'<rect width="{wide}" height="{high}" fill="none" stroke="{_SOFT}" stroke-width=".8"/>')
     level = y.at(reference["average"]["causal"])
     parts.append(f'<path d="M0 {level:.1f}H{wide}" {_REFERENCES["average"]}/>')
-    bound = [(x.at(m), y.at(error)) for m, error in zip(reference["bound"]["m"], reference["bound"]["error"], strict=True) if x.low <= m <= x.high and y.high <= error <= y.low]
+    bound = [
+        (x.at(m), y.at(error))
+        for m, error in zip(reference["bound"]["m"], reference["bound"]["error"], strict=True)
+        if x.low <= m <= x.high and y.high <= error <= y.low
+    ]
     if reference["input"] == "iid" and bound:  # it holds for vectors without a preferred direction
         parts.append(f'<path d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in bound)}" {_REFERENCES["bound"]}/>')
     for curve in CURVES:

@@ -35,8 +35,13 @@ from zonal.errors import ArgumentError
 from zonal.execution import native, native_ridge, native_sums
 from zonal.execution.call import prepare
 
-SUMS: dict[str, Callable[[], zonal.Operator]] = {"squared_affine": mechanisms.squared_affine, "linear": mechanisms.linear}
-RIDGE: dict[str, Callable[[], zonal.Operator]] = {f"ska-{power}": functools.partial(mechanisms.ska, power=power) for power in (0, 1, 2)}
+SUMS: dict[str, Callable[[], zonal.Operator]] = {
+    "squared_affine": mechanisms.squared_affine,
+    "linear": mechanisms.linear,
+}
+RIDGE: dict[str, Callable[[], zonal.Operator]] = {
+    f"ska-{power}": functools.partial(mechanisms.ska, power=power) for power in (0, 1, 2)
+}
 OPERATORS = TILED | SUMS | RIDGE
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 DIMS = (64, 128)
@@ -118,7 +123,12 @@ def table() -> list[Case]:
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
         for dim in DIMS for gradients in (False, True) for tokens in LENGTHS for operator in TILED
     ]  # fmt: skip
-    cases += [Case(operator, TOKENS, dim, gradients, documents=32) for dim in DIMS for gradients in (False, True) for operator in TILED]
+    cases += [
+        Case(operator, TOKENS, dim, gradients, documents=32)
+        for dim in DIMS
+        for gradients in (False, True)
+        for operator in TILED
+    ]
     cases += [Case(operator, 1, dim, keys=keys) for dim in DIMS for keys in MEMORIES for operator in TILED]
     return cases + [
         Case(operator, tokens, dim, gradients, batch=max(1, TOKENS // tokens))
@@ -150,7 +160,9 @@ class Work:
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(heads: int, tokens: int, leaf: bool = True) -> Tensor:
-            x = torch.randn(case.batch, heads, tokens, case.dim, generator=generator, device=device, dtype=torch.bfloat16)
+            x = torch.randn(
+                case.batch, heads, tokens, case.dim, generator=generator, device=device, dtype=torch.bfloat16
+            )
             return x.requires_grad_(case.gradients and leaf)
 
         q, dy = draw(case.heads, case.tokens), draw(case.heads, case.tokens, leaf=False)
@@ -165,11 +177,15 @@ class Work:
         return Work(case, q, k, v, dy, operator, edges)
 
     def attend(self) -> Tensor:
-        return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, cu_seqlens=self.edges, path=self.case.path)
+        return zonal.attention(
+            self.q, self.k, self.v, self.operator, causal=True, cu_seqlens=self.edges, path=self.case.path
+        )
 
     def flash(self) -> Tensor:
         if self.edges is not None:
-            from torch.nn.attention.varlen import varlen_attn  # not there before torch 2.10, and needed for these rows alone
+            from torch.nn.attention.varlen import (
+                varlen_attn,
+            )  # not there before torch 2.10, and needed for these rows alone
 
             q, k, v = (x[0].transpose(0, 1) for x in (self.q, self.k, self.v))
             longest = max(b - a for a, b in itertools.pairwise(self.case.edges))
@@ -202,13 +218,18 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
     for case in dict.fromkeys(case.short for case in cases):
         name, work = str(case), Work.of(case, device)
         exact = [x.detach().double().requires_grad_(case.gradients) for x in (work.q, work.k, work.v)]
-        reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, cu_seqlens=work.edges, path="dense")
+        reference = zonal.attention(
+            exact[0], exact[1], exact[2], work.operator, causal=True, cu_seqlens=work.edges, path="dense"
+        )
         got = work.attend()
         errors[name] = common.gate(name, got.detach(), reference.detach(), TOLERANCE)
         if case.gradients:
             inputs = [work.q, work.k, work.v]
             for letter, a, b in zip(
-                "qkv", torch.autograd.grad(got, inputs, work.dy), torch.autograd.grad(reference, exact, work.dy.double()), strict=True
+                "qkv",
+                torch.autograd.grad(got, inputs, work.dy),
+                torch.autograd.grad(reference, exact, work.dy.double()),
+                strict=True,
             ):
                 common.gate(f"{name}, gradient of {letter}", a, b, TOLERANCE)
     return errors
@@ -248,7 +269,9 @@ def peaks(device: torch.device, order: int = 8192) -> dict[str, float]:
     """What the device reaches here: operations a second of a bfloat16 matrix product, bytes a second read and written by a copy."""
     a, b = (torch.randn(order, order, device=device, dtype=torch.bfloat16) for _ in range(2))
     target = torch.empty_like(a)
-    product = common.interleaved({"product": lambda: torch.mm(a, b, out=target)}, device, rounds=20, budget=1.0)["product"]
+    product = common.interleaved({"product": lambda: torch.mm(a, b, out=target)}, device, rounds=20, budget=1.0)[
+        "product"
+    ]
     source = torch.empty(order, order, 4, device=device)
     copied = torch.empty_like(source)
     copy = common.interleaved({"copy": lambda: copied.copy_(source)}, device, rounds=20, budget=1.0)["copy"]
@@ -259,11 +282,19 @@ def measured(case: Case, device: torch.device, peak: dict[str, float], budget: f
     """One row: times and ratio, rates and their shares of what the device reaches, memory."""
     work = Work.of(case, device)
     found = compared(work.subject, work.peer, device, budget)
-    row: dict[str, Any] = {"row": str(case), **asdict(case), "heads": case.heads, "kv_heads": case.kv_heads, "against_flash": found.to_dict()}
+    row: dict[str, Any] = {
+        "row": str(case),
+        **asdict(case),
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "against_flash": found.to_dict(),
+    }
     for prefix, quantiles, run in (("", found.subject, work.subject), ("flash_", found.peer, work.peer)):
         seconds = quantiles.median
         row[f"{prefix}flops"] = case.operations / seconds
-        row[f"{prefix}share"] = case.bytes / seconds / peak["copy_bytes"] if case.keys else case.operations / seconds / peak["matmul_flops"]
+        row[f"{prefix}share"] = (
+            case.bytes / seconds / peak["copy_bytes"] if case.keys else case.operations / seconds / peak["matmul_flops"]
+        )
         row[f"{prefix}peak_bytes"] = peak_bytes(run, device)
     return row
 
@@ -287,13 +318,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(device="cuda")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for a row's pairs (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row after this long; the report says which are missing")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="begin no row after this long; the report says which are missing",
+    )
     parser.add_argument("--only", default="", help="only rows whose description contains this text")
     parser.add_argument("--list", action="store_true", help="print the rows and their operations, and end")
     options = parser.parse_args(argv)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
-        cases = [case for case in cases if case.dim == DIMS[0] and case.tokens <= (2048 if case.path == "chunked" else 1024) and case.keys <= 4096]
+        cases = [
+            case
+            for case in cases
+            if case.dim == DIMS[0] and case.tokens <= (2048 if case.path == "chunked" else 1024) and case.keys <= 4096
+        ]
     if options.list:
         print(common.table([(str(case), f"{case.operations / 1e9:.4g}") for case in cases], ("row", "GFLOP")))
         return 0
@@ -306,7 +346,10 @@ def main(argv: list[str] | None = None) -> int:
     print("checking outputs and gradients against the dense path in float64 …", flush=True)
     errors = gate(device, cases)
     peak = peaks(device)
-    print(f"{peak['matmul_flops'] / 1e12:.0f} TFLOP/s in a bfloat16 product, {peak['copy_bytes'] / 1e12:.2f} TB/s in a copy", flush=True)
+    print(
+        f"{peak['matmul_flops'] / 1e12:.0f} TFLOP/s in a bfloat16 product, {peak['copy_bytes'] / 1e12:.2f} TB/s in a copy",
+        flush=True,
+    )
     rows: list[dict[str, Any]] = []
     try:
         for case in cases:
@@ -317,13 +360,24 @@ def main(argv: list[str] | None = None) -> int:
             ratio = row["against_flash"]["ratio"]
             rates = f"{100 * row['share']:.0f}% of the device against {100 * row['flash_share']:.0f}%"
             memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['flash_peak_bytes'] / 1e6:.0f}"
-            print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of FlashAttention  {case} ({rates}; {memory})", flush=True)
+            print(
+                f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of FlashAttention  {case} ({rates}; {memory})",
+                flush=True,
+            )
     finally:
         # a row that fails ends the run; the rows before it stand
         left = [str(case) for case in cases[len(rows) :]]
         summary = {"errors": errors, "peaks": peak, "not_run": left}
         partial = options.quick or options.only
-        common.report("-" if partial else options.out, "gpu", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+        common.report(
+            "-" if partial else options.out,
+            "gpu",
+            __doc__ or "",
+            {"budget_seconds": options.budget},
+            rows,
+            summary,
+            start,
+        )
     print(f"{len(rows)} rows" + (f", {len(left)} not run" if left else ""))
     return 0
 

@@ -47,7 +47,11 @@ class Case:
         return self.peer in ("decode", "flat")
 
     def __str__(self) -> str:
-        what = {"sdpa": "forward+backward" if self.gradients else "forward", "decode": "decode", "flat": "decode, flat"}[self.peer]
+        what = {
+            "sdpa": "forward+backward" if self.gradients else "forward",
+            "decode": "decode",
+            "flat": "decode, flat",
+        }[self.peer]
         return f"r={self.dim}, K={self.power}, T={self.tokens}, {what}"
 
 
@@ -59,7 +63,11 @@ def table() -> list[Case]:
         (24, 0, False): ((1024, 0.12, None), (4096, 0.06, 0.03), (16384, 0.03, 0.012)),
         (56, 0, True): ((1024, 0.40, None), (4096, 0.17, 0.08), (16384, 0.05, 0.02)),
     }
-    cases = [Case(*kind, tokens, gradients, "sdpa", *goal) for (*kind, gradients), rows in bounds.items() for tokens, *goal in rows]
+    cases = [
+        Case(*kind, tokens, gradients, "sdpa", *goal)
+        for (*kind, gradients), rows in bounds.items()
+        for tokens, *goal in rows
+    ]
     cases.append(Case(56, 2, 16384, peer="decode", bound=0.06, moonshot=0.007))
     cases += [Case(56, 2, tokens, peer="flat", bound=1.1) for tokens in (16384, 1 << 20)]
     cases += [Case(56, 2, 4096, True), Case(24, 0, 4096, True), Case(24, 2, 4096)]
@@ -97,7 +105,9 @@ class Work:
                 self.short = remembered(case, self.operator, 1024)
         generator = torch.Generator().manual_seed(1)
         length = case.tokens if case.peer != "flat" else 1
-        self.plain = [torch.randn(1, HEADS, length, VALUES, generator=generator).requires_grad_(case.gradients) for _ in range(3)]
+        self.plain = [
+            torch.randn(1, HEADS, length, VALUES, generator=generator).requires_grad_(case.gradients) for _ in range(3)
+        ]
 
     def attend(self) -> Tensor:
         return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, path="chunked")
@@ -107,7 +117,9 @@ class Work:
         assert memory is not None
         found = []
         for t in range(STEPS):
-            stepped = zonal.attention(*(x[:, :, t : t + 1] for x in (self.q, self.k, self.v)), self.operator, causal=True, memory=memory)
+            stepped = zonal.attention(
+                *(x[:, :, t : t + 1] for x in (self.q, self.k, self.v)), self.operator, causal=True, memory=memory
+            )
             assert isinstance(stepped, tuple)
             y, memory = stepped
             found.append(y)
@@ -117,7 +129,11 @@ class Work:
         if self.case.decodes:
             return self.decode(self.memory)
         y = self.attend()
-        return y if not self.case.gradients else torch.autograd.grad(y.sum(), [self.q, self.k, self.v, *self.operator.parameters()])
+        return (
+            y
+            if not self.case.gradients
+            else torch.autograd.grad(y.sum(), [self.q, self.k, self.v, *self.operator.parameters()])
+        )
 
     def peer(self) -> object:
         q, k, v = self.plain
@@ -142,16 +158,24 @@ def gate(cases: list[Case]) -> dict[str, float]:
         got = work.attend()
         name = f"r={dim}, K={power}, T=777"
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
-        for a, b in zip(torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
+            torch.autograd.grad(reference.sum(), exact),
+            strict=True,
+        ):
             common.gate(f"{name}, a gradient", a, b, 1e-4)
         with torch.no_grad():
             q, k, v = (x.detach() for x in (work.q, work.k, work.v))
-            refused = native_ridge_decode.refusal(prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge")
+            refused = native_ridge_decode.refusal(
+                prepare(work.operator, *(x[:, :, :1] for x in (q, k, v)), causal=True), "ridge"
+            )
             if refused is not None:
                 raise common.GateError(f"r={dim}, K={power}, steps: torch would be timed, for {refused}")
             before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])
             work.q, work.k, work.v = (x[:, :, -STEPS:] for x in (q, k, v))
-            errors[f"{name}, steps"] = common.gate(f"{name}, steps", work.decode(before), reference[:, :, -STEPS:].detach(), 2e-5)
+            errors[f"{name}, steps"] = common.gate(
+                f"{name}, steps", work.decode(before), reference[:, :, -STEPS:].detach(), 2e-5
+            )
     return errors
 
 
@@ -193,12 +217,27 @@ def main(argv: list[str] | None = None) -> int:
         missed += [] if held else [str(case)]
         goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
         time = f"{common.milliseconds(row['against_peer']['subject']['median'] / (STEPS if case.decodes else 1))}{' a token' if case.decodes else ''}"
-        kept = f"; a memory of {row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}" if case.decodes else ""
-        print(f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} ({time}{kept}){goal}", flush=True)
+        kept = (
+            f"; a memory of {row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}"
+            if case.decodes
+            else ""
+        )
+        print(
+            f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} ({time}{kept}){goal}",
+            flush=True,
+        )
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
     print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
     partial = options.quick or options.only
-    common.report("-" if partial else options.out, "koopman", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    common.report(
+        "-" if partial else options.out,
+        "koopman",
+        __doc__ or "",
+        {"budget_seconds": options.budget},
+        rows,
+        summary,
+        start,
+    )
     return 1 if missed and not partial else 0
 
 

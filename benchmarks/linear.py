@@ -47,7 +47,12 @@ class Case:
     moonshot: float | None = None
 
     def __str__(self) -> str:
-        what = {"sdpa": "forward+backward" if self.gradients else "forward", "half": "forward, doubled", "decode": "decode", "flat": "decode, flat"}[self.peer]
+        what = {
+            "sdpa": "forward+backward" if self.gradients else "forward",
+            "half": "forward, doubled",
+            "decode": "decode",
+            "flat": "decode, flat",
+        }[self.peer]
         return f"{self.operator}, d={self.dim}, T={self.tokens}, {what}"
 
 
@@ -58,11 +63,21 @@ def table() -> list[Case]:
         (16, False): ((1024, 0.30, None), (4096, 0.10, None), (16384, 0.03, None)),
         (32, True): ((1024, 0.90, None), (4096, 0.40, 0.22), (16384, 0.12, 0.06)),
     }
-    cases = [Case("sq", dim, tokens, gradients, "sdpa", *goal) for (dim, gradients), rows in bounds.items() for tokens, *goal in rows]
+    cases = [
+        Case("sq", dim, tokens, gradients, "sdpa", *goal)
+        for (dim, gradients), rows in bounds.items()
+        for tokens, *goal in rows
+    ]
     cases += [Case("sq", 32, tokens, peer="half", bound=2.2) for tokens in (32768, 65536, 131072)]
-    cases += [Case("sq", dim, 16384, peer="decode", bound=0.04, moonshot=0.01) for dim in (16, 32)] + [Case("sq", 64, 16384, peer="decode")]
+    cases += [Case("sq", dim, 16384, peer="decode", bound=0.04, moonshot=0.01) for dim in (16, 32)] + [
+        Case("sq", 64, 16384, peer="decode")
+    ]
     cases += [Case("sq", dim, 1 << 20, peer="flat", bound=1.1) for dim in (16, 32)]
-    return cases + [Case(name, dim, 4096, gradients) for name, dim in (("sko2", 32), ("linear", 64), ("sq", 64)) for gradients in (False, True)]
+    return cases + [
+        Case(name, dim, 4096, gradients)
+        for name, dim in (("sko2", 32), ("linear", 64), ("sq", 64))
+        for gradients in (False, True)
+    ]
 
 
 @dataclass
@@ -82,7 +97,9 @@ class Work:
     def of(case: Case) -> "Work":
         generator = torch.Generator().manual_seed(0)
         drawn = min(case.tokens, 16384) if case.peer == "flat" else case.tokens
-        q, k, v = (torch.randn(1, HEADS, drawn, case.dim, generator=generator).requires_grad_(case.gradients) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, HEADS, drawn, case.dim, generator=generator).requires_grad_(case.gradients) for _ in range(3)
+        )
         work = Work(case, q, k, v, OPERATORS[case.operator]().requires_grad_(case.gradients))
         if case.peer in ("decode", "flat"):
             empty = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim)
@@ -94,7 +111,10 @@ class Work:
 
     def steps(self, tokens: int = 1) -> list[tuple[Tensor, ...]]:
         """Queries, keys and values of the first tokens, so many at a time, each contiguous as a layer's projections leave them."""
-        return [tuple(x[:, :, t : t + tokens].contiguous() for x in (self.q, self.k, self.v)) for t in range(0, STEPS * tokens, tokens)]
+        return [
+            tuple(x[:, :, t : t + tokens].contiguous() for x in (self.q, self.k, self.v))
+            for t in range(0, STEPS * tokens, tokens)
+        ]
 
     def decode(self, memory: zonal.Memory | None, tokens: list[tuple[Tensor, ...]]) -> Tensor:
         """A loop over the tokens."""
@@ -153,7 +173,11 @@ def gate(cases: list[Case]) -> dict[str, float]:
         reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=True, path="dense")
         got = work.attend()
         errors[name] = common.gate(name, got.detach(), reference.detach(), 2e-5)
-        for a, b in zip(torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
+            torch.autograd.grad(reference.sum(), exact),
+            strict=True,
+        ):
             common.gate(f"{name}, a gradient", a, b, 1e-4)
     return errors
 
@@ -164,13 +188,19 @@ def _steps(name: str, case: Case) -> float:
     work, worst = Work.of(Case(case.operator, case.dim, 4 * STEPS + 200)), 0.0
     for tokens in (1, 4):
         q, k, v = (x[:, :, -STEPS * tokens :] for x in (work.q, work.k, work.v))
-        refused = native_decode.refusal(prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features")
+        refused = native_decode.refusal(
+            prepare(work.operator, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], causal=True), "features"
+        )
         if refused is not None:
             raise common.GateError(f"{name}: torch would be timed, for {refused}")
-        before = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens])
+        before = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim).absorb(
+            work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens]
+        )
         after = Work(case, q, k, v, work.operator)
         got = after.decode(before, after.steps(tokens))
-        reference = zonal.attention(work.q.double(), work.k.double(), work.v.double(), work.operator, causal=True, path="dense")
+        reference = zonal.attention(
+            work.q.double(), work.k.double(), work.v.double(), work.operator, causal=True, path="dense"
+        )
         worst = max(worst, common.gate(name, got, reference[:, :, -STEPS * tokens :], 2e-5))
     return worst
 
@@ -198,7 +228,13 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(device)
     cases = [case for case in table() if options.only in str(case)]
     if options.quick:
-        cases = [Case("sq", 8, 300), Case("sq", 8, 300, True), Case("sq", 8, 600, peer="half"), Case("sq", 8, 300, peer="decode"), Case("sq", 8, 400, peer="flat")]
+        cases = [
+            Case("sq", 8, 300),
+            Case("sq", 8, 300, True),
+            Case("sq", 8, 600, peer="half"),
+            Case("sq", 8, 300, peer="decode"),
+            Case("sq", 8, 400, peer="flat"),
+        ]
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors = gate(cases)
     rows, missed = [], []
@@ -210,13 +246,26 @@ def main(argv: list[str] | None = None) -> int:
         missed += [] if held else [str(case)]
         goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
         steps = STEPS if case.peer in ("decode", "flat") else 1
-        time = f"{common.milliseconds(row['against_peer']['subject']['median'] / steps)}{' a token' if steps > 1 else ''}"
+        time = (
+            f"{common.milliseconds(row['against_peer']['subject']['median'] / steps)}{' a token' if steps > 1 else ''}"
+        )
         memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
-        print(f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; {memory}){goal}", flush=True)
+        print(
+            f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; {memory}){goal}",
+            flush=True,
+        )
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
     print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
     partial = options.quick or options.only
-    common.report("-" if partial else options.out, "linear", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    common.report(
+        "-" if partial else options.out,
+        "linear",
+        __doc__ or "",
+        {"budget_seconds": options.budget},
+        rows,
+        summary,
+        start,
+    )
     return 1 if missed and not partial else 0
 
 

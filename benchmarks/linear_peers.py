@@ -75,7 +75,10 @@ def performer() -> LinearPeer:
 
     @functools.cache
     def module(dim: int, causal: bool) -> Any:
-        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # it prints that there is no CUDA kernel
+        with (
+            torch.random.fork_rng(devices=[]),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):  # it prints that there is no CUDA kernel
             torch.manual_seed(0)
             return library.FastAttention(dim_heads=dim, nb_features=FEATURES, causal=causal).requires_grad_(False)
 
@@ -97,13 +100,20 @@ def performer() -> LinearPeer:
         return weight @ v / total
 
     how = f"FastAttention(nb_features={FEATURES}, causal=…), without its CUDA kernel"
-    return LinearPeer(peers.Peer("performer", version("performer-pytorch"), how, attend), FEATURES, definition, f"performer(draws={FEATURES}, dim={DIM})")
+    return LinearPeer(
+        peers.Peer("performer", version("performer-pytorch"), how, attend),
+        FEATURES,
+        definition,
+        f"performer(draws={FEATURES}, dim={DIM})",
+    )
 
 
 def linear_attention_transformer(bucket: int) -> LinearPeer:
     """softmax(q) times exp(k) as features. bucket: its blind spot, the past is summed for buckets of this many tokens and the own
     bucket is not seen; 1 is the library's default, sees the own token too, and keeps a D x D sum for every token."""
-    library = _quietly_imported("linear_attention_transformer.linear_attention_transformer", "linear-attention-transformer")
+    library = _quietly_imported(
+        "linear_attention_transformer.linear_attention_transformer", "linear-attention-transformer"
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return library.causal_linear_attn(q, k, v, bucket_size=bucket) if causal else library.linear_attn(q, k, v)
@@ -136,7 +146,13 @@ def dense_yat() -> LinearPeer:
             weight = weight.tril()
         return weight @ v / weight.sum(-1, keepdim=True)
 
-    return LinearPeer(peers.Peer("dense yat", torch.__version__, "torch, eager", attend), None, _exact_yat, "yat", room=lambda tokens: 4 * 4 * HEADS * tokens * tokens)
+    return LinearPeer(
+        peers.Peer("dense yat", torch.__version__, "torch, eager", attend),
+        None,
+        _exact_yat,
+        "yat",
+        room=lambda tokens: 4 * 4 * HEADS * tokens * tokens,
+    )
 
 
 def keops_yat() -> LinearPeer:
@@ -161,7 +177,9 @@ def draw(tokens: int) -> list[Tensor]:
 def gate(name: str, found: LinearPeer, causal: bool) -> float:
     """Error against the peer's own definition at 256 tokens."""
     q, k, v = draw(256)
-    return common.gate(name, found.peer.attend(q, k, v, causal), found.definition(q.double(), k.double(), v.double(), causal), 2e-5)
+    return common.gate(
+        name, found.peer.attend(q, k, v, causal), found.definition(q.double(), k.double(), v.double(), causal), 2e-5
+    )
 
 
 def gate_subject(spec: str, causal: bool) -> float:
@@ -169,7 +187,12 @@ def gate_subject(spec: str, causal: bool) -> float:
     q, k, v = draw(1024)
     operator = mechanisms.resolve(spec)
     reference = zonal.attention(q.double(), k.double(), v.double(), operator, causal=causal, path="dense")
-    return common.gate(f"{spec}, {'causal' if causal else 'bidirectional'}", zonal.attention(q, k, v, operator, causal=causal), reference, 2e-5)
+    return common.gate(
+        f"{spec}, {'causal' if causal else 'bidirectional'}",
+        zonal.attention(q, k, v, operator, causal=causal),
+        reference,
+        2e-5,
+    )
 
 
 def softmax_error(found: LinearPeer, causal: bool) -> float:
@@ -183,10 +206,18 @@ def main(argv: list[str] | None = None) -> int:
     """Check every peer that is installed, then print its time at each length."""
     parser = common.parser(__doc__ or "", "linear_peers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="lengths, multiples of 64 (default: 1024 4096 16384)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1024, 4096, 16384],
+        help="lengths, multiples of 64 (default: 1024 4096 16384)",
+    )
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for a time (default: %(default)s)")
     parser.add_argument("--only", default="", help="only peers whose name contains this text")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out already holds and measure the others")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out already holds and measure the others"
+    )
     options = parser.parse_args(argv)
     device = common.prepare(options)
     if device.type != "cpu":
@@ -194,13 +225,27 @@ def main(argv: list[str] | None = None) -> int:
     if any(tokens < 64 or tokens % 64 for tokens in options.tokens):
         raise ArgumentError(f"bench: --tokens must be multiples of 64, received {' '.join(map(str, options.tokens))}.")
     start, out = common.circumstances(device), "-" if options.quick else options.out
-    rows: list[dict[str, Any]] = store.read_json(out)["rows"] if options.resume and out != "-" and Path(out).is_file() else []
+    rows: list[dict[str, Any]] = (
+        store.read_json(out)["rows"] if options.resume and out != "-" and Path(out).is_file() else []
+    )
     there = {(row["peer"], row["tokens"], row["causal"]) for row in rows}
-    settings = {"budget_seconds": options.budget, "batch": 1, "heads": HEADS, "dim": DIM, "dtype": "float32", "gradients": False}
+    settings = {
+        "budget_seconds": options.budget,
+        "batch": 1,
+        "heads": HEADS,
+        "dim": DIM,
+        "dtype": "float32",
+        "gradients": False,
+    }
     with torch.no_grad():
         for name, make in PEERS.items():
             lengths = [128] if options.quick else options.tokens
-            missing = [(causal, tokens) for causal in (True, False) for tokens in lengths if (name, tokens, causal) not in there]
+            missing = [
+                (causal, tokens)
+                for causal in (True, False)
+                for tokens in lengths
+                if (name, tokens, causal) not in there
+            ]
             if options.only not in name or not missing:
                 continue
             try:
@@ -212,14 +257,24 @@ def main(argv: list[str] | None = None) -> int:
             for causal, tokens in missing:
                 errors = {"peer": gate(f"{name}, {'causal' if causal else 'bidirectional'}", found, causal)}
                 errors |= {spec: gate_subject(spec, causal) for spec in dict.fromkeys((found.nearest, SQUARED))}
-                rows.append({**timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget), "errors": errors})
+                rows.append(
+                    {
+                        **timed(name, found, tokens, causal, device, 0.05 if options.quick else options.budget),
+                        "errors": errors,
+                    }
+                )
                 common.report(out, "linear_peers", __doc__ or "", settings, rows, {}, start)
             if name == "performer" and not options.quick:
-                print(f"  distance from softmax: {softmax_error(found, True):.2f} causal, {softmax_error(found, False):.2f} bidirectional", flush=True)
+                print(
+                    f"  distance from softmax: {softmax_error(found, True):.2f} causal, {softmax_error(found, False):.2f} bidirectional",
+                    flush=True,
+                )
     return 0
 
 
-def timed(name: str, found: LinearPeer, tokens: int, causal: bool, device: torch.device, budget: float) -> dict[str, Any]:
+def timed(
+    name: str, found: LinearPeer, tokens: int, causal: bool, device: torch.device, budget: float
+) -> dict[str, Any]:
     """A row: seconds of all, and ratios of the peer to causal SDPA and of this library's operators to the peer, pair by pair."""
     kind = "causal" if causal else "bidirectional"
     row = {
@@ -244,7 +299,10 @@ def timed(name: str, found: LinearPeer, tokens: int, causal: bool, device: torch
 
     to_sdpa = ratio("peer", "sdpa")
     to_peer = {spec: ratio(spec, "peer") for spec in works if spec not in ("peer", "sdpa")}
-    words = ", ".join(f"{spec} takes {found_ratio.median:.3g} [{found_ratio.low:.3g}-{found_ratio.high:.3g}] of it" for spec, found_ratio in to_peer.items())
+    words = ", ".join(
+        f"{spec} takes {found_ratio.median:.3g} [{found_ratio.low:.3g}-{found_ratio.high:.3g}] of it"
+        for spec, found_ratio in to_peer.items()
+    )
     print(
         f"  T={tokens} {kind}: {common.milliseconds(common.Quantiles.of(times['peer']).median)}, {to_sdpa.median:.3g} [{to_sdpa.low:.3g}-{to_sdpa.high:.3g}] "
         f"of causal SDPA ({to_sdpa.runs} rounds); {words}", flush=True,

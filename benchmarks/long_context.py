@@ -43,7 +43,14 @@ PREDICTED = {
     "memory": "O(N log N) against O(N^2)",
 }
 TOP, SEARCH = 256, LSH()
-ALL, NEAR, LARGEST, FOUND, BOTH, FUSED = "all keys", "window", "largest, exact", "largest, hashed", "local + global", "fused softmax"
+ALL, NEAR, LARGEST, FOUND, BOTH, FUSED = (
+    "all keys",
+    "window",
+    "largest, exact",
+    "largest, hashed",
+    "local + global",
+    "fused softmax",
+)
 Row = dict[str, Any]
 
 
@@ -71,7 +78,10 @@ def local_global(q: Tensor, k: Tensor, v: Tensor, window: int, first: int) -> Te
         t1 = min(t0 + window, q.shape[2])
         s0 = max(before + t0 - window + 1, 0)
         head = min(first, s0)
-        t, s = torch.arange(before + t0, before + t1)[:, None], torch.cat([torch.arange(head), torch.arange(s0, before + t1)])
+        t, s = (
+            torch.arange(before + t0, before + t1)[:, None],
+            torch.cat([torch.arange(head), torch.arange(s0, before + t1)]),
+        )
         seen = (s <= t) & ((t - s < window) | (s < first))
         near = (torch.cat([x[:, :, :head], x[:, :, s0 : before + t1]], 2) for x in (k, v))
         rows.append(F.scaled_dot_product_attention(q[:, :, t0:t1], *near, attn_mask=seen))
@@ -123,13 +133,22 @@ class Subject:
     def gate(self) -> float:
         """The worst error of any way against the definition, on 300 tokens; the hashed one with a window that has every key."""
         small, worst = dataclasses.replace(self.sizes, window=64, first=5, search=LSH(window=300)), 0.0
-        q, k, v = torch.randn(3, 1, self.layers[0].heads, 300, self.layers[0].key_dim, generator=torch.Generator().manual_seed(0)).unbind(0)
+        q, k, v = torch.randn(
+            3, 1, self.layers[0].heads, 300, self.layers[0].key_dim, generator=torch.Generator().manual_seed(0)
+        ).unbind(0)
         exact = tuple(x.double() for x in (q, k, v))
         for way, (operator, path) in ways(self.own[0], small).items():
             anchor = operator.anchor
-            operator = operator.replace(anchor=dataclasses.replace(anchor, k=48)) if isinstance(anchor, TopK) else operator
+            operator = (
+                operator.replace(anchor=dataclasses.replace(anchor, k=48)) if isinstance(anchor, TopK) else operator
+            )
             wanted = zonal.attention(*exact, operator, causal=True, path="dense")
-            worst = max(worst, common.gate(f"{self.name}, {way}", zonal.attention(q, k, v, operator, causal=True, path=path), wanted, 2e-4))
+            worst = max(
+                worst,
+                common.gate(
+                    f"{self.name}, {way}", zonal.attention(q, k, v, operator, causal=True, path=path), wanted, 2e-4
+                ),
+            )
         t, s = torch.arange(300)[:, None], torch.arange(300)
         wanted = F.scaled_dot_product_attention(*exact, attn_mask=(s <= t) & ((t - s < 64) | (s < 5)))
         return max(worst, common.gate(BOTH, local_global(q, k, v, 64, 5), wanted, 2e-4))
@@ -141,7 +160,9 @@ def edges(length: int) -> list[int]:
 
 
 @torch.no_grad()
-def read(subject: Subject, text: str, stretch: int, tokens: Tensor, targets: Tensor, kept: Sequence[Row]) -> Iterator[Row]:
+def read(
+    subject: Subject, text: str, stretch: int, tokens: Tensor, targets: Tensor, kept: Sequence[Row]
+) -> Iterator[Row]:
     """Nats a token by position of every way on a stretch that is not among the rows kept."""
     done = {(row["model"], row["way"], row["text"], row["stretch"]) for row in kept if row["part"] == "read"}
     for way in subject.ways:
@@ -151,8 +172,20 @@ def read(subject: Subject, text: str, stretch: int, tokens: Tensor, targets: Ten
         length = min(tokens.shape[1], subject.sizes.exact if way == LARGEST else tokens.shape[1])
         begun = time.process_time()
         nats = subject.model.predict(tokens[:, :length], targets[:, :length], path=subject.path).loss
-        found = {str(stop): float(nats[start:stop].double().mean()) for start, stop in itertools.pairwise([0, *edges(length)])}
-        yield {"part": "read", "model": subject.name, "way": way, "text": text, "stretch": stretch, "tokens": length, "nats": found, "processor_seconds": time.process_time() - begun}
+        found = {
+            str(stop): float(nats[start:stop].double().mean())
+            for start, stop in itertools.pairwise([0, *edges(length)])
+        }
+        yield {
+            "part": "read",
+            "model": subject.name,
+            "way": way,
+            "text": text,
+            "stretch": stretch,
+            "tokens": length,
+            "nats": found,
+            "processor_seconds": time.process_time() - begun,
+        }
 
 
 class Reader:
@@ -195,13 +228,19 @@ def readers(subject: Subject, q: Tensor, k: Tensor, v: Tensor, length: int) -> d
 
     for way, (operator, path) in ways(subject.own[-1], sizes).items():
         if way != LARGEST or length <= sizes.exact:
-            made[way] = Reader(functools.partial(zonal.attention, *before, operator, causal=True, path=path), *decoder(operator))
+            made[way] = Reader(
+                functools.partial(zonal.attention, *before, operator, causal=True, path=path), *decoder(operator)
+            )
     kept = sum(x.nbytes for x in before[1:])
     fused = functools.partial(F.scaled_dot_product_attention, new[0], *whole)
     made[FUSED] = Reader(functools.partial(F.scaled_dot_product_attention, *before, is_causal=True), fused, kept)
     if BOTH in subject.ways:
         few = functools.partial(local_global, new[0], *whole, sizes.window, sizes.first)
-        made[BOTH] = Reader(functools.partial(local_global, *before, sizes.window, sizes.first), few, kept * min(sizes.window + sizes.first, length) // length)
+        made[BOTH] = Reader(
+            functools.partial(local_global, *before, sizes.window, sizes.first),
+            few,
+            kept * min(sizes.window + sizes.first, length) // length,
+        )
     return made
 
 
@@ -236,17 +275,28 @@ def timed(subject: Subject, tokens: Tensor, kept: Sequence[Row]) -> Iterator[Row
 def show(row: Row) -> str:
     """One line for who watches."""
     if row["part"] == "read":
-        return f"{row['model']:<9}{row['way']:<17}{row['text'][:12]:<13}{row['processor_seconds']:7.1f} s  " + "  ".join(f"to {stop}: {math.exp(nats):.3f}" for stop, nats in row["nats"].items())
+        return (
+            f"{row['model']:<9}{row['way']:<17}{row['text'][:12]:<13}{row['processor_seconds']:7.1f} s  "
+            + "  ".join(f"to {stop}: {math.exp(nats):.3f}" for stop, nats in row["nats"].items())
+        )
     return (
         f"{row['model']:<9}{row['way']:<17}{row['tokens']:>6} tokens  {row['prefix_seconds'] / row['tokens'] * 1e6:9.2f} µs a token, {row['to_fused']:6.2f} of fused, {row['peak_bytes'] / 1e6:8.1f} MB; "
-        f"a step {row['step_seconds'] * 1e6:8.1f} µs, {row['step_to_fused']:6.2f}, {row['held_bytes'] / 1e6:.2f} MB held" + (f"; mass {row['mass']:.3f}" if "mass" in row else "")
+        f"a step {row['step_seconds'] * 1e6:8.1f} µs, {row['step_to_fused']:6.2f}, {row['held_bytes'] / 1e6:.2f} MB held"
+        + (f"; mass {row['mass']:.3f}" if "mass" in row else "")
     )
 
 
 def perplexity(rows: Sequence[Row], model: str, way: str, text: str, stop: str) -> tuple[float, float | None] | None:
     """Mean over stretches, and what the ratio to all keys deviates by over them; None where it was not read."""
+
     def nats(which: str) -> dict[int, float]:
-        return {row["stretch"]: row["nats"][stop] for row in rows if row["part"] == "read" and (row["model"], row["way"], row["text"]) == (model, which, text) and stop in row["nats"]}
+        return {
+            row["stretch"]: row["nats"][stop]
+            for row in rows
+            if row["part"] == "read"
+            and (row["model"], row["way"], row["text"]) == (model, which, text)
+            and stop in row["nats"]
+        }
 
     own, base = nats(way), nats(ALL)
     if not own:
@@ -266,7 +316,12 @@ def summarised(rows: Sequence[Row], errors: Mapping[str, float]) -> dict[str, An
             far.setdefault(row["text"], {})[f"{row['model']}, {row['way']}"] = found[0]
     longest = max((row["tokens"] for row in times), default=0)
     speed = {f"{row['model']}, {row['way']}": row["to_fused"] for row in times if row["tokens"] == longest}
-    return {"gate_errors": dict(errors), "predicted": PREDICTED, f"perplexity_to_{stop}": far, f"time_to_fused_at_{longest}": speed}
+    return {
+        "gate_errors": dict(errors),
+        "predicted": PREDICTED,
+        f"perplexity_to_{stop}": far,
+        f"time_to_fused_at_{longest}": speed,
+    }
 
 
 def tables(rows: Sequence[Row]) -> list[page.Table]:
@@ -280,8 +335,26 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
             found = [perplexity(rows, model, way, text, stop) for stop in stops]
             body.append([model, way, *("" if f is None else f"{f[0]:.3f}" for f in found)])
         stretches = len({row["stretch"] for row in reads if row["text"] == text})
-        made.append(page.Table(f"Perplexity of a byte by position, {text}", f"Mean over stretches: {stretches}. A column is of the positions after the last one's, up to its own.", ["model", "way", *stops], body))
-    header = ["model", "way", "tokens", "µs a token, prefix", "of fused", "MB at the peak", "µs a step", "of fused", "MB held", "mass kept"]
+        made.append(
+            page.Table(
+                f"Perplexity of a byte by position, {text}",
+                f"Mean over stretches: {stretches}. A column is of the positions after the last one's, up to its own.",
+                ["model", "way", *stops],
+                body,
+            )
+        )
+    header = [
+        "model",
+        "way",
+        "tokens",
+        "µs a token, prefix",
+        "of fused",
+        "MB at the peak",
+        "µs a step",
+        "of fused",
+        "MB held",
+        "mass kept",
+    ]
     body = [
         [
             row["model"], row["way"], str(row["tokens"]), f"{row['prefix_seconds'] / row['tokens'] * 1e6:.2f}", f"{row['to_fused']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}", f"{row['step_seconds'] * 1e6:.0f}",
@@ -289,7 +362,14 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
         ]
         for row in times
     ]  # fmt: skip
-    made.append(page.Table("Time and memory of a layer's attention", "All heads of the last layer; fused: torch's softmax attention on the same queries, keys and values.", header, body))
+    made.append(
+        page.Table(
+            "Time and memory of a layer's attention",
+            "All heads of the last layer; fused: torch's softmax attention on the same queries, keys and values.",
+            header,
+            body,
+        )
+    )
     return made
 
 
@@ -297,8 +377,16 @@ def write_page(options: argparse.Namespace) -> None:
     """The page beside the JSON."""
     target = Path(options.out)
     value = store.read_json(target)
-    about = [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")] + [f"Predicted: {'; '.join(PREDICTED.values())}."]
-    command = " ".join(["zonal bench long_context --threads 1", *(f"--model {page.shown(path)}" for path in options.model), *(f"--text {page.shown(Path(text))}" for text in options.text)])
+    about = [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")] + [
+        f"Predicted: {'; '.join(PREDICTED.values())}."
+    ]
+    command = " ".join(
+        [
+            "zonal bench long_context --threads 1",
+            *(f"--model {page.shown(path)}" for path in options.model),
+            *(f"--text {page.shown(Path(text))}" for text in options.text),
+        ]
+    )
     page.write(target.with_suffix(".md"), "Long context with fewer keys", about, tables(value["rows"]), value, command)
 
 
@@ -306,9 +394,22 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and write its JSON and page."""
     parser = common.parser(__doc__ or "", "long_context")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, action="append", required=True, help="run of `zonal train --task text` on bytes; may be given several times")
-    parser.add_argument("--text", action="append", default=[], help="a text beside the embedded novel, of whose end stretches are read; may be given several times")
-    parser.add_argument("--stretches", type=int, default=Sizes().stretches, help="stretches of each text (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        action="append",
+        required=True,
+        help="run of `zonal train --task text` on bytes; may be given several times",
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        help="a text beside the embedded novel, of whose end stretches are read; may be given several times",
+    )
+    parser.add_argument(
+        "--stretches", type=int, default=Sizes().stretches, help="stretches of each text (default: %(default)s)"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what --out already holds and measure the rest")
     parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
     options = parser.parse_args(argv)
@@ -322,20 +423,31 @@ def main(argv: list[str] | None = None) -> int:
     texts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for source in ("novel", *options.text):
         task = Text(source, "byte", sizes.length, evaluation_bytes=sizes.stretches * sizes.length)
-        texts[task.title.partition(" (")[0].removesuffix(".txt")] = [(batch.tokens, batch.targets) for batch in task.evaluation_batches(1)]
+        texts[task.title.partition(" (")[0].removesuffix(".txt")] = [
+            (batch.tokens, batch.targets) for batch in task.evaluation_batches(1)
+        ]
     models = {}
     for path in options.model:
         model, config = load_model(checkpoint_in(path))
         models[config["operator"]] = (model, config)
     subjects = [Subject(name, model, sizes) for name, (model, _) in models.items()]
     errors = {subject.name: subject.gate() for subject in subjects}
-    settings = {"models": {name: {"parameters": sum(p.numel() for p in model.parameters()), **config["identity"]["model"]} for name, (model, config) in models.items()}}
+    settings = {
+        "models": {
+            name: {"parameters": sum(p.numel() for p in model.parameters()), **config["identity"]["model"]}
+            for name, (model, config) in models.items()
+        }
+    }
     settings |= {"sizes": dataclasses.asdict(sizes), "top": TOP, "clock": "processor time", "dtype": "float32"}
     rows = common.kept(out, options.resume, settings)
     stretch = torch.cat([next(iter(texts.values()))[0][0], next(iter(texts.values()))[0][1][:, -1:]], 1)
     parts: list[Iterator[Row]] = []
     for subject in subjects:
-        parts += [read(subject, text, index, *stretches[index], rows[:]) for text, stretches in texts.items() for index in range(len(stretches))]
+        parts += [
+            read(subject, text, index, *stretches[index], rows[:])
+            for text, stretches in texts.items()
+            for index in range(len(stretches))
+        ]
         parts.append(timed(subject, stretch, rows[:]))
     for row in itertools.chain.from_iterable(parts):
         rows.append(row)

@@ -56,7 +56,9 @@ QUICK = Sizes(patch=2, dim=16, layers=2, heads=2, steps=6, batch=16, shares=(0.0
 
 
 def configured(sizes: Sizes, image: int) -> VisionConfig:
-    return VisionConfig(image=image, patch=sizes.patch, dim=sizes.dim, layers=("softmax",) * sizes.layers, heads=sizes.heads)
+    return VisionConfig(
+        image=image, patch=sizes.patch, dim=sizes.dim, layers=("softmax",) * sizes.layers, heads=sizes.heads
+    )
 
 
 def rows_of(step: int, sizes: Sizes, count: int) -> Tensor:
@@ -77,9 +79,19 @@ def train(name: str, images: Images, sizes: Sizes, folder: Path, every: int = 10
     config = configured(sizes, images.pixels.shape[-1])
     model = VisionEncoder(config, sizes.seed)
     optimiser = adamw(model, weight_decay=sizes.weight_decay, betas=(0.9, 0.99))
-    identity = {"identity": {"model": config.to_dict(), "training": {**dataclasses.asdict(sizes), "shares": list(sizes.shares)}, "merges": TRAINED[name]}}
+    identity = {
+        "identity": {
+            "model": config.to_dict(),
+            "training": {**dataclasses.asdict(sizes), "shares": list(sizes.shares)},
+            "merges": TRAINED[name],
+        }
+    }
     path = folder / f"{name.replace(' ', '-')}.safetensors"
-    progress = load_checkpoint(path, model, optimiser, identity) if path.exists() else Progress(threads=torch.get_num_threads())
+    progress = (
+        load_checkpoint(path, model, optimiser, identity)
+        if path.exists()
+        else Progress(threads=torch.get_num_threads())
+    )
     while progress.step < sizes.steps:
         start = time.perf_counter()
         rows = rows_of(progress.step, sizes, len(images))
@@ -88,13 +100,21 @@ def train(name: str, images: Images, sizes: Sizes, folder: Path, every: int = 10
         optimiser.zero_grad()
         (total / count).backward()
         clip_gradient(model, 1.0)
-        set_learning_rate(optimiser, learning_rate(progress.step, steps=sizes.steps, peak=sizes.learning_rate, warmup_ratio=0.05, min_ratio=0.02))
+        set_learning_rate(
+            optimiser,
+            learning_rate(
+                progress.step, steps=sizes.steps, peak=sizes.learning_rate, warmup_ratio=0.05, min_ratio=0.02
+            ),
+        )
         optimiser.step()
         progress.step += 1
         progress.seconds += time.perf_counter() - start
         if progress.step % every == 0 or progress.step == sizes.steps:
             save_checkpoint(path, model, optimiser, progress, identity)
-            print(f"{name}: {progress.step} of {sizes.steps} updates, loss {total.item() / count:.3f}, {progress.seconds:.0f} s", flush=True)
+            print(
+                f"{name}: {progress.step} of {sizes.steps} updates, loss {total.item() / count:.3f}, {progress.seconds:.0f} s",
+                flush=True,
+            )
     return model.eval(), progress
 
 
@@ -154,11 +174,29 @@ def summarised(rows: list[Row]) -> dict[str, Any]:
     speed = {(row["schedule"], row["share"]): row["speedup"] for row in rows if row["part"] == "speed"}
     found: dict[str, Any] = {}
     for model in TRAINED:
-        whole = next((row["accuracy"] for row in rows if row["part"] == "accuracy" and row["model"] == model and row["share"] == 0), math.nan)
+        whole = next(
+            (
+                row["accuracy"]
+                for row in rows
+                if row["part"] == "accuracy" and row["model"] == model and row["share"] == 0
+            ),
+            math.nan,
+        )
         for schedule in SCHEDULES:
-            good = [row["share"] for row in rows if row["part"] == "accuracy" and row["model"] == model and row["schedule"] == schedule and row["accuracy"] >= whole - 0.01]
+            good = [
+                row["share"]
+                for row in rows
+                if row["part"] == "accuracy"
+                and row["model"] == model
+                and row["schedule"] == schedule
+                and row["accuracy"] >= whole - 0.01
+            ]
             share = max(good, default=0.0)
-            found[f"trained on {model}, {schedule}"] = {"accuracy": whole, "share_within_a_point": share, "speedup": speed[schedule, share]}
+            found[f"trained on {model}, {schedule}"] = {
+                "accuracy": whole,
+                "share_within_a_point": share,
+                "speedup": speed[schedule, share],
+            }
     return found
 
 
@@ -173,7 +211,11 @@ def main(argv: list[str] | None = None) -> int:
     """Train, test and time, and write JSON and page; 0 when all is finite."""
     parser = common.parser(__doc__ or "", "merging")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--data", default=str(FASHION_MNIST), help="folder of Fashion-MNIST, or of another set laid out as MNIST (default: %(default)s, where the Debian package is)")
+    parser.add_argument(
+        "--data",
+        default=str(FASHION_MNIST),
+        help="folder of Fashion-MNIST, or of another set laid out as MNIST (default: %(default)s, where the Debian package is)",
+    )
     parser.add_argument("--work", default="runs/merging", help="folder of the checkpoints (default: %(default)s)")
     parser.add_argument("--train-only", action="store_true", help="stop after training")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all times (default: %(default)s)")
@@ -199,7 +241,15 @@ def main(argv: list[str] | None = None) -> int:
         print(show(row), flush=True)
     for name, model in models.items():
         for schedule, share, merge in schedules(sizes):
-            rows.append({"part": "accuracy", "model": name, "schedule": schedule, "share": share, "accuracy": accuracy(model, tested, merge, sizes.tested)})
+            rows.append(
+                {
+                    "part": "accuracy",
+                    "model": name,
+                    "schedule": schedule,
+                    "share": share,
+                    "accuracy": accuracy(model, tested, merge, sizes.tested),
+                }
+            )
             print(show(rows[-1]), flush=True)
     summary = {
         "error": error, "parameters": first.num_parameters(), "images": [len(learnt), len(tested)], **summarised(rows),

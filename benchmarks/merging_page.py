@@ -11,14 +11,20 @@ from zonal.report import formats, style
 _BUSY = 1.1
 _LOOKS = {
     f"trained on {model}, {schedule}": style.LOOKS[place]
-    for place, (model, schedule) in enumerate([("all tokens", "even"), ("merged tokens", "even"), ("all tokens", "early"), ("merged tokens", "early")])
+    for place, (model, schedule) in enumerate(
+        [("all tokens", "even"), ("merged tokens", "even"), ("all tokens", "early"), ("merged tokens", "early")]
+    )
 }
 
 
 def charts(rows: list[Row]) -> list[dict[str, Any]]:
     """What the page draws, in its order."""
     speed = {(row["schedule"], row["share"]): row for row in rows if row["part"] == "speed"}
-    right = [{**row, "gone": f"{row['share']:.0%}", "speedup": round(speed[row["schedule"], row["share"]]["speedup"], 2)} for row in rows if row["part"] == "accuracy"]
+    right = [
+        {**row, "gone": f"{row['share']:.0%}", "speedup": round(speed[row["schedule"], row["share"]]["speedup"], 2)}
+        for row in rows
+        if row["part"] == "accuracy"
+    ]
     times = [{**row, "gone": f"{row['share']:.0%}"} for row in speed.values()]
     lowest = min(row["accuracy"] for row in right)
     span = (max(0.0, lowest - 0.02), min(1.0, max(row["accuracy"] for row in right) + 0.02))
@@ -52,8 +58,14 @@ def findings(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, found in summary.items():
         if name.startswith("trained on"):
-            what = f"{found['share_within_a_point']:.0%} of the tokens can go, {found['speedup']:.2f} times as fast" if found["share_within_a_point"] else "nothing can go"
-            lines.append(f"{name.capitalize()}: {found['accuracy']:.2%} right with all tokens; within a point of that {what}.")
+            what = (
+                f"{found['share_within_a_point']:.0%} of the tokens can go, {found['speedup']:.2f} times as fast"
+                if found["share_within_a_point"]
+                else "nothing can go"
+            )
+            lines.append(
+                f"{name.capitalize()}: {found['accuracy']:.2%} right with all tokens; within a point of that {what}."
+            )
     return lines
 
 
@@ -66,7 +78,17 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
     )
     if (load := value["load_per_core"] or 0) > _BUSY:
         about += f" Other work shared the cores (a load of {load:g} a core when it began): a machine of its own does more images a second. What is compared was timed in turns."
-    page.write(path, page.html("Merging tokens", "Fewer tokens: what it costs, what it gains", about, findings(summary), charts(list(value["rows"])), value))
+    page.write(
+        path,
+        page.html(
+            "Merging tokens",
+            "Fewer tokens: what it costs, what it gains",
+            about,
+            findings(summary),
+            charts(list(value["rows"])),
+            value,
+        ),
+    )
 
 
 __all__ = ["charts", "write"]

@@ -16,14 +16,35 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def write(target: Path, title: str, about: Sequence[str], tables: Sequence[Table], value: Mapping[str, Any], command: str) -> None:
+def write(
+    target: Path, title: str, about: Sequence[str], tables: Sequence[Table], value: Mapping[str, Any], command: str
+) -> None:
     """Write the page of the JSON ``value``; ``command`` runs it again."""
     device, versions = value["device"], value["versions"]
     load = f", load {value['load_per_core']:g} a core when it began" if value["load_per_core"] is not None else ""
     circumstances = f"{device['name']}, {device['threads']} thread{'s' * (device['threads'] != 1)}{load}; {', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {value['date'][:10]}."
-    lines = [f"# {title}", "", *(line for paragraph in about for line in (paragraph, "")), circumstances, "", "```bash", command, "```", ""]
+    lines = [
+        f"# {title}",
+        "",
+        *(line for paragraph in about for line in (paragraph, "")),
+        circumstances,
+        "",
+        "```bash",
+        command,
+        "```",
+        "",
+    ]
     for table in tables:
-        lines += [f"## {table.title}", "", table.about, "", _row(table.header), _row(["---"] * len(table.header)), *map(_row, table.rows), ""]
+        lines += [
+            f"## {table.title}",
+            "",
+            table.about,
+            "",
+            _row(table.header),
+            _row(["---"] * len(table.header)),
+            *map(_row, table.rows),
+            "",
+        ]
     store.write_bytes(target, "\n".join(lines).encode())
 
 

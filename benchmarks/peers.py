@@ -51,7 +51,9 @@ def _imported(name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise PeerMissingError(f"the package {package} cannot be imported ({error}); pip install -e '.[bench]' -c constraints.txt") from error
+        raise PeerMissingError(
+            f"the package {package} cannot be imported ({error}); pip install -e '.[bench]' -c constraints.txt"
+        ) from error
 
 
 def _need_compiler(who: str) -> None:
@@ -67,7 +69,11 @@ def _keops_blocks(heads: int, tokens: int, causal: bool) -> list[tuple[Tensor, .
     """
     block = KEOPS_BLOCK if causal else tokens
     # (start of the head, start of the block, its end, end of the head)
-    cells = [(h * tokens, h * tokens + s, h * tokens + min(s + block, tokens), (h + 1) * tokens) for h in range(heads) for s in range(0, tokens, block)]
+    cells = [
+        (h * tokens, h * tokens + s, h * tokens + min(s + block, tokens), (h + 1) * tokens)
+        for h in range(heads)
+        for s in range(0, tokens, block)
+    ]
 
     def table(pairs: list[tuple[int, int]]) -> Tensor:
         return torch.tensor(pairs, dtype=torch.int32)
@@ -76,7 +82,10 @@ def _keops_blocks(heads: int, tokens: int, causal: bool) -> list[tuple[Tensor, .
     own = table([(start, stop) for _, start, stop, _ in cells])
     if not causal:
         return [(own, one_each, own, own, one_each, own)]
-    before, after = table([(first, start) for first, start, _, _ in cells]), table([(stop, last) for _, _, stop, last in cells])
+    before, after = (
+        table([(first, start) for first, start, _, _ in cells]),
+        table([(stop, last) for _, _, stop, last in cells]),
+    )
     return [(own, one_each, before, own, one_each, after), (own, one_each, own, own, one_each, own)]
 
 
@@ -90,7 +99,10 @@ def keops_yat() -> Peer:
     """
     _need_compiler("KeOps")
     digest = hashlib.sha256(KEOPS_FLAGS.encode()).hexdigest()[:8]
-    with common.environment(CXXFLAGS=KEOPS_FLAGS, KEOPS_CACHE_FOLDER=os.environ.get("KEOPS_CACHE_FOLDER", str(cache.cache_folder() / f"keops-{digest}"))):
+    with common.environment(
+        CXXFLAGS=KEOPS_FLAGS,
+        KEOPS_CACHE_FOLDER=os.environ.get("KEOPS_CACHE_FOLDER", str(cache.cache_folder() / f"keops-{digest}")),
+    ):
         pykeops = _imported("pykeops", "pykeops")
         lazy = _imported("pykeops.torch", "pykeops")
     pykeops.set_verbose(False)
@@ -162,13 +174,19 @@ def flex_yat() -> Peer:
         return torch.log(x * x / (2 + EPS - 2 * x) + tiny)
 
     def body(flex_attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        return flex_attention(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, score_mod=log_yat, block_mask=mask, scale=1.0)
+        return flex_attention(
+            F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, score_mod=log_yat, block_mask=mask, scale=1.0
+        )
 
     return _flex(body, "create_block_mask, score_mod = log K, F.normalize inside")
 
 
 # (peer, operator)
-PEERS: dict[tuple[str, str], Callable[[], Peer]] = {("keops", "yat"): keops_yat, ("flex", "softmax"): flex_softmax, ("flex", "yat"): flex_yat}
+PEERS: dict[tuple[str, str], Callable[[], Peer]] = {
+    ("keops", "yat"): keops_yat,
+    ("flex", "softmax"): flex_softmax,
+    ("flex", "yat"): flex_yat,
+}
 
 
 @functools.cache

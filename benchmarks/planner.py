@@ -87,7 +87,9 @@ def grid() -> list[Case]:
     for spec, name in chosen:
         batch, heads, kv_heads, queries, keys, dim, causal, gradients = SHAPES[name]
         # a decay has a meaning only with time
-        cases.append(Case(spec, name, batch, heads, kv_heads, queries, keys, dim, causal or spec == "retention", gradients))
+        cases.append(
+            Case(spec, name, batch, heads, kv_heads, queries, keys, dim, causal or spec == "retention", gradients)
+        )
     return sorted(cases, key=lambda case: case.queries * case.keys)
 
 
@@ -107,7 +109,11 @@ class Inputs:
         generator = torch.Generator().manual_seed(0)
 
         def draw(heads: int, tokens: int) -> Tensor:
-            return torch.randn(case.batch, heads, tokens, case.dim, generator=generator).to(device).requires_grad_(case.gradients)
+            return (
+                torch.randn(case.batch, heads, tokens, case.dim, generator=generator)
+                .to(device)
+                .requires_grad_(case.gradients)
+            )
 
         q, k, v = draw(case.heads, case.queries), draw(case.kv_heads, case.keys), draw(case.kv_heads, case.keys)
         made = SEARCHED[case.spec]() if case.spec in SEARCHED else mechanisms.resolve(case.spec)
@@ -120,7 +126,9 @@ class Inputs:
     def run(self, path: str) -> Tensor:
         y = self.attend(path)
         if self.case.gradients:
-            torch.autograd.grad((y * self.weight).sum(), [self.q, self.k, self.v, *self.operator.parameters()], allow_unused=True)
+            torch.autograd.grad(
+                (y * self.weight).sum(), [self.q, self.k, self.v, *self.operator.parameters()], allow_unused=True
+            )
         return y
 
     def plan(self) -> plan.Plan:
@@ -136,7 +144,9 @@ def check(device: torch.device, longest: int = 300) -> None:
         if case.batch * case.queries * case.keys > longest * longest:
             continue
         inputs = Inputs.of(case, device)
-        exact = Inputs(*(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.weight)), inputs.operator, case)
+        exact = Inputs(
+            *(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.weight)), inputs.operator, case
+        )
         with torch.no_grad():
             reference = exact.attend("dense")
             for path in candidates(inputs):
@@ -211,7 +221,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when the planner's choice is good on the required share of the grid, else 1."""
     made = common.parser(__doc__ or "", "planner")
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--budget", type=float, default=1.5, help="seconds for the timing of one call of the grid (default: %(default)s)")
+    made.add_argument(
+        "--budget",
+        type=float,
+        default=1.5,
+        help="seconds for the timing of one call of the grid (default: %(default)s)",
+    )
     made.add_argument("--only", default="", help="only cases whose description contains this text")
     options = made.parse_args(argv)
     device = common.prepare(options)
@@ -225,15 +240,35 @@ def main(argv: list[str] | None = None) -> int:
     for row in measured(cases, device, 0.1 if options.quick else options.budget):
         rows.append(row)
         times = ", ".join(f"{path} {common.milliseconds(q['median'])}" for path, q in row["seconds"].items())
-        print(f"{'ok ' if row['good'] else 'OFF'} {row['ratio']:5.2f}x  {row['case']}: chose {row['chosen']}; {times}", flush=True)
+        print(
+            f"{'ok ' if row['good'] else 'OFF'} {row['ratio']:5.2f}x  {row['case']}: chose {row['chosen']}; {times}",
+            flush=True,
+        )
     share = sum(row["good"] for row in rows) / max(len(rows), 1)
     ratios = common.Quantiles.of([row["ratio"] for row in rows] or [1.0])
     worst = max((row["ratio"] for row in rows), default=1.0)
-    summary = {"cases": len(rows), "within": WITHIN, "share": share, "required": REQUIRED, "median_ratio": ratios.median, "worst_ratio": worst}
-    print(f"the choice is within {WITHIN}x of the best path on {share:.1%} of {len(rows)} calls (required {REQUIRED:.0%}); worst {worst:.2f}x")
+    summary = {
+        "cases": len(rows),
+        "within": WITHIN,
+        "share": share,
+        "required": REQUIRED,
+        "median_ratio": ratios.median,
+        "worst_ratio": worst,
+    }
+    print(
+        f"the choice is within {WITHIN}x of the best path on {share:.1%} of {len(rows)} calls (required {REQUIRED:.0%}); worst {worst:.2f}x"
+    )
     constants = plan.calibration.constants_for(device)
     settings = {"budget_seconds": options.budget, "constants": constants.to_dict(), "constants_note": constants.note}
-    common.report("-" if options.quick or options.only else options.out, "planner", (__doc__ or "").partition("\n")[0], settings, rows, summary, start)
+    common.report(
+        "-" if options.quick or options.only else options.out,
+        "planner",
+        (__doc__ or "").partition("\n")[0],
+        settings,
+        rows,
+        summary,
+        start,
+    )
     return 0 if share >= REQUIRED or options.quick or options.only else 1
 
 

@@ -57,7 +57,17 @@ class Sizes:
     offsets: tuple[int, ...] = (1, 2, 3, 4)
 
 
-QUICK = Sizes(draws=2, pairs=(8, 32), distractors=(0, 64), cosines=(0.0, 0.9), distances=(1, 8), timed=(256,), steps=4, seeds=(0,), offsets=(1,))
+QUICK = Sizes(
+    draws=2,
+    pairs=(8, 32),
+    distractors=(0, 64),
+    cosines=(0.0, 0.9),
+    distances=(1, 8),
+    timed=(256,),
+    steps=4,
+    seeds=(0,),
+    offsets=(1,),
+)
 
 
 def ska(power: int, chunk: int | None = None) -> zonal.Operator:
@@ -73,7 +83,9 @@ def drawn(draws: int, count: int, rank: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def absorbed(operator: zonal.Operator, keys: Tensor, values: Tensor) -> zonal.Memory:
-    return zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype).absorb(keys, values)
+    return zonal.Memory.empty(operator, 1, keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype).absorb(
+        keys, values
+    )
 
 
 def named(read: Tensor, values: Tensor) -> Tensor:
@@ -87,11 +99,19 @@ def gate() -> float:
     errors = []
     for power in POWERS:
         exact = zonal.attention(keys.double(), keys.double(), values.double(), ska(power), causal=True, path="dense")
-        errors.append(common.gate(f"K={power}", zonal.attention(keys, keys, values, ska(power), causal=True), exact, 1e-3))
+        errors.append(
+            common.gate(f"K={power}", zonal.attention(keys, keys, values, ska(power), causal=True), exact, 1e-3)
+        )
         # what is read after all tokens equals what a query one token later gets
         last = torch.cat([keys, keys[:, :, :1]], 2).double()
-        after = zonal.attention(last, last, torch.cat([values, values[:, :, :1]], 2).double(), ska(power), causal=True, path="dense")
-        errors.append(common.gate(f"K={power}, memory", absorbed(ska(power), keys, values).read(keys[:, :, :1]), after[:, :, -1:], 1e-3))
+        after = zonal.attention(
+            last, last, torch.cat([values, values[:, :, :1]], 2).double(), ska(power), causal=True, path="dense"
+        )
+        errors.append(
+            common.gate(
+                f"K={power}, memory", absorbed(ska(power), keys, values).read(keys[:, :, :1]), after[:, :, -1:], 1e-3
+            )
+        )
     return max(errors)
 
 
@@ -100,19 +120,37 @@ def which(sizes: Sizes) -> Iterator[Row]:
     count, rank = 24, 64
     keys, values = drawn(sizes.draws, count, rank, 1)
     places = torch.arange(6, 18)
-    operators = {f"SKA K={power}": ska(power) for power in (*POWERS, 3)} | {name: make() for name, make in BASELINES.items()}
+    operators = {f"SKA K={power}": ska(power) for power in (*POWERS, 3)} | {
+        name: make() for name, make in BASELINES.items()
+    }
     for name, operator in operators.items():
         scale = SHARPNESS if name.startswith("softmax") else 1.0
         answers = named(absorbed(operator, keys, values).read(scale * keys[:, :, places]), values)
         for offset in OFFSETS:
-            yield {"part": "which", "operator": name, "offset": offset, "share": float((answers == places + offset).float().mean())}
+            yield {
+                "part": "which",
+                "operator": name,
+                "offset": offset,
+                "share": float((answers == places + offset).float().mean()),
+            }
 
 
 def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
     """Decoders of one layer without a convolution (of two for "K=1, then K=1"), trained to name the word ``offset`` after the one asked for."""
     models = {f"SKA K={power}": (f"ska(power={power})",) for power in (*POWERS, 3)}
-    models |= {"SKA K=1, then K=1": ("ska(power=1)",) * 2, "SKA K=0, then K=1": ("ska(power=0)", "ska(power=1)"), "softmax": ("softmax",)}
-    config = TrainConfig(steps=sizes.steps, batch_size=64, learning_rate=1e-2, eval_every=sizes.steps, eval_batch_size=250, tensorboard=False)
+    models |= {
+        "SKA K=1, then K=1": ("ska(power=1)",) * 2,
+        "SKA K=0, then K=1": ("ska(power=0)", "ska(power=1)"),
+        "softmax": ("softmax",),
+    }
+    config = TrainConfig(
+        steps=sizes.steps,
+        batch_size=64,
+        learning_rate=1e-2,
+        eval_every=sizes.steps,
+        eval_batch_size=250,
+        tensorboard=False,
+    )
     for name, layers in models.items():
         for offset in sizes.offsets:
             task = tasks.resolve(f"offset-{offset}", length=18, pairs=16, vocab_size=64)
@@ -121,7 +159,14 @@ def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
                 with tempfile.TemporaryDirectory() as folder:
                     result = train(model, task, dataclasses.replace(config, seed=seed), folder, threads=threads)
                 assert result.final is not None
-                yield {"part": "trained", "operator": name, "offset": offset, "seed": seed, "accuracy": result.final["accuracy"], "seconds": result.seconds}
+                yield {
+                    "part": "trained",
+                    "operator": name,
+                    "offset": offset,
+                    "seed": seed,
+                    "accuracy": result.final["accuracy"],
+                    "seconds": result.seconds,
+                }
 
 
 def capacity(sizes: Sizes) -> Iterator[Row]:
@@ -130,8 +175,12 @@ def capacity(sizes: Sizes) -> Iterator[Row]:
         for count in sizes.pairs:
             keys, values = drawn(sizes.draws, count, rank, 2)
             asked = torch.arange(count - max(POWERS))[-64:]
-            kinds: dict[str, tuple[zonal.Operator, int, float]] = {f"SKA K={power}": (ska(power), power, 1.0) for power in POWERS}
-            kinds |= {name: (make(), 0, SHARPNESS if name.startswith("softmax") else 1.0) for name, make in BASELINES.items()}
+            kinds: dict[str, tuple[zonal.Operator, int, float]] = {
+                f"SKA K={power}": (ska(power), power, 1.0) for power in POWERS
+            }
+            kinds |= {
+                name: (make(), 0, SHARPNESS if name.startswith("softmax") else 1.0) for name, make in BASELINES.items()
+            }
             for name, (operator, shift, scale) in kinds.items():
                 memory = absorbed(operator, keys, values)
                 answers = named(memory.read(scale * keys[:, :, asked]), values)
@@ -163,7 +212,9 @@ def distractors(sizes: Sizes) -> Iterator[Row]:
             draws = max(2, sizes.draws // (1 + count // 1024))
             keys, values = drawn(draws, pairs + count, rank, 3)
             keys[:, :, pairs:] *= length
-            for name, operator, scale in [(f"SKA K={power}", ska(power), 1.0) for power in POWERS[:2]] + [("softmax, a cache", mechanisms.softmax(), SHARPNESS)]:
+            for name, operator, scale in [(f"SKA K={power}", ska(power), 1.0) for power in POWERS[:2]] + [
+                ("softmax, a cache", mechanisms.softmax(), SHARPNESS)
+            ]:
                 memory = absorbed(operator, keys, values)
                 shift = 1 if name == "SKA K=1" else 0
                 asked = torch.arange(pairs - 1)
@@ -178,12 +229,21 @@ def exactness(sizes: Sizes) -> Iterator[Row]:
     """Recall of the key that stood so many tokens ago, in a sequence of 128, exact to the token and with the paper's chunks."""
     rank, tokens = 128, 128
     keys, values = drawn(sizes.draws, tokens, rank, 4)
-    for name, operator in {"exact to the token": ska(0), "chunks of 16": ska(0, 16), "chunks of 64": ska(0, 64)}.items():
+    for name, operator in {
+        "exact to the token": ska(0),
+        "chunks of 16": ska(0, 16),
+        "chunks of 64": ska(0, 64),
+    }.items():
         for distance in sizes.distances:
             read = zonal.attention(keys.roll(distance, 2), keys, values, operator, causal=True)[:, :, distance:]
             right = named(read, values) == torch.arange(tokens - distance)
             # where nothing is visible the answer is zero: no value is named
-            yield {"part": "exactness", "operator": name, "distance": distance, "recall": float((right & (read.abs().amax(-1) > 0)).float().mean())}
+            yield {
+                "part": "exactness",
+                "operator": name,
+                "distance": distance,
+                "recall": float((right & (read.abs().amax(-1) > 0)).float().mean()),
+            }
 
 
 def times(sizes: Sizes, device: torch.device, budget: float) -> Iterator[Row]:
@@ -197,36 +257,64 @@ def times(sizes: Sizes, device: torch.device, budget: float) -> Iterator[Row]:
             def work(operator: zonal.Operator, inputs: tuple[Tensor, ...] = (q, k, v)) -> Callable[[], object]:
                 return lambda: torch.autograd.grad(zonal.attention(*inputs, operator, causal=True).sum(), inputs)
 
-            paper = mechanisms.ska(power=power, eps=RIDGE, key_limit=None, running_max=True, chunk=64).requires_grad_(False)
-            kinds = {"exact to the token": ska(power), "chunks of 16": ska(power, 16), "chunks of 64": ska(power, 64), "paper's form, chunks of 64": paper, "softmax": mechanisms.softmax()}
-            found = common.interleaved({name: work(operator) for name, operator in kinds.items()}, device, budget=budget)
+            paper = mechanisms.ska(power=power, eps=RIDGE, key_limit=None, running_max=True, chunk=64).requires_grad_(
+                False
+            )
+            kinds = {
+                "exact to the token": ska(power),
+                "chunks of 16": ska(power, 16),
+                "chunks of 64": ska(power, 64),
+                "paper's form, chunks of 64": paper,
+                "softmax": mechanisms.softmax(),
+            }
+            found = common.interleaved(
+                {name: work(operator) for name, operator in kinds.items()}, device, budget=budget
+            )
             for name, seconds in found.items():
-                yield {"part": "times", "operator": name, "power": power, "tokens": tokens, "seconds": dataclasses.asdict(common.Quantiles.of(seconds))}
+                yield {
+                    "part": "times",
+                    "operator": name,
+                    "power": power,
+                    "tokens": tokens,
+                    "seconds": dataclasses.asdict(common.Quantiles.of(seconds)),
+                }
 
 
 def show(row: Row) -> str:
     """One line for who watches."""
     number = next(row[name] for name in ("share", "accuracy", "recall", "seconds") if name in row)
     number = number["median"] if isinstance(number, dict) else number
-    rest = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("part", "operator", "share", "accuracy", "recall", "seconds"))
+    rest = ", ".join(
+        f"{name} {value}"
+        for name, value in row.items()
+        if name not in ("part", "operator", "share", "accuracy", "recall", "seconds")
+    )
     return f"{row['part']:<12}{row['operator']:<40}{number:8.4f}  {rest}"
 
 
 def summarised(rows: list[Row]) -> dict[str, Any]:
     """The findings in numbers: the offset that each K returns, the pairs that each rank holds, bytes against a cache."""
     shares = [row for row in rows if row["part"] == "which"]
-    returned = {name: max((row for row in shares if row["operator"] == name), key=lambda row: row["share"])["offset"] for name in dict.fromkeys(row["operator"] for row in shares)}
+    returned = {
+        name: max((row for row in shares if row["operator"] == name), key=lambda row: row["share"])["offset"]
+        for name in dict.fromkeys(row["operator"] for row in shares)
+    }
     held: dict[str, int | None] = {}
     for operator, label in [(f"SKA K={power}", f"K={power}") for power in POWERS] + [(SUMS, "sums")]:
         for rank in RANKS:
-            own = [row for row in rows if row["part"] == "capacity" and row["operator"] == operator and row["rank"] == rank]
+            own = [
+                row for row in rows if row["part"] == "capacity" and row["operator"] == operator and row["rank"] == rank
+            ]
             held[f"{label}, r={rank}"] = max((row["pairs"] for row in own if row["recall"] >= 0.95), default=None)
     shared = {row["operator"]: row["recall"] for row in rows if row["part"] == "alike" and row["cosine"] == 0.5}
     groups: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         if row["part"] == "trained":
             groups.setdefault((row["operator"], row["offset"]), []).append(row["accuracy"])
-    learned = {f"{name}, offset {offset}": {"mean": (found := spread(values)).mean, "deviation": found.deviation} for (name, offset), values in groups.items()}
+    learned = {
+        f"{name}, offset {offset}": {"mean": (found := spread(values)).mean, "deviation": found.deviation}
+        for (name, offset), values in groups.items()
+    }
     return {"offset_returned": returned, "most_pairs_at_0.95": held, "alike_at_0.5": shared, "trained": learned}
 
 

@@ -8,11 +8,21 @@ from benchmarks import charts as page
 from benchmarks.charts import Row
 from zonal.report import formats, style
 
-_KNOWN = ("softmax, a cache", "SKA K=0", "SKA K=2", "SKA K=1", "SKA K=3", "linear attention", "sums of v k, as Mamba-2 without fading")
+_KNOWN = (
+    "softmax, a cache",
+    "SKA K=0",
+    "SKA K=2",
+    "SKA K=1",
+    "SKA K=3",
+    "linear attention",
+    "sums of v k, as Mamba-2 without fading",
+)
 _LOOKS = {name: style.LOOKS[place] for place, name in enumerate(_KNOWN)} | {"softmax": style.LOOKS[0]}
 
 
-def _curves(rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str]) -> list[dict[str, Any]]:
+def _curves(
+    rows: Iterable[Row], name: Callable[[Row], str], x: str, y: Callable[[Row], float], text: Callable[[float], str]
+) -> list[dict[str, Any]]:
     return page.series(rows, name, x, y, text, _LOOKS)
 
 
@@ -76,25 +86,60 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     )  # fmt: skip
     own = [row for row in of("capacity") if row["operator"] == "SKA K=1"]
     bytes_ = _curves(own, lambda row: f"SKA K=1, r={row['rank']}", "pairs", lambda row: row["bytes"], formats.bytes_)
-    bytes_ += _curves(own, lambda row: f"keys and values, r={row['rank']}", "pairs", lambda row: row["cache_bytes"], formats.bytes_)
-    found.append(page.chart("At what cost: bytes a head", "A memory of SKA is as large after one pair as after a million; a cache of keys and values grows. Values of 64 numbers, float32.", "pairs", "bytes", bytes_, share=False))
+    bytes_ += _curves(
+        own, lambda row: f"keys and values, r={row['rank']}", "pairs", lambda row: row["cache_bytes"], formats.bytes_
+    )
+    found.append(
+        page.chart(
+            "At what cost: bytes a head",
+            "A memory of SKA is as large after one pair as after a million; a cache of keys and values grows. Values of 64 numbers, float32.",
+            "pairs",
+            "bytes",
+            bytes_,
+            share=False,
+        )
+    )
     return found
 
 
 def findings(summary: Mapping[str, Any], rows: list[Row]) -> list[str]:
     """The headline, from the numbers."""
-    words = {name: "the key's own value" if offset == 0 else f"the value {offset} after it" for name, offset in summary["offset_returned"].items() if name.startswith("SKA")}
+    words = {
+        name: "the key's own value" if offset == 0 else f"the value {offset} after it"
+        for name, offset in summary["offset_returned"].items()
+        if name.startswith("SKA")
+    }
     returned = ", ".join(f"{name.removeprefix('SKA ')} returns {what}" for name, what in words.items())
-    held = ", ".join(f"{count} at r = {name.partition('r=')[2]}" for name, count in summary["most_pairs_at_0.95"].items() if name.startswith("K=0,") and count)
+    held = ", ".join(
+        f"{count} at r = {name.partition('r=')[2]}"
+        for name, count in summary["most_pairs_at_0.95"].items()
+        if name.startswith("K=0,") and count
+    )
     lines = [f"Asked with a key, {returned}.", f"Most pairs that are recalled at 0.95 or better with K = 0: {held}."]
-    sums = ", ".join(str(count) for name, count in summary["most_pairs_at_0.95"].items() if name.startswith("sums,") and count)
+    sums = ", ".join(
+        str(count) for name, count in summary["most_pairs_at_0.95"].items() if name.startswith("sums,") and count
+    )
     if sums:
-        sizes = [{row["rank"]: row["bytes"] for row in rows if row["part"] == "capacity" and row["operator"].startswith(start)} for start in ("SKA K=0", "sums")]
+        sizes = [
+            {
+                row["rank"]: row["bytes"]
+                for row in rows
+                if row["part"] == "capacity" and row["operator"].startswith(start)
+            }
+            for start in ("SKA K=0", "sums")
+        ]
         shares = sorted(sizes[1][rank] / sizes[0][rank] for rank in sizes[0])
-        lines.append(f"Plain sums of v k, in {shares[0]:.0%} to {shares[-1]:.0%} of its bytes, hold while keys are random: {sums}.")
+        lines.append(
+            f"Plain sums of v k, in {shares[0]:.0%} to {shares[-1]:.0%} of its bytes, hold while keys are random: {sums}."
+        )
     if summary["alike_at_0.5"]:
-        fit, plain = (formats.number(next(value for name, value in summary["alike_at_0.5"].items() if name.startswith(start))) for start in ("SKA", "sums"))
-        lines.append(f"What the fit is for are keys that are alike: of 32 pairs at a mean cosine of 0.5, K = 0 recalls {fit}, the sums {plain}.")
+        fit, plain = (
+            formats.number(next(value for name, value in summary["alike_at_0.5"].items() if name.startswith(start)))
+            for start in ("SKA", "sums")
+        )
+        lines.append(
+            f"What the fit is for are keys that are alike: of 32 pairs at a mean cosine of 0.5, K = 0 recalls {fit}, the sums {plain}."
+        )
     return lines
 
 
@@ -103,7 +148,9 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
     about = "Memories are not trained: random keys of length 1, an answer is the stored value nearest to what was read."
     rows = list(value["rows"])
     heading = "What SKA remembers, how much, for how long, at what cost"
-    page.write(path, page.html("What SKA remembers", heading, about, findings(value["summary"], rows), charts(rows), value))
+    page.write(
+        path, page.html("What SKA remembers", heading, about, findings(value["summary"], rows), charts(rows), value)
+    )
 
 
 __all__ = ["charts", "write"]

@@ -75,7 +75,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return max(0, most - before)
 
 
-def works(operator: zonal.Operator, q: Tensor, k: Tensor, v: Tensor, gradients: bool) -> dict[str, Callable[[], object]]:
+def works(
+    operator: zonal.Operator, q: Tensor, k: Tensor, v: Tensor, gradients: bool
+) -> dict[str, Callable[[], object]]:
     """What is timed: the subject and its peers, forward or with gradients of q, k, v and the link."""
     forward: dict[str, Callable[[], Tensor]] = {
         "tiled": lambda: zonal.attention(q, k, v, operator, causal=True, path="tiled"),
@@ -84,11 +86,14 @@ def works(operator: zonal.Operator, q: Tensor, k: Tensor, v: Tensor, gradients: 
         "dense": lambda: zonal.attention(q, k, v, operator, causal=True, path="dense"),
     }
     if not gradients:
+
         def bare(run: Callable[[], Tensor]) -> Callable[[], object]:
             def work() -> object:
                 with torch.no_grad():
                     return run()
+
             return work
+
         return {name: bare(run) for name, run in forward.items()}
 
     def both(name: str, run: Callable[[], Tensor]) -> Callable[[], object]:
@@ -113,7 +118,9 @@ def gate(device: torch.device) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 0 when it ran."""
     parser = common.parser(__doc__ or "", "recurrence")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out longer sequences (default: %(default)s)")
+    parser.add_argument(
+        "--longest", type=int, default=LENGTHS[-1], help="leave out longer sequences (default: %(default)s)"
+    )
     options: argparse.Namespace = parser.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
@@ -129,9 +136,16 @@ def main(argv: list[str] | None = None) -> int:
             if length <= _RECURRENCE_LIMIT[gradients]:
                 # a pair takes half a minute at the end: there, three are enough
                 pairs, budget = (7, 10.0) if length <= 1024 else (3, 40.0)
-                row["against_recurrence"] = common.compare(work["tiled"], work["recurrence"], device, pairs=pairs, budget=budget).to_dict()
-                row["against_dense"] = common.compare(work["tiled"], work["dense"], device, pairs=pairs, budget=budget).to_dict()
-                row["recurrence_peak_bytes"], row["dense_peak_bytes"] = peak_bytes(work["recurrence"]), peak_bytes(work["dense"])
+                row["against_recurrence"] = common.compare(
+                    work["tiled"], work["recurrence"], device, pairs=pairs, budget=budget
+                ).to_dict()
+                row["against_dense"] = common.compare(
+                    work["tiled"], work["dense"], device, pairs=pairs, budget=budget
+                ).to_dict()
+                row["recurrence_peak_bytes"], row["dense_peak_bytes"] = (
+                    peak_bytes(work["recurrence"]),
+                    peak_bytes(work["dense"]),
+                )
             row["tiled_peak_bytes"], row["sdpa_peak_bytes"] = peak_bytes(work["tiled"]), peak_bytes(work["sdpa"])
             rows.append(row)
             print(line(row), flush=True)
@@ -144,12 +158,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def line(row: dict[str, object]) -> str:
     """One row for people."""
+
     def ratio(key: str) -> str:
         found = row.get(key)
-        return "-" if not isinstance(found, dict) else f"{found['ratio']['median']:.3f} [{found['ratio']['low']:.3f}-{found['ratio']['high']:.3f}]"
+        return (
+            "-"
+            if not isinstance(found, dict)
+            else f"{found['ratio']['median']:.3f} [{found['ratio']['low']:.3f}-{found['ratio']['high']:.3f}]"
+        )
 
     kind = "forward+backward" if row["gradients"] else "forward"
-    peaks = ", ".join(f"{name} {int(str(row[name + '_peak_bytes'])) / 1e6:.0f} MB" for name in ("tiled", "sdpa", "recurrence", "dense") if name + "_peak_bytes" in row)
+    peaks = ", ".join(
+        f"{name} {int(str(row[name + '_peak_bytes'])) / 1e6:.0f} MB"
+        for name in ("tiled", "sdpa", "recurrence", "dense")
+        if name + "_peak_bytes" in row
+    )
     return f"T={row['T']} {kind}: {ratio('against_sdpa')} of SDPA, {ratio('against_recurrence')} of the recurrence, {ratio('against_dense')} of dense; peak {peaks}"
 
 

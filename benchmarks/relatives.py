@@ -45,6 +45,7 @@ def gate(name: str, layer: TokenMixer, width: int) -> float:
 
 def work(layer: TokenMixer, x: Tensor, gradients: bool) -> Callable[[], object]:
     """Forward alone, or with the gradients of all weights."""
+
     def run() -> object:
         if gradients:
             y = layer(x)
@@ -52,6 +53,7 @@ def work(layer: TokenMixer, x: Tensor, gradients: bool) -> Callable[[], object]:
             return y.sum().backward()
         with torch.no_grad():
             return layer(x)
+
     return run
 
 
@@ -65,22 +67,30 @@ def decoding(layer: TokenMixer, width: int) -> Callable[[], object]:
             for piece in pieces:
                 _, memory = layer(piece, memory=memory)
         return memory
+
     return run
 
 
-def measured(name: str, layer: TokenMixer, peer: Mamba2, width: int, device: torch.device, pairs: int) -> dict[str, object]:
+def measured(
+    name: str, layer: TokenMixer, peer: Mamba2, width: int, device: torch.device, pairs: int
+) -> dict[str, object]:
     """One row, checked first."""
     row: dict[str, object] = {"width": width, "layer": name, "error": gate(name, layer, width)}
     x = torch.randn(BATCH, LENGTH, width)
     for kind, gradients in (("forward", False), ("training", True)):
-        row[kind] = common.compare(work(layer, x, gradients), work(peer, x, gradients), device, pairs=pairs, budget=4).to_dict()
-    row["decoding"] = common.compare(decoding(layer, width), decoding(peer, width), device, pairs=pairs, budget=3).to_dict()
+        row[kind] = common.compare(
+            work(layer, x, gradients), work(peer, x, gradients), device, pairs=pairs, budget=4
+        ).to_dict()
+    row["decoding"] = common.compare(
+        decoding(layer, width), decoding(peer, width), device, pairs=pairs, budget=3
+    ).to_dict()
     row["memory_bytes"], row["parameters"] = layer.memory_bytes(LENGTH), sum(p.numel() for p in layer.parameters())
     return row
 
 
 def line(row: dict[str, object]) -> str:
     """One row for people."""
+
     def part(kind: str) -> str:
         found = row[kind]
         assert isinstance(found, dict)
@@ -99,8 +109,19 @@ def main(argv: list[str] | None = None) -> int:
     for name, layer in layers(width).items():
         rows.append(measured(name, layer, peer, width, device, 2 if options.quick else 7))
         print(line(rows[-1]), flush=True)
-    summary = {"mamba2_parameters": sum(p.numel() for p in peer.parameters()), "mamba2_memory_bytes": peer.memory_bytes(LENGTH)}
-    common.report(options.out, "relatives", __doc__ or "", {"B": BATCH, "T": LENGTH, "state": 64, "head_dim": 64, "dtype": "float32"}, rows, summary, start)
+    summary = {
+        "mamba2_parameters": sum(p.numel() for p in peer.parameters()),
+        "mamba2_memory_bytes": peer.memory_bytes(LENGTH),
+    }
+    common.report(
+        options.out,
+        "relatives",
+        __doc__ or "",
+        {"B": BATCH, "T": LENGTH, "state": 64, "head_dim": 64, "dtype": "float32"},
+        rows,
+        summary,
+        start,
+    )
     return 0
 
 

@@ -61,14 +61,21 @@ def maps(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, eps: float = 1e-4) ->
     (q1, q2, q3), (k1, k2, k3) = q.split(PARTS, -1), k.split(PARTS, -1)
     plane = (torch.cdist(q1, k1).square() + eps**2).sqrt() - eps
     cosine = F.normalize(q2, dim=-1) @ F.normalize(k2, dim=-1).mT
-    sphere = 2 * torch.atan2((2 - 2 * cosine).clamp_min(0).add(eps**2).sqrt(), (2 + 2 * cosine).clamp_min(0).add(eps**2).sqrt())
+    sphere = 2 * torch.atan2(
+        (2 - 2 * cosine).clamp_min(0).add(eps**2).sqrt(), (2 + 2 * cosine).clamp_min(0).add(eps**2).sqrt()
+    )
     a, b = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) * PART**-0.5 for x in (q3, k3))
     apart = (2 - 2 * F.normalize(q3, dim=-1) @ F.normalize(k3, dim=-1).mT).clamp_min(0)
     delta = ((a - b.mT) / 2).sinh().square() + a.sinh() * b.sinh().mT * apart / 4
     hyperbolic = 2 * (delta + eps**2 / 4).sqrt().asinh()
     w = weights[:, :, None, None]
     score = -(w[:, 0] * plane + w[:, 1] * sphere + w[:, 2] * hyperbolic)
-    return score.masked_fill(torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf")).softmax(-1) @ v
+    return (
+        score.masked_fill(
+            torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf")
+        ).softmax(-1)
+        @ v
+    )
 
 
 @dataclass
@@ -84,7 +91,10 @@ class Work:
     @staticmethod
     def of(case: Case, device: torch.device) -> "Work":
         generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, HEADS, case.tokens, 3 * PART, generator=generator).to(device).requires_grad_(case.gradients) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, HEADS, case.tokens, 3 * PART, generator=generator).to(device).requires_grad_(case.gradients)
+            for _ in range(3)
+        )
         return Work(case, q, k, v, OPERATORS[case.operator]().to(device).requires_grad_(case.gradients))
 
     @property
@@ -105,7 +115,9 @@ class Work:
         if not self.case.gradients:
             with torch.no_grad():
                 return run()
-        return torch.autograd.grad(run().sum(), [self.q, self.k, self.v, *(self.operator.parameters() if learned else ())])
+        return torch.autograd.grad(
+            run().sum(), [self.q, self.k, self.v, *(self.operator.parameters() if learned else ())]
+        )
 
     def subject(self) -> object:
         return self.done(self.attend, True)
@@ -129,15 +141,27 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
         for who, run, tolerance in runs:
             name, y = f"{short}{who and ', '}{who}", run()
             errors[name] = common.gate(name, y.detach(), reference.detach(), tolerance)
-            for i, (a, b) in enumerate(zip(torch.autograd.grad(y.sum(), [work.q, work.k, work.v, *work.operator.parameters()]), truth, strict=True)):
-                common.gate(f"{name}, a gradient", a, b, tolerance if i < 3 else 5 * tolerance)  # those of what is learned are long sums that cancel
+            for i, (a, b) in enumerate(
+                zip(
+                    torch.autograd.grad(y.sum(), [work.q, work.k, work.v, *work.operator.parameters()]),
+                    truth,
+                    strict=True,
+                )
+            ):
+                common.gate(
+                    f"{name}, a gradient", a, b, tolerance if i < 3 else 5 * tolerance
+                )  # those of what is learned are long sums that cancel
     return errors
 
 
 def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     """The row of a case."""
     work = Work.of(case, device)
-    row: dict[str, Any] = {"row": str(case), **asdict(case), "compared": common.compare(work.subject, work.peer, device, pairs=7, budget=budget).to_dict()}
+    row: dict[str, Any] = {
+        "row": str(case),
+        **asdict(case),
+        "compared": common.compare(work.subject, work.peer, device, pairs=7, budget=budget).to_dict(),
+    }
     row["peak_bytes"], row["peer_peak_bytes"] = peak_bytes(work.subject), peak_bytes(work.peer)
     return row
 
@@ -155,8 +179,13 @@ def missed(row: dict[str, Any], case: Case) -> list[str]:
 def line(row: dict[str, Any], case: Case) -> str:
     """A row for people."""
     compared, wrong = row["compared"], missed(row, case)
-    ratio, times = compared["ratio"], " against ".join(common.milliseconds(compared[who]["median"]) for who in ("subject", "peer"))
-    bounds = [f"time at most {case.bound}" for _ in [0] if case.bound] + [f"memory at most {case.memory}" for _ in [0] if case.memory]
+    ratio, times = (
+        compared["ratio"],
+        " against ".join(common.milliseconds(compared[who]["median"]) for who in ("subject", "peer")),
+    )
+    bounds = [f"time at most {case.bound}" for _ in [0] if case.bound] + [
+        f"memory at most {case.memory}" for _ in [0] if case.memory
+    ]
     goal = f"; {', '.join(bounds)}: {'MISSED' if wrong else 'holds'}" if bounds else ""
     memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['peer_peak_bytes'] / 1e6:.0f}"
     return f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}]  {case} ({times}, {memory}){goal}"
@@ -172,10 +201,16 @@ def before(out: str) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
 
 def summary(rows: dict[str, dict[str, Any]], errors: dict[str, float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows in the order of the table, and what holds of them."""
-    kept = sorted(rows.values(), key=lambda row: [str(case) for case in table()].index(row["row"]) if row["tokens"] >= 1024 else 0)
+    kept = sorted(
+        rows.values(), key=lambda row: [str(case) for case in table()].index(row["row"]) if row["tokens"] >= 1024 else 0
+    )
     cases = [Case(**{name: row[name] for name in Case.__dataclass_fields__}) for row in kept]
     bounds = sum((case.bound is not None) + (case.memory is not None) for case in cases)
-    return kept, {"errors": errors, "bounds": bounds, "missed": [name for row, case in zip(kept, cases, strict=True) for name in missed(row, case)]}
+    return kept, {
+        "errors": errors,
+        "bounds": bounds,
+        "missed": [name for row, case in zip(kept, cases, strict=True) for name in missed(row, case)],
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,7 +219,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--budget", type=float, default=6.0, help="seconds for a row (default: %(default)s)")
     parser.add_argument("--only", default="", help="only rows whose description contains this text")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are in the JSON already, and write it after each new one")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows that are in the JSON already, and write it after each new one",
+    )
     options = parser.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
@@ -197,10 +236,15 @@ def main(argv: list[str] | None = None) -> int:
     print("checking outputs and gradients against the float64 definition …", flush=True)
     errors |= gate(device, cases)
     for case in cases:
-        rows[str(case)] = row = {**measured(case, device, 0.1 if options.quick else options.budget), "load_per_core": common.circumstances(device)["load_per_core"]}
+        rows[str(case)] = row = {
+            **measured(case, device, 0.1 if options.quick else options.budget),
+            "load_per_core": common.circumstances(device)["load_per_core"],
+        }
         print(line(row, case), flush=True)
         if writes:
-            common.report(options.out, "rewa", __doc__ or "", {"budget_seconds": options.budget}, *summary(rows, errors), start)
+            common.report(
+                options.out, "rewa", __doc__ or "", {"budget_seconds": options.budget}, *summary(rows, errors), start
+            )
     found = summary(rows, errors)[1]
     print(f"{found['bounds'] - len(found['missed'])} of {found['bounds']} bounds hold")
     return 1 if found["missed"] and not options.quick else 0

@@ -62,7 +62,9 @@ def gated(device: torch.device) -> float:
     for name in EXACT:
         whole = searched(name, LSH(window=600), 48)
         exact = zonal.attention(q.double(), k.double(), v.double(), whole, causal=True, path="dense")
-        worst = max(worst, common.gate(name, zonal.attention(q, k, v, whole, causal=True, path="sparse").double(), exact, 2e-4))
+        worst = max(
+            worst, common.gate(name, zonal.attention(q, k, v, whole, causal=True, path="sparse").double(), exact, 2e-4)
+        )
     return worst
 
 
@@ -78,10 +80,22 @@ def without_kernel(inputs: list[Tensor], operator: Operator) -> Tensor:
 
 def timed(works: dict[str, common.Work], device: torch.device, rounds: int) -> dict[str, common.Quantiles]:
     with torch.no_grad():
-        return {name: common.Quantiles.of(seconds) for name, seconds in common.interleaved(works, device, rounds=rounds, budget=14.0).items()}
+        return {
+            name: common.Quantiles.of(seconds)
+            for name, seconds in common.interleaved(works, device, rounds=rounds, budget=14.0).items()
+        }
 
 
-def row(part: str, name: str, kind: str, inputs: list[Tensor], search: LSH, top: int, found: Coverage, times: dict[str, common.Quantiles]) -> dict[str, Any]:
+def row(
+    part: str,
+    name: str,
+    kind: str,
+    inputs: list[Tensor],
+    search: LSH,
+    top: int,
+    found: Coverage,
+    times: dict[str, common.Quantiles],
+) -> dict[str, Any]:
     """What every row says. times: ``sparse``, and what it is compared with."""
     _, heads, tokens, dim = inputs[0].shape
     return {
@@ -112,9 +126,18 @@ def tables(name: str, tokens: int, heads: int, device: torch.device, rounds: int
     """A row for each number of tables and of keys kept, on the wider clusters."""
     kind = "clusters, noise 0.4"
     inputs = [x.to(device) for x in draw(tokens, heads, NOISE[kind])]
-    varied = {(count, top): replace(SEARCHES[name][kind], tables=count) for count in VARIED_TABLES for top in VARIED_TOP}
+    varied = {
+        (count, top): replace(SEARCHES[name][kind], tables=count) for count in VARIED_TABLES for top in VARIED_TOP
+    }
     operators = {key: searched(name, search, key[1]) for key, search in varied.items()}
-    times = timed({"tiled": functools.partial(attend, inputs, EXACT[name], "tiled"), **{str(key): functools.partial(attend, inputs, operator, "sparse") for key, operator in operators.items()}}, device, rounds)
+    times = timed(
+        {
+            "tiled": functools.partial(attend, inputs, EXACT[name], "tiled"),
+            **{str(key): functools.partial(attend, inputs, operator, "sparse") for key, operator in operators.items()},
+        },
+        device,
+        rounds,
+    )
     return [
         row("tables", name, kind, inputs, search, key[1], measured(operators[key], *inputs[:2], causal=True, rows=ROWS), {"sparse": times[str(key)], "tiled": times["tiled"]})
         for key, search in varied.items()
@@ -126,7 +149,14 @@ def torch_alone(tokens: int, device: torch.device) -> dict[str, Any]:
     name, kind = "softmax", "clusters, noise 0.4"
     inputs, search = [x.to(device) for x in draw(tokens, 1, NOISE[kind])], SEARCHES[name][kind]
     operator = searched(name, search)
-    times = timed({"sparse": functools.partial(attend, inputs, operator, "sparse"), "torch": functools.partial(without_kernel, inputs, operator)}, device, 1)
+    times = timed(
+        {
+            "sparse": functools.partial(attend, inputs, operator, "sparse"),
+            "torch": functools.partial(without_kernel, inputs, operator),
+        },
+        device,
+        1,
+    )
     return row("torch", name, kind, inputs, search, TOP, measured(operator, *inputs[:2], causal=True, rows=ROWS), times)
 
 
@@ -134,24 +164,50 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Returns 0 when softmax and REWA keep 0.95 of the mass at five times the speed of exact tiles on both clustered inputs, else 1."""
     parser = common.parser((__doc__ or "").partition("\n")[0], "sparse")
     parser.add_argument("--heads", type=int, default=4, help="heads of each call (default: %(default)s)")
-    parser.add_argument("--tokens", default="32768,8192", help="lengths, by commas; tables are varied at half of the first (default: %(default)s)")
+    parser.add_argument(
+        "--tokens",
+        default="32768,8192",
+        help="lengths, by commas; tables are varied at half of the first (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     device = common.prepare(options)
     start = common.circumstances(device)
     error = gated(device)
-    lengths, heads, rounds = ([512], 2, 1) if options.quick else ([int(n) for n in options.tokens.split(",")], options.heads, 3)
+    lengths, heads, rounds = (
+        ([512], 2, 1) if options.quick else ([int(n) for n in options.tokens.split(",")], options.heads, 3)
+    )
     rows: list[dict[str, Any]] = []
     for name in EXACT:
         for tokens in lengths:
             found = speed(name, tokens, heads, device, rounds)
             rows += found
-            print(common.table([shown(each) for each in found], ["operator", "inputs", "tokens", "than tiled", "than SDPA", "mass", "of top 256", "recall", "met"]), flush=True)
+            print(
+                common.table(
+                    [shown(each) for each in found],
+                    ["operator", "inputs", "tokens", "than tiled", "than SDPA", "mass", "of top 256", "recall", "met"],
+                ),
+                flush=True,
+            )
     for name in EXACT:
         rows += tables(name, lengths[0] // 2, max(heads // 2, 1), device, rounds)
-        print(common.table([varied(each) for each in rows if each["part"] == "tables" and each["operator"] == name], ["operator", "tables", "top", "than tiled", "mass", "of the exact", "recall"]), flush=True)
+        print(
+            common.table(
+                [varied(each) for each in rows if each["part"] == "tables" and each["operator"] == name],
+                ["operator", "tables", "top", "than tiled", "mass", "of the exact", "recall"],
+            ),
+            flush=True,
+        )
     rows.append(torch_alone(min(lengths) // 2, device))
     print(f"without the kernel, {rows[-1]['tokens']} tokens: {1 / rows[-1]['sparse_to_torch']:.0f} times as long")
-    settings = {"heads": heads, "dim": DIM, "centres": CENTRES, "causal": True, "dtype": "float32", "threads": torch.get_num_threads(), "rows_looked_at": ROWS}
+    settings = {
+        "heads": heads,
+        "dim": DIM,
+        "centres": CENTRES,
+        "causal": True,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "rows_looked_at": ROWS,
+    }
     made = {**summary(rows), "gate_error": error}
     out = "-" if options.quick else options.out
     common.report(out, "sparse", (__doc__ or "").strip(), settings, rows, made, start)
@@ -164,17 +220,36 @@ def main(argv: list[str] | None = None) -> int:
 
 def shown(row: dict[str, Any]) -> list[str]:
     ratios = (f"{1 / row['sparse_to_tiled']:.2f}x", f"{1 / row['sparse_to_sdpa']:.2f}x")
-    return [row["operator"], row["inputs"], str(row["tokens"]), *ratios, f"{row['mass']:.3f}", f"{row['exact_mass']:.3f}", f"{row['recall']:.2f}", f"{row['met']:.0f} of {row['seen']:.0f}"]
+    return [
+        row["operator"],
+        row["inputs"],
+        str(row["tokens"]),
+        *ratios,
+        f"{row['mass']:.3f}",
+        f"{row['exact_mass']:.3f}",
+        f"{row['recall']:.2f}",
+        f"{row['met']:.0f} of {row['seen']:.0f}",
+    ]
 
 
 def varied(row: dict[str, Any]) -> list[str]:
-    return [row["operator"], str(row["search"]["tables"]), str(row["top"]), f"{1 / row['sparse_to_tiled']:.2f}x", f"{row['mass']:.3f}", f"{row['exact_mass']:.3f}", f"{row['recall']:.2f}"]
+    return [
+        row["operator"],
+        str(row["search"]["tables"]),
+        str(row["top"]),
+        f"{1 / row['sparse_to_tiled']:.2f}x",
+        f"{row['mass']:.3f}",
+        f"{row['exact_mass']:.3f}",
+        f"{row['recall']:.2f}",
+    ]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How many times as fast as exact tiles, and the mass that is kept, at the greatest length by operator and input; and whether all clustered ones hold both bounds."""
     own = [row for row in rows if row["part"] == "speed"]
-    longest = {f"{row['operator']}, {row['inputs']}": row for row in own if row["tokens"] == max(row["tokens"] for row in own)}
+    longest = {
+        f"{row['operator']}, {row['inputs']}": row for row in own if row["tokens"] == max(row["tokens"] for row in own)
+    }
     return {
         "faster_than_tiled": {name: 1 / row["sparse_to_tiled"] for name, row in longest.items()}, "mass": {name: row["mass"] for name, row in longest.items()},
         "held": all(row["sparse_to_tiled"] <= 0.2 and row["mass"] >= 0.95 for row in longest.values() if NOISE[row["inputs"]] is not None),

@@ -16,7 +16,11 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     """What the page draws, in its order."""
     found = []
     for operator in dict.fromkeys(row["operator"] for row in rows):
-        own = [{**row, "tables": row["search"]["tables"]} for row in rows if row["part"] == "tables" and row["operator"] == operator]
+        own = [
+            {**row, "tables": row["search"]["tables"]}
+            for row in rows
+            if row["part"] == "tables" and row["operator"] == operator
+        ]
         for title, about, y, number, share in (
             ("attention mass", "The part of a row's attention that the keys kept have, looked at against all keys.", "share of the mass", lambda row: row["mass"], True),
             ("recall", "The part of the exact largest K keys that are among those kept.", "share of keys", lambda row: row["recall"], True),
@@ -29,7 +33,10 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
 
 def findings(summary: Mapping[str, Any]) -> list[str]:
     """The headline, from the numbers."""
-    return [f"{name}: {faster:.1f} times as fast as exact tiles with {summary['mass'][name]:.2f} of the attention mass." for name, faster in summary["faster_than_tiled"].items()]
+    return [
+        f"{name}: {faster:.1f} times as fast as exact tiles with {summary['mass'][name]:.2f} of the attention mass."
+        for name, faster in summary["faster_than_tiled"].items()
+    ]
 
 
 def html(value: Mapping[str, Any]) -> str:
@@ -37,7 +44,14 @@ def html(value: Mapping[str, Any]) -> str:
     rows = list(value["rows"])
     one = next(row for row in rows if row["part"] == "tables")
     about = f"Hash tables and keys kept, varied on {one['inputs']}: {one['tokens']} tokens, {one['heads']} heads."
-    return drawing.html("The sparse path", "What hash tables find, and what they cost", about, findings(value["summary"]), charts(rows), value)
+    return drawing.html(
+        "The sparse path",
+        "What hash tables find, and what they cost",
+        about,
+        findings(value["summary"]),
+        charts(rows),
+        value,
+    )
 
 
 def write(path: Path, value: Mapping[str, Any]) -> None:

@@ -48,9 +48,19 @@ class Case:
 
     def __str__(self) -> str:
         plain = Case()
-        parts = [self.operator, f"T={self.tokens}", "forward+backward" if self.gradients else "forward", self.dtype, "kernel" if self.kernel else "torch"]
-        parts += [f"H={self.heads}" for _ in [0] if self.heads != plain.heads] + [f"kv={self.kv_heads}" for _ in [0] if self.kv_heads != self.heads]
-        parts += [f"d={self.dim}" for _ in [0] if self.dim != plain.dim] + ["bidirectional" for _ in [0] if not self.causal]
+        parts = [
+            self.operator,
+            f"T={self.tokens}",
+            "forward+backward" if self.gradients else "forward",
+            self.dtype,
+            "kernel" if self.kernel else "torch",
+        ]
+        parts += [f"H={self.heads}" for _ in [0] if self.heads != plain.heads] + [
+            f"kv={self.kv_heads}" for _ in [0] if self.kv_heads != self.heads
+        ]
+        parts += [f"d={self.dim}" for _ in [0] if self.dim != plain.dim] + [
+            "bidirectional" for _ in [0] if not self.causal
+        ]
         parts += [f"{self.documents} documents" for _ in [0] if self.documents > 1]
         return ", ".join(parts + [f"against {self.peer}" for _ in [0] if self.peer != plain.peer])
 
@@ -75,7 +85,10 @@ def table() -> list[Case]:
             Case("sko", tokens, gradients=True, dtype="bfloat16", bound=bounds[4], moonshot=far[4]),
             Case("softmax", tokens, bound=bounds[5], moonshot=far[5]),
         ]  # fmt: skip
-    cases += [Case("sko", 4096, kernel=False, bound=1.4, moonshot=1.15), Case("sko", 4096, gradients=True, kernel=False, bound=1.5, moonshot=1.25)]
+    cases += [
+        Case("sko", 4096, kernel=False, bound=1.4, moonshot=1.15),
+        Case("sko", 4096, gradients=True, kernel=False, bound=1.5, moonshot=1.25),
+    ]
     shapes = [
         Case(tokens=127), Case(tokens=1000), Case(tokens=4099), Case(dim=48), Case(dim=80), Case(dim=128), Case(heads=1, kv_heads=1),
         Case(causal=False), Case(kv_heads=2), Case(tokens=4096, documents=20),
@@ -111,7 +124,9 @@ class Work:
 
     def attend(self) -> Tensor:
         with common.environment(**{availability.VARIABLE: "on" if self.case.kernel else "off"}):
-            return zonal.attention(self.q, self.k, self.v, self.operator, causal=self.case.causal, cu_seqlens=self.edges, path="tiled")
+            return zonal.attention(
+                self.q, self.k, self.v, self.operator, causal=self.case.causal, cu_seqlens=self.edges, path="tiled"
+            )
 
     def attend_by_peer(self) -> Tensor:
         if self.case.peer != "sdpa":
@@ -119,7 +134,11 @@ class Work:
         parts, edges = [], self.case.edges
         for start, stop in itertools.pairwise(edges):
             q, k, v = (x[:, :, start:stop] for x in (self.q, self.k, self.v))
-            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=self.case.causal, enable_gqa=self.case.kv_heads != self.case.heads))
+            parts.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, is_causal=self.case.causal, enable_gqa=self.case.kv_heads != self.case.heads
+                )
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def done(self, run: Callable[[], Tensor], learned: bool) -> object:
@@ -145,14 +164,18 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
             continue
         work = Work.of(short, device)
         exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
-        reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=case.causal, cu_seqlens=work.edges, path="dense")
+        reference = zonal.attention(
+            exact[0], exact[1], exact[2], work.operator, causal=case.causal, cu_seqlens=work.edges, path="dense"
+        )
         tolerance = 2e-5 if case.dtype == "float32" else 2e-2
         got = work.attend()
         errors[name] = common.gate(name, got.detach(), reference.detach(), tolerance)
         with torch.no_grad():
             common.gate(f"{name}, inference", work.attend(), reference.detach(), tolerance)
         for a, b in zip(
-            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]), torch.autograd.grad(reference.sum(), exact), strict=True
+            torch.autograd.grad(got.sum(), [work.q, work.k, work.v]),
+            torch.autograd.grad(reference.sum(), exact),
+            strict=True,
         ):
             common.gate(f"{name}, a gradient", a, b, tolerance)
         if case.peer != "sdpa":
@@ -207,7 +230,9 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
                 row["refused"] = str(error)
                 return row
             # at full length, where the gate did not look; it also compiles what is timed
-            row["peer_difference"] = common.gate(f"{case}, peer and subject", theirs.detach(), work.attend().detach().double(), 1e-4)
+            row["peer_difference"] = common.gate(
+                f"{case}, peer and subject", theirs.detach(), work.attend().detach().double(), 1e-4
+            )
             del theirs
             if case.gradients:
                 budget *= 2  # one call of a peer takes up to 4 s
@@ -221,7 +246,10 @@ def line(row: dict[str, Any], case: Case) -> str:
     if "refused" in row:
         return f"no number  {case}: {row['refused']}"
     found = row[f"against_{case.peer}"]
-    ratio, times = found["ratio"], " against ".join(common.milliseconds(found[who]["median"]) for who in ("subject", "peer"))
+    ratio, times = (
+        found["ratio"],
+        " against ".join(common.milliseconds(found[who]["median"]) for who in ("subject", "peer")),
+    )
     goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held(row, case) else 'MISSED'}"
     memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row[f'{case.peer}_peak_bytes'] / 1e6:.0f}"
     name = "SDPA" if case.peer == "sdpa" else case.peer
@@ -256,7 +284,15 @@ def main(argv: list[str] | None = None) -> int:
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}
     print(f"{summary['bounds'] - len(missed)} of {summary['bounds']} bounds hold")
     partial = options.quick or options.only
-    common.report("-" if partial else options.out, "tiled", __doc__ or "", {"budget_seconds": options.budget}, rows, summary, start)
+    common.report(
+        "-" if partial else options.out,
+        "tiled",
+        __doc__ or "",
+        {"budget_seconds": options.budget},
+        rows,
+        summary,
+        start,
+    )
     return 1 if missed and not partial else 0
 
 

@@ -53,10 +53,22 @@ def gated() -> float:
 
     tokens, worst = 96, 0.0
     q, k, _ = (x.double() for x in draw(tokens, 2.0))
-    cost, uniform, one = -(q @ k.mT)[0, 0] / math.sqrt(DIM), torch.full((tokens,), 1 / tokens, dtype=torch.float64), torch.eye(tokens, dtype=torch.float64)[None, None]
+    cost, uniform, one = (
+        -(q @ k.mT)[0, 0] / math.sqrt(DIM),
+        torch.full((tokens,), 1 / tokens, dtype=torch.float64),
+        torch.eye(tokens, dtype=torch.float64)[None, None],
+    )
     peers: dict[str, tuple[Any, Callable[[], Any]]] = {
-        "balanced": (None, lambda: ot.bregman.sinkhorn_log(uniform, uniform, cost, 1.0, stopThr=1e-14, numItermax=10_000)),
-        "unbalanced": ((1.0, 0.5), lambda: ot.unbalanced.sinkhorn_unbalanced(uniform, uniform, cost, 1.0, (1.0, 0.5), stopThr=1e-14, numItermax=10_000)),
+        "balanced": (
+            None,
+            lambda: ot.bregman.sinkhorn_log(uniform, uniform, cost, 1.0, stopThr=1e-14, numItermax=10_000),
+        ),
+        "unbalanced": (
+            (1.0, 0.5),
+            lambda: ot.unbalanced.sinkhorn_unbalanced(
+                uniform, uniform, cost, 1.0, (1.0, 0.5), stopThr=1e-14, numItermax=10_000
+            ),
+        ),
     }
     for name, (rho, peer) in peers.items():
         plan = zonal.attention(q, k, one, m.sinkhorn(rho=rho, tolerance=1e-13), path="tiled")[0, 0] / tokens
@@ -91,7 +103,10 @@ def measure(tokens: int, width: float, turns: int = 2) -> dict[str, Any]:
         for name, work in works.items():
             before, clock = time.process_time(), time.perf_counter()
             work()
-            seconds[name], elapsed[name] = min(seconds[name], time.process_time() - before), min(elapsed[name], time.perf_counter() - clock)
+            seconds[name], elapsed[name] = (
+                min(seconds[name], time.process_time() - before),
+                min(elapsed[name], time.perf_counter() - clock),
+            )
     fair = [name for name in peers if left[name] <= 2 * max(TOLERANCE, left["zonal"])]
     best = min(fair, key=lambda name: seconds[name])
     return {
@@ -132,7 +147,12 @@ print(peak_bytes(functools.partial(transported, tokens, backward)))
 
 def peak(tokens: int, what: str) -> int:
     """Bytes that a process grew by at most, in a process of its own (one that has run POT's arrays has their room left)."""
-    made = subprocess.run([sys.executable, "-c", _PEAK, str(tokens), what, str(torch.get_num_threads())], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tokens), what, str(torch.get_num_threads())],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(made.stdout)
 
 
@@ -143,15 +163,32 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(device)
     error = gated()
     problems = ((128, 1.0),) if options.quick else PROBLEMS
-    settings = {"heads": 1, "dim": DIM, "tolerance": TOLERANCE, "dtype": "float32", "clock": "processor time, and elapsed", "threads": torch.get_num_threads()}
+    settings = {
+        "heads": 1,
+        "dim": DIM,
+        "tolerance": TOLERANCE,
+        "dtype": "float32",
+        "clock": "processor time, and elapsed",
+        "threads": torch.get_num_threads(),
+    }
     rows: list[dict[str, Any]] = []
     memory: dict[str, int] = {}
     for tokens, width in problems:
         rows.append(measure(tokens, width))
         if width == 1.0:
             memory |= {f"{what} {tokens}": peak(tokens, what) for what in ("forward", "backward")}
-        print(common.table([shown(rows[-1])], ["tokens", "width", "iterations", "zonal", "clock", "peer", "faster", "off", "peer off"]), flush=True)
-        summary = {"faster": {f"{row['tokens']}, width {row['width']:g}": row["faster"] for row in rows}, "peak_bytes": memory, "gate_error": error}
+        print(
+            common.table(
+                [shown(rows[-1])],
+                ["tokens", "width", "iterations", "zonal", "clock", "peer", "faster", "off", "peer off"],
+            ),
+            flush=True,
+        )
+        summary = {
+            "faster": {f"{row['tokens']}, width {row['width']:g}": row["faster"] for row in rows},
+            "peak_bytes": memory,
+            "gate_error": error,
+        }
         # after each, since the longest take a minute
         common.report(options.out, "transport", (__doc__ or "").strip(), settings, rows, summary, start)
     print("\n".join(f"{name}: {size / 2**20:.1f} MB" for name, size in memory.items()), flush=True)

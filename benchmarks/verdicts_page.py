@@ -51,7 +51,14 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     )  # fmt: skip
     filling = of("filling")
     lines = series(filling, lambda row: f"stored, {row['criterion']}", "pairs", lambda row: row["stored"], share, {})
-    lines += series(filling, lambda row: f"never stored, {row['criterion']}", "pairs", lambda row: row["strangers"], share, {line["name"]: look for line, look in zip(lines, style.LOOKS, strict=False)})
+    lines += series(
+        filling,
+        lambda row: f"never stored, {row['criterion']}",
+        "pairs",
+        lambda row: row["strangers"],
+        share,
+        {line["name"]: look for line, look in zip(lines, style.LOOKS, strict=False)},
+    )
     found.append(
         chart(
             "As the memory fills", "r = 64. One criterion for good, calibrated at 32 pairs to accept 1 in 100 strangers, never takes an acceptance back, and lets more and more strangers in past "
@@ -81,18 +88,30 @@ def findings(summary: Mapping[str, Any]) -> list[str]:
              + "; ".join(f"{formats.number(value)} ({name})" for name, value in worst.items()) + "."]  # fmt: skip
     if risk:
         best, support = formats.number(risk["the best there could be"]), formats.number(risk["ridge: support"])
-        lines.append(f"With 32 pairs in 64 numbers, answering the half of queries with the most support is wrong in {support} of cases (the least possible: {best}).")
+        lines.append(
+            f"With 32 pairs in 64 numbers, answering the half of queries with the most support is wrong in {support} of cases (the least possible: {best})."
+        )
     if summary["least_auroc_trained"]:
         own = "; ".join(f"{formats.number(value)} ({name})" for name, value in summary["least_auroc_trained"].items())
         lines.append(f"In a trained model, at up to 16 pairs, at least: {own}.")
     taken = summary["taken_back"]
-    return [*lines, f"Acceptances taken back while 128 pairs came: {taken['one criterion for good']} under one criterion, {taken['calibrated anew']} under one that was calibrated anew to hold its rate."]
+    return [
+        *lines,
+        f"Acceptances taken back while 128 pairs came: {taken['one criterion for good']} under one criterion, {taken['calibrated anew']} under one that was calibrated anew to hold its rate.",
+    ]
 
 
 def html(value: Mapping[str, Any]) -> str:
     """The page as one string, from what the benchmark writes."""
     about = "Pairs and queries of multi-query associative recall; keys are random directions of length 1, nothing is trained but the model of one chart."
-    return drawing.html("What a memory does not know", "What a memory knows of what it does not know", about, findings(value["summary"]), charts(list(value["rows"])), value)
+    return drawing.html(
+        "What a memory does not know",
+        "What a memory knows of what it does not know",
+        about,
+        findings(value["summary"]),
+        charts(list(value["rows"])),
+        value,
+    )
 
 
 def write(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """A memory is a value: store facts, merge two memories, take one back, fork one and change its mind, save and load.
 
-    python examples/constant_memory.py
+python examples/constant_memory.py
 """
 
 import tempfile
@@ -45,7 +45,9 @@ def main() -> None:
     assert europe.nbytes == empty.nbytes
 
     world = europe.merge(asia)
-    print(f"merged: {world.count} facts, {world.nbytes} bytes; Greece → {ask(world, 'Greece')}, Nepal → {ask(world, 'Nepal')}")
+    print(
+        f"merged: {world.count} facts, {world.nbytes} bytes; Greece → {ask(world, 'Greece')}, Nepal → {ask(world, 'Nepal')}"
+    )
     assert all(ask(world, name) == word for name, word in {**EUROPE, **ASIA}.items())
     assert ask(world, "Atlantis") == "(nothing)"
 

@@ -1,6 +1,6 @@
 """Declare an operator of your own and check the fast path against the definition, gradients included.
 
-    python examples/declare_an_operator.py
+python examples/declare_an_operator.py
 """
 
 import time

@@ -49,16 +49,22 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "yat-decay": lambda: m.yat(eps=0.1).replace(prior=prior.Decay()),
     "yat-raw": lambda: m.yat(eps=0.1).replace(anchor=anchor.Raw()),
     "distance": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Row()),
-    "distance-squared": lambda: Operator(score.NegativeDistance(metric.SquaredEuclidean(), temperature=3.0), link.Exp(), anchor.Row()),
+    "distance-squared": lambda: Operator(
+        score.NegativeDistance(metric.SquaredEuclidean(), temperature=3.0), link.Exp(), anchor.Row()
+    ),
     "distance-count": lambda: Operator(score.NegativeDistance(temperature=2.0), link.Exp(), anchor.Count()),
     "rewa": m.rewa,
     "rewa-dot": lambda: m.rewa(parts=None, gates=(0.0, 0.5, 1.0), temperature=0.5, dot=0.4),
     "rewa-adaptive": lambda: Operator(
-        score.NegativeDistance(metric.Product((metric.Euclidean(), metric.Hyperbolic(scale=None)), adaptive=True), 0.5), link.Exp(), anchor.Row()
+        score.NegativeDistance(metric.Product((metric.Euclidean(), metric.Hyperbolic(scale=None)), adaptive=True), 0.5),
+        link.Exp(),
+        anchor.Row(),
     ),
     "rewa-curved": lambda: m.rewa(weights=(1.0, 2.0, 0.5), temperature=0.2, prior=prior.ALiBi()),
     "rewa_functional": lambda: m.rewa_functional(size=12),
-    "rewa_functional-matern": lambda: m.rewa_functional(size=8, kappa="matern", orthogonal=False, temperature=0.5, width=2.0),
+    "rewa_functional-matern": lambda: m.rewa_functional(
+        size=8, kappa="matern", orthogonal=False, temperature=0.5, width=2.0
+    ),
     "rewa_functional-linear": lambda: m.rewa_functional(size=12, form="linear", width=3.0),
     "rewa_categorical": m.rewa_categorical,
     "rewa_categorical-relation": lambda: m.rewa_categorical(relation=True, temperature=0.5),
@@ -68,9 +74,15 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "rewa_oscillatory": lambda: m.rewa_oscillatory(amplitudes=(1.0, -0.5), decays=(0.5, 0.2), frequencies=(3.0, 5.0)),
     "rewa_riemannian": lambda: m.rewa_riemannian(units=3, temperature=0.7),
     "rewa_topological": lambda: m.rewa_topological(neighbours=3, gates=(0.5, 2.0), temperature=0.5),
-    "distance-fisher": lambda: Operator(score.NegativeDistance(metric.FisherRao(), temperature=0.5), link.Exp(), anchor.Row()),
-    "distance-le-cam": lambda: Operator(score.NegativeDistance(metric.LeCam(), temperature=0.2), link.Exp(), anchor.Count()),
-    "distance-fidelity": lambda: Operator(score.NegativeDistance(metric.Fidelity(), temperature=2.0), link.Exp(), anchor.Row()),
+    "distance-fisher": lambda: Operator(
+        score.NegativeDistance(metric.FisherRao(), temperature=0.5), link.Exp(), anchor.Row()
+    ),
+    "distance-le-cam": lambda: Operator(
+        score.NegativeDistance(metric.LeCam(), temperature=0.2), link.Exp(), anchor.Count()
+    ),
+    "distance-fidelity": lambda: Operator(
+        score.NegativeDistance(metric.Fidelity(), temperature=2.0), link.Exp(), anchor.Row()
+    ),
     "ridge-yat": lambda: m.yat(eps=0.1).replace(anchor=anchor.Ridge(eps=0.5)),
     "koopman-exp": lambda: m.cosine(temperature=1.0).replace(anchor=anchor.Koopman(power=1, eps=0.5)),
     "regime-ridge": lambda: m.regime(score="dot(scale=0.7)", link="squared_affine(bias=0.3)", anchor="ridge(eps=0.5)"),
@@ -179,7 +191,12 @@ SHAPES: dict[str, dict[str, int]] = {
     "early": {"queries": 9, "keys": 4},
     "one": {"queries": 1, "keys": 1},
 }
-HEADS: dict[str, dict[str, int | bool]] = {"each": {}, "grouped": {"kv_heads": 2}, "single": {"kv_heads": 1}, "shared": {"shared": True}}
+HEADS: dict[str, dict[str, int | bool]] = {
+    "each": {},
+    "grouped": {"kv_heads": 2},
+    "single": {"kv_heads": 1},
+    "shared": {"shared": True},
+}
 FEATURES: dict[str, tuple[str, ...]] = {
     "shape": tuple(SHAPES),
     "order": ("causal", "both"),
@@ -214,7 +231,9 @@ def paired(row: dict[str, str]) -> Case:
     return replace(case, batch=1, packed=(0, 1, 8, 14, case.keys)) if row["documents"] else case
 
 
-PAIRED: dict[str, Case] = {"-".join(value for value in row.values() if value): paired(row) for row in pairwise(FEATURES, possible)}
+PAIRED: dict[str, Case] = {
+    "-".join(value for value in row.values() if value): paired(row) for row in pairwise(FEATURES, possible)
+}
 """Inputs in which any two features that can meet do so."""
 
 
@@ -226,7 +245,9 @@ def fitted(operator: Operator, case: Case) -> Case:
         case = replace(case, causal=False, log_decay=False)
     if tags.decays:
         case = replace(case, causal=True)
-    if not isinstance(kind, anchor.Plan | anchor.UnbalancedPlan | anchor.BoundedPlan) or any(isinstance(part, prior.Window) for part in operator.prior):
+    if not isinstance(kind, anchor.Plan | anchor.UnbalancedPlan | anchor.BoundedPlan) or any(
+        isinstance(part, prior.Window) for part in operator.prior
+    ):
         case = replace(case, masses=False)
     if isinstance(kind, anchor.Hierarchical):
         case = replace(case, queries=case.keys, packed=())
@@ -258,7 +279,14 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """The same numbers in another type, as fresh leaves."""
-        return Inputs(**{name: x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) and x.dtype.is_floating_point else x for name, x in vars(self).items()})
+        return Inputs(
+            **{
+                name: x.detach().to(dtype).requires_grad_(x.requires_grad)
+                if isinstance(x, Tensor) and x.dtype.is_floating_point
+                else x
+                for name, x in vars(self).items()
+            }
+        )
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -322,8 +350,17 @@ def masses(case: Case, mask: Tensor | None, generator: torch.Generator) -> tuple
     """Of queries that see a key, and of keys that are there."""
     real = torch.ones(case.batch, case.keys, dtype=torch.bool) if mask is None else mask
     edges = case.packed or (0, case.keys)
-    sees = torch.cat([real[:, a:b].any(-1, keepdim=True).expand(-1, b - a if case.packed else case.queries) for a, b in itertools.pairwise(edges)], 1)
-    give, take = (0.2 + torch.rand(case.batch, heads, n, generator=generator, dtype=torch.float64) for heads, n in ((case.heads, case.queries), (case.kv_heads, case.keys)))
+    sees = torch.cat(
+        [
+            real[:, a:b].any(-1, keepdim=True).expand(-1, b - a if case.packed else case.queries)
+            for a, b in itertools.pairwise(edges)
+        ],
+        1,
+    )
+    give, take = (
+        0.2 + torch.rand(case.batch, heads, n, generator=generator, dtype=torch.float64)
+        for heads, n in ((case.heads, case.queries), (case.kv_heads, case.keys))
+    )
     return give * sees[:, None], take * real[:, None]
 
 

@@ -34,7 +34,13 @@ def _met(row: Mapping[str, str]) -> set[frozenset[Value]]:
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
 
 
-def _row(features: Mapping[str, Sequence[str]], possible: Possible, row: dict[str, str], left: set[frozenset[Value]], draw: random.Random) -> dict[str, str] | None:
+def _row(
+    features: Mapping[str, Sequence[str]],
+    possible: Possible,
+    row: dict[str, str],
+    left: set[frozenset[Value]],
+    draw: random.Random,
+) -> dict[str, str] | None:
     """A row that begins with some values; each other feature, in any order, takes the value that meets most of what is left. None: there is no such value."""
     for name in draw.sample(list(features), len(features)):
         if name in row:

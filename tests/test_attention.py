@@ -13,7 +13,9 @@ from zonal import prior
 from zonal.errors import ArgumentError, PathError
 
 
-def qkv(batch: int = 2, heads: int = 4, tokens: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def qkv(
+    batch: int = 2, heads: int = 4, tokens: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype) for _ in range(3))
 
@@ -25,7 +27,9 @@ def test_softmax_is_sdpa(path: str, causal: bool) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     assert torch.allclose(zonal.attention(q, k, v, m.softmax(), causal=causal, path=path), expected, atol=1e-12)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
-    assert torch.allclose(zonal.attention(q, k, v, m.softmax(), causal=causal, path=path, scale=0.3), expected, atol=1e-12)
+    assert torch.allclose(
+        zonal.attention(q, k, v, m.softmax(), causal=causal, path=path, scale=0.3), expected, atol=1e-12
+    )
 
 
 def test_gqa_and_padding_are_sdpa() -> None:
@@ -35,7 +39,9 @@ def test_gqa_and_padding_are_sdpa() -> None:
     mask[0, :3] = False
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], enable_gqa=True)
     for path in ("dense", "tiled"):
-        assert torch.allclose(zonal.attention(q, k, v, m.softmax(), key_padding_mask=mask, path=path), expected, atol=1e-12)
+        assert torch.allclose(
+            zonal.attention(q, k, v, m.softmax(), key_padding_mask=mask, path=path), expected, atol=1e-12
+        )
 
 
 def test_alibi_and_decay_against_written_out_masks() -> None:
@@ -50,7 +56,9 @@ def test_alibi_and_decay_against_written_out_masks() -> None:
     weight = (rates[:, None, None] ** distance).masked_fill(distance < 0, 0)
     expected = (q @ k.mT / 8**0.5 * weight) @ v
     for path in ("dense", "tiled"):
-        assert torch.allclose(zonal.attention(q, k, v, m.retention(learn=False), causal=True, path=path), expected, atol=1e-12)
+        assert torch.allclose(
+            zonal.attention(q, k, v, m.retention(learn=False), causal=True, path=path), expected, atol=1e-12
+        )
 
 
 def test_per_token_decay_and_its_gradient() -> None:
@@ -63,7 +71,10 @@ def test_per_token_decay_and_its_gradient() -> None:
     for path in ("dense", "tiled"):
         y = zonal.attention(q, k, v, m.retention(), causal=True, path=path, log_decay=log_decay)
         assert torch.allclose(y, expected, atol=1e-12)
-        got, want = torch.autograd.grad(y.square().sum(), log_decay)[0], torch.autograd.grad(expected.square().sum(), log_decay, retain_graph=True)[0]
+        got, want = (
+            torch.autograd.grad(y.square().sum(), log_decay)[0],
+            torch.autograd.grad(expected.square().sum(), log_decay, retain_graph=True)[0],
+        )
         assert torch.allclose(got, want, atol=1e-10)
 
 
@@ -73,7 +84,9 @@ def test_long_decay_keeps_its_digits() -> None:
     q, k, v = (torch.randn(1, 1, 3000, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     log_decay = -3 * torch.rand(1, 1, 3000, generator=generator, dtype=torch.float64)
     exact = zonal.attention(q, k, v, m.retention(), causal=True, path="tiled", log_decay=log_decay)
-    got = zonal.attention(q.float(), k.float(), v.float(), m.retention(), causal=True, path="tiled", log_decay=log_decay.float())
+    got = zonal.attention(
+        q.float(), k.float(), v.float(), m.retention(), causal=True, path="tiled", log_decay=log_decay.float()
+    )
     assert (got - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
@@ -119,7 +132,11 @@ def test_autocast_sets_the_type_and_does_not_lower_the_scores() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for given in ((q, k, v), (q, k, v.bfloat16()), (q.bfloat16(), k, v)):
             y = zonal.attention(*given, m.yat(), causal=True)
-            assert y.dtype == torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).dtype == torch.bfloat16
+            assert (
+                y.dtype
+                == torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).dtype
+                == torch.bfloat16
+            )
             assert torch.equal(y, plain)
         exact = zonal.attention(q.double(), k.double(), v.double(), m.yat(), causal=True)
     assert torch.equal(exact, zonal.attention(q.double(), k.double(), v.double(), m.yat(), causal=True))

@@ -39,11 +39,15 @@ def test_quantiles() -> None:
 def test_turns() -> None:
     """One warm-up each, then round after round; what is too slow once is not run again."""
     order = []
-    times = common.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=3, budget=0.0)
+    times = common.interleaved(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=3, budget=0.0
+    )
     assert order[:4] == ["a", "b", "a", "b"]
     assert len(times["a"]) == len(times["b"]) >= 1
     order.clear()
-    times = common.interleaved({"slow": lambda: order.append("slow"), "quick": lambda: None}, CPU, rounds=3, budget=0.05, cap=0.0)
+    times = common.interleaved(
+        {"slow": lambda: order.append("slow"), "quick": lambda: None}, CPU, rounds=3, budget=0.05, cap=0.0
+    )
     assert order == ["slow"]
     assert len(times["slow"]) == 1
 
@@ -64,7 +68,12 @@ def test_report_says_where_and_when(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert value["device"]["threads"] == torch.get_num_threads()
     assert value["versions"]["torch"] == torch.__version__
     assert value["date"].startswith("20")
-    assert (value["benchmark"], value["settings"], value["rows"], value["summary"]) == ("x", {"a": 1}, [{"b": 2}], {"c": 3})
+    assert (value["benchmark"], value["settings"], value["rows"], value["summary"]) == (
+        "x",
+        {"a": 1},
+        [{"b": 2}],
+        {"c": 3},
+    )
     common.report("-", "x", "", {}, [], {}, {})
     assert capsys.readouterr().out == f"wrote {out}\n"
 
@@ -93,7 +102,9 @@ def test_the_planner_grid() -> None:
 
 
 def test_paths_that_cannot_win_are_left_out() -> None:
-    small, big = (next(case for case in planner.grid() if case.spec == "linear" and case.keys == keys) for keys in (64, 2048))
+    small, big = (
+        next(case for case in planner.grid() if case.spec == "linear" and case.keys == keys) for keys in (64, 2048)
+    )
     hopeless = planner.Hopeless()
     growth = {"dense": 2, "tiled": 2, "chunked": 1, "streaming": 1}
     hopeless.add(small, {"dense": 1.0, "tiled": 2.0, "chunked": 30.0, "streaming": 200.0})
@@ -126,7 +137,9 @@ def test_the_planner_benchmark_refuses_a_wrong_path(monkeypatch: pytest.MonkeyPa
         planner.main(["--quick", "--out", "-"])
 
 
-def test_the_benchmark_of_tiles_runs_and_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_of_tiles_runs_and_refuses_a_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tiled.main(["--quick", "--out", "-"]) == 0
     assert "of SDPA  sko, T=127, forward+backward" in capsys.readouterr().out
     whole = tiled.zonal.attention
@@ -140,7 +153,9 @@ def test_the_benchmark_of_tiles_runs_and_refuses_a_wrong_kernel(monkeypatch: pyt
         tiled.main(["--quick", "--out", "-"])
 
 
-def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert linear.main(["--quick", "--out", "-"]) == 0
     assert "of sdpa  sq, d=8, T=300, forward+backward" in capsys.readouterr().out
     whole = linear.zonal.attention
@@ -167,7 +182,10 @@ def test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel(
     assert rewa.main(["--only", "forward,", "--resume", "--out", str(out), "--budget", "0.1"]) == 0
     assert rewa.main(["--resume", "--out", str(out), "--budget", "0.1"]) == 1
     kept = json.loads(out.read_text())
-    assert [row["row"] for row in kept["rows"]] == ["rewa, T=130, forward, against sdpa", "rewa, T=130, forward+backward, against sdpa"]
+    assert [row["row"] for row in kept["rows"]] == [
+        "rewa, T=130, forward, against sdpa",
+        "rewa, T=130, forward+backward, against sdpa",
+    ]
     assert kept["summary"]["missed"] == ["rewa, T=130, forward+backward, against sdpa: time"]
     assert capsys.readouterr().out.count("rewa, T=130, forward,") == 1
     whole = rewa.zonal.attention
@@ -185,7 +203,10 @@ def test_the_table_of_distances() -> None:
     """Every row is another one; what is required is required at 4096 tokens, forward and with backward."""
     cases = rewa.table()
     assert len({str(case) for case in cases}) == len(cases) == 12
-    assert {(case.tokens, case.peer, case.bound, case.memory) for case in cases if case.bound is not None} == {(4096, "sdpa", 2.5, None), (4096, "maps", 0.2, 0.1)}
+    assert {(case.tokens, case.peer, case.bound, case.memory) for case in cases if case.bound is not None} == {
+        (4096, "sdpa", 2.5, None),
+        (4096, "maps", 0.2, 0.1),
+    }
 
 
 def test_the_table_of_sums() -> None:
@@ -233,7 +254,9 @@ def test_peers_compute_the_same_function(name: str, operator: str, causal: bool)
     work = tiled.Work.of(tiled.Case(operator, 127, causal=causal, peer=name), CPU)
     q, k, v = work.q, work.k, work.v
     reference = zonal.attention(q.double(), k.double(), v.double(), work.operator, causal=causal, path="dense")
-    torch.testing.assert_close(peer.attend(q, k, v, causal).double(), reference, rtol=0, atol=2e-6 * float(reference.abs().max()))
+    torch.testing.assert_close(
+        peer.attend(q, k, v, causal).double(), reference, rtol=0, atol=2e-6 * float(reference.abs().max())
+    )
     if name == "flex":
         with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
             peer.attend(q.requires_grad_(), k, v, causal)
@@ -246,7 +269,9 @@ def test_the_blocks_of_keops_cover_what_is_seen_once(causal: bool) -> None:
     place = torch.arange(heads * tokens)
     same = place[:, None] // tokens == place // tokens
     forward, backward = torch.zeros(2, heads * tokens, heads * tokens)
-    for part, (rows, ends, keys, columns, column_ends, queries) in enumerate(peers._keops_blocks(heads, tokens, causal)):
+    for part, (rows, ends, keys, columns, column_ends, queries) in enumerate(
+        peers._keops_blocks(heads, tokens, causal)
+    ):
         assert ends.tolist() == column_ends.tolist() == list(range(1, len(rows) + 1))
         seen = place[:, None] >= place if part else torch.ones_like(same)  # the second part goes with step(i - j)
         for (a, b), (c, d) in zip(rows.tolist(), keys.tolist(), strict=True):
@@ -318,7 +343,9 @@ def test_rows_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", [name for name in linear_peers.PEERS if name != "keops yat"])  # it is peers.py's, checked above
+@pytest.mark.parametrize(
+    "name", [name for name in linear_peers.PEERS if name != "keops yat"]
+)  # it is peers.py's, checked above
 def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
     try:
         found = linear_peers.PEERS[name]()
@@ -330,13 +357,18 @@ def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
         linear_peers.gate(name, other, causal)
 
 
-def test_rows_of_linear_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_linear_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Dense Yat beside Yat and squared-affine attention; rows that are there are kept; a wrong operator and what does not fit are not timed."""
     out = tmp_path / "x.json"
     words = ["--only", "dense yat", "--tokens", "64", "--budget", "0.05", "--out", str(out)]
     assert linear_peers.main(words) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["peer"], row["tokens"], row["causal"]) for row in rows] == [("dense yat", 64, True), ("dense yat", 64, False)]
+    assert [(row["peer"], row["tokens"], row["causal"]) for row in rows] == [
+        ("dense yat", 64, True),
+        ("dense yat", 64, False),
+    ]
     assert set(rows[0]["zonal_against_peer"]) == {"yat", "squared_affine"}
     assert max(rows[0]["errors"].values()) <= 2e-5
     assert rows[0]["against_sdpa"]["runs"] >= 1
@@ -347,21 +379,34 @@ def test_rows_of_linear_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert [row["refused"] for row in again[2:]] == ["takes 0 GiB, and 0 GiB are free"] * 2
     monkeypatch.undo()
     whole = linear_peers.zonal.attention
-    monkeypatch.setattr(linear_peers.zonal, "attention", lambda q, k, v, operator, **options: whole(q, k, v, operator, **options) * (1 if "path" in options else 1.001))
+    monkeypatch.setattr(
+        linear_peers.zonal,
+        "attention",
+        lambda q, k, v, operator, **options: whole(q, k, v, operator, **options) * (1 if "path" in options else 1.001),
+    )
     with pytest.raises(common.GateError, match="yat, causal"):
         linear_peers.main(words)
     with pytest.raises(ArgumentError, match="--tokens must be multiples of 64, received 100"):
         linear_peers.main([*words[:3], "100"])
 
 
-def test_linear_peers_that_are_missing_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_linear_peers_that_are_missing_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The others are still checked and timed."""
-    for name in ("performer_pytorch", "linear_attention_transformer", "linear_attention_transformer.linear_attention_transformer", "pykeops"):
+    for name in (
+        "performer_pytorch",
+        "linear_attention_transformer",
+        "linear_attention_transformer.linear_attention_transformer",
+        "pykeops",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(peers, "load", peers.load.__wrapped__)
     assert linear_peers.main(["--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines if line.startswith("no rows")] == [f"no rows of {name}" for name in linear_peers.PEERS if name != "dense yat"]
+    assert [line.split(":")[0] for line in lines if line.startswith("no rows")] == [
+        f"no rows of {name}" for name in linear_peers.PEERS if name != "dense yat"
+    ]
     assert sum(line.startswith("  T=128 ") for line in lines) == 2
 
 
@@ -369,12 +414,26 @@ def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
     cases = gpu.table()
     assert len({str(case) for case in cases}) == len(cases) == 114 + 56 + 36
-    plain = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.documents == 1 and not c.keys and c.path == "tiled"}
-    assert plain == {(o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)}
+    plain = {
+        (c.operator, c.tokens, c.dim, c.gradients)
+        for c in cases
+        if c.documents == 1 and not c.keys and c.path == "tiled"
+    }
+    assert plain == {
+        (o, t, d, g) for o in ("sko", "yat", "softmax") for t in gpu.LENGTHS for d in (64, 128) for g in (False, True)
+    }
     sums = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.operator in gpu.SUMS}
-    assert sums == {(o, t, d, g) for o in ("squared_affine", "linear") for t in gpu.SUMS_LENGTHS for d in (32, 64) for g in (False, True)}
+    assert sums == {
+        (o, t, d, g)
+        for o in ("squared_affine", "linear")
+        for t in gpu.SUMS_LENGTHS
+        for d in (32, 64)
+        for g in (False, True)
+    }
     ridge = {(c.operator, c.tokens, c.dim, c.gradients) for c in cases if c.operator in gpu.RIDGE}
-    assert ridge == {(f"ska-{p}", t, d, g) for p in (0, 1, 2) for t in gpu.RIDGE_LENGTHS for d in (32, 64) for g in (False, True)}
+    assert ridge == {
+        (f"ska-{p}", t, d, g) for p in (0, 1, 2) for t in gpu.RIDGE_LENGTHS for d in (32, 64) for g in (False, True)
+    }
     assert {case.keys for case in cases} == {0, *gpu.MEMORIES}
     assert all(case.heads * case.dim == 2048 and case.batch * case.tokens >= 16384 for case in cases if not case.keys)
     packed = next(case for case in cases if case.documents > 1)
@@ -421,7 +480,9 @@ def gpu_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[gpu.Case]:
     return cases
 
 
-def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_of_the_gpu_measures(
+    gpu_on_cpu: list[gpu.Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "gpu.json"
     assert gpu.main(["--device", "cpu", "--budget", "0.05", "--out", str(out)]) == 0
     assert "of FlashAttention  sko, T=130, forward+backward, d=16, H=4, B=1" in capsys.readouterr().out
@@ -438,7 +499,9 @@ def test_the_benchmark_of_the_gpu_measures(gpu_on_cpu: list[gpu.Case], tmp_path:
     assert len(json.loads(out.read_text())["summary"]["not_run"]) == 3
 
 
-def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(
+    gpu_on_cpu: list[gpu.Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = gpu.zonal.attention
 
     def wrong(q, k, v, operator, *, causal, cu_seqlens, path):
@@ -454,7 +517,10 @@ def test_the_benchmark_of_the_gpu_refuses_a_wrong_kernel(gpu_on_cpu: list[gpu.Ca
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)",
+)
 def test_the_benchmark_of_the_gpu_runs_there() -> None:
     assert gpu.main(["--quick", "--out", "-"]) == 0
 
@@ -466,7 +532,9 @@ def test_the_sparse_benchmark_measures() -> None:
     assert [row["inputs"] for row in rows] == list(sparse.NOISE)
     row = rows[0]
     assert set(row["seconds"]) == {"sparse", "tiled", "sdpa"}
-    assert row["sparse_to_tiled"] == pytest.approx(row["seconds"]["sparse"]["median"] / row["seconds"]["tiled"]["median"])
+    assert row["sparse_to_tiled"] == pytest.approx(
+        row["seconds"]["sparse"]["median"] / row["seconds"]["tiled"]["median"]
+    )
     assert 0 < row["recall"] <= 1
     assert 0 < row["mass"] <= row["exact_mass"] + 1e-6
     made = sparse.summary([{**row, "sparse_to_tiled": 0.1, "mass": 0.96} for row in rows])
@@ -477,12 +545,16 @@ def test_the_sparse_benchmark_measures() -> None:
 def test_the_sparse_benchmark_draws_what_tables_buy() -> None:
     """More tables find more; without the kernel torch gathers the same; the page has every number."""
     rows = sparse.tables("softmax", 256, 1, CPU, 1)
-    assert {(row["search"]["tables"], row["top"]) for row in rows} == set(itertools.product(sparse.VARIED_TABLES, sparse.VARIED_TOP))
+    assert {(row["search"]["tables"], row["top"]) for row in rows} == set(
+        itertools.product(sparse.VARIED_TABLES, sparse.VARIED_TOP)
+    )
     mass = [row["mass"] for row in rows if row["top"] == 64]
     assert mass == sorted(mass)
     alone = sparse.torch_alone(128, CPU)
     assert set(alone["seconds"]) == {"sparse", "torch"}
     speed = [{**row, "part": "speed"} for row in rows[:1]]
-    page = sparse_page.html({**common.circumstances(CPU), "rows": [*speed, *rows, alone], "summary": sparse.summary(speed)})
+    page = sparse_page.html(
+        {**common.circumstances(CPU), "rows": [*speed, *rows, alone], "summary": sparse.summary(speed)}
+    )
     assert "softmax: attention mass" in page
     assert f"{rows[-1]['mass']:.3f}"[:5] in page

@@ -17,7 +17,9 @@ from zonal.errors import ArgumentError
 def queries(length: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
     """q, k (1, 4, 40, 8), whose rows all have one length a head."""
     drawn = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0))
-    return tuple(length * torch.nn.functional.normalize(drawn, dim=-1) * torch.tensor([1.0, 0.5, 2.0, 1.5]).view(4, 1, 1))  # type: ignore[return-value]
+    return tuple(
+        length * torch.nn.functional.normalize(drawn, dim=-1) * torch.tensor([1.0, 0.5, 2.0, 1.5]).view(4, 1, 1)
+    )  # type: ignore[return-value]
 
 
 def test_forms_on_keys_of_one_length() -> None:
@@ -35,7 +37,9 @@ def test_forms_on_keys_of_one_length() -> None:
         convert.set_temperatures(paper, 2**0.5 * temperatures / factor)
         got = convert.attention_weights(paper, q, k)
         logits = -(unit[0] @ unit[1].mT).clamp(-1, 1).acos() * factor / (2**0.5 * temperatures.view(4, 1, 1))
-        assert torch.allclose(got, logits.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1), atol=1e-3)
+        assert torch.allclose(
+            got, logits.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1), atol=1e-3
+        )
         assert (got - meant).norm(dim=(-2, -1)).mean() > 0.1
 
 
@@ -57,10 +61,24 @@ def test_windows_are_whole_and_apart() -> None:
 
 
 def test_page(tmp_path: Path) -> None:
-    value = {"device": {"name": "a processor", "threads": 1}, "load_per_core": 0.5, "versions": {"torch": "2"}, "date": "2030-01-02T00:00:00"}
-    page.write(tmp_path / "x.md", "Title", ["One.", "Two."], [page.Table("Numbers", "Of things.", ["a", "b"], [["1", "2"], ["3", ""]])], value, "zonal bench x")
+    value = {
+        "device": {"name": "a processor", "threads": 1},
+        "load_per_core": 0.5,
+        "versions": {"torch": "2"},
+        "date": "2030-01-02T00:00:00",
+    }
+    page.write(
+        tmp_path / "x.md",
+        "Title",
+        ["One.", "Two."],
+        [page.Table("Numbers", "Of things.", ["a", "b"], [["1", "2"], ["3", ""]])],
+        value,
+        "zonal bench x",
+    )
     text = (tmp_path / "x.md").read_text()
-    assert text.startswith("# Title\n\nOne.\n\nTwo.\n\na processor, 1 thread, load 0.5 a core when it began; torch 2; 2030-01-02.\n")
+    assert text.startswith(
+        "# Title\n\nOne.\n\nTwo.\n\na processor, 1 thread, load 0.5 a core when it began; torch 2; 2030-01-02.\n"
+    )
     assert "## Numbers\n\nOf things.\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 |  |\n" in text
 
 
@@ -69,19 +87,34 @@ def test_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     modeling = importlib.import_module("transformers.models.llama.modeling_llama")
     torch.manual_seed(0)
     config = modeling.LlamaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        pad_token_id=0,
     )
 
     def opened(call: str, path: Path, implementation: str) -> tuple[Any, Any]:
-        return modeling.LlamaForCausalLM(config).eval(), lambda text: {"input_ids": [ord(letter) % 128 for letter in text]}
+        return modeling.LlamaForCausalLM(config).eval(), lambda text: {
+            "input_ids": [ord(letter) % 128 for letter in text]
+        }
 
     monkeypatch.setattr(captured, "opened", opened)
     out = tmp_path / "convert.json"
-    assert convert.main(["--model", "tiny.gguf", "--length", "24", "--windows", "2", "--steps", "2", "--out", str(out)]) == 0
+    assert (
+        convert.main(["--model", "tiny.gguf", "--length", "24", "--windows", "2", "--steps", "2", "--out", str(out)])
+        == 0
+    )
     value = json.loads(out.read_text())
     found = {row["form"]: row for row in value["rows"] if row["part"] == "perplexity"}
     assert abs(found[convert.EXACT]["difference"]) < 1e-3
-    assert all(abs(found[form]["difference"]) > 1e-2 for form in (convert.COSINE, convert.ARCCOS, convert.PLAIN, convert.WITNESS))
+    assert all(
+        abs(found[form]["difference"]) > 1e-2
+        for form in (convert.COSINE, convert.ARCCOS, convert.PLAIN, convert.WITNESS)
+    )
     trained = {row["form"]: row for row in value["rows"] if row["part"] == "trained"}
     assert trained[convert.GATES]["parameters"] == trained[convert.CONTROL]["parameters"] == 2 * 4 * 6
     assert all(row["difference"] != 0 for row in trained.values())

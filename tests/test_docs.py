@@ -73,7 +73,9 @@ def own_folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeyp
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))], ids=identifier)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))], ids=identifier
+)
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     """Every python block of a page, one after another in one namespace."""
     torch.manual_seed(0)
@@ -99,7 +101,9 @@ def test_code_is_parsed_as_python_only_where_it_is(page: Path) -> None:
     """Python that hides as text does not run, so it may not be there."""
     for block in blocks(page):
         if block.language == "text":
-            assert not re.search(r"^(import|from) \w+", block.text, re.MULTILINE), f"{identifier(page)}:{block.line} is Python and should say so"
+            assert not re.search(r"^(import|from) \w+", block.text, re.MULTILINE), (
+                f"{identifier(page)}:{block.line} is Python and should say so"
+            )
 
 
 def headings(page: Path) -> set[str]:
@@ -133,7 +137,11 @@ def test_every_page_is_linked() -> None:
         page = waiting.pop()
         if page not in reached:
             reached.add(page)
-            waiting += [target for link in links(page) if (target := (page.parent / link.partition("#")[0]).resolve()).suffix == ".md" and target.exists()]
+            waiting += [
+                target
+                for link in links(page)
+                if (target := (page.parent / link.partition("#")[0]).resolve()).suffix == ".md" and target.exists()
+            ]
     assert {page for page in PAGES if page not in reached} == set()
 
 
@@ -169,7 +177,12 @@ def test_no_page_without_a_mechanism() -> None:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command that a page shows, in a block of bash or in the line."""
-    shown = [line for block in blocks(page) if block.language == "bash" for line in block.text.replace("\\\n", " ").splitlines()]
+    shown = [
+        line
+        for block in blocks(page)
+        if block.language == "bash"
+        for line in block.text.replace("\\\n", " ").splitlines()
+    ]
     shown += re.findall(r"`((?:zonal|make) [^`]+)`", prose(page))
     for line in shown:
         words = shlex.split(line, comments=True)
@@ -191,7 +204,12 @@ def test_commands_exist(page: Path) -> None:
 def test_commands_are_read(page: Path) -> None:
     """Every command of a page through the parser of the command line, presets and values included; recipes are files that another command writes."""
     for words in commands(page):
-        if words[0] != "zonal" or words[1] not in COMMANDS or "--help" in words or any(word.endswith("recipe.json") for word in words):
+        if (
+            words[0] != "zonal"
+            or words[1] not in COMMANDS
+            or "--help" in words
+            or any(word.endswith("recipe.json") for word in words)
+        ):
             continue
         given = [word for word in words[2:] if word != "…"]
         missing_value = given and given[-1].startswith("--") and given[-1] not in _switches(words[1])
@@ -206,8 +224,20 @@ def test_commands_are_read(page: Path) -> None:
 def _switches(command: str) -> set[str]:
     """Options that stand without a value."""
     options = getattr(importlib.import_module(f"zonal.cli.{COMMANDS[command].module}"), COMMANDS[command].options)()
-    parts = [options, *(getattr(options, field.name) for field in dataclasses.fields(options) if dataclasses.is_dataclass(getattr(options, field.name)))]
-    switches = {field.name for part in parts for field in dataclasses.fields(part) if isinstance(getattr(part, field.name), bool)}
+    parts = [
+        options,
+        *(
+            getattr(options, field.name)
+            for field in dataclasses.fields(options)
+            if dataclasses.is_dataclass(getattr(options, field.name))
+        ),
+    ]
+    switches = {
+        field.name
+        for part in parts
+        for field in dataclasses.fields(part)
+        if isinstance(getattr(part, field.name), bool)
+    }
     return {f"--{form}{name.replace('_', '-')}" for name in switches for form in ("", "no-")}
 
 
@@ -253,7 +283,13 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-W", "error", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -273,17 +309,25 @@ def test_declarations_in_the_pages_of_slots() -> None:
 def test_the_tree_is_that_of_all_mechanisms() -> None:
     """docs/tree.md shows what the ledgers say now; `zonal explain --tree` prints it anew."""
     (block,) = (block for block in blocks(ROOT / "docs" / "tree.md") if block.language == "text")
-    assert block.text == explain.tree(), "docs/tree.md is not what the ledgers say: put the output of `zonal explain --tree` into its block"
+    assert block.text == explain.tree(), (
+        "docs/tree.md is not what the ledgers say: put the output of `zonal explain --tree` into its block"
+    )
 
 
 def test_theorems_name_their_tests() -> None:
     """Each row of docs/theorems.md ends with a verdict, and names tests that are there."""
     page = ROOT / "docs" / "theorems.md"
-    rows = [line.strip("| ").split(" | ") for line in prose(page).splitlines() if line.startswith("|") and not line.startswith(("| paper", "|---"))]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in prose(page).splitlines()
+        if line.startswith("|") and not line.startswith(("| paper", "|---"))
+    ]
     assert len(rows) > 20
     for row in rows:
         assert row[-1] in ("holds", "corrected", "false"), row
         named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row[-2])
         assert named, row
         for path, name in named:
-            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE), f"{path}::{name}"
+            assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE), (
+                f"{path}::{name}"
+            )

@@ -33,7 +33,9 @@ def test_fidelity_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert row["m"] > 0
             assert row["causal"]["error"] > 0
             assert row["causal"]["unsafe"] == 0 or not row["positive"]
-    fitted = next(row for row in value["rows"] if row["family"] == "p(x)² + c, random angles" and row["label"] == "degree 4")
+    fitted = next(
+        row for row in value["rows"] if row["family"] == "p(x)² + c, random angles" and row["label"] == "degree 4"
+    )
     mean = next(row for row in value["rows"] if row["family"] == "reference")["average"]["causal"]
     assert fitted["causal"]["error"] < mean / 3
     page = out.with_suffix(".html").read_text()
@@ -68,12 +70,23 @@ def test_fidelity_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
 def test_fidelity_says_which_promises_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = quick(tmp_path / "x.json", "--dims", "8", "--eps", "1")
     (said,) = json.loads((tmp_path / "x.json").read_text())["summary"]["claims"]
-    fitting = [row["causal"]["error"] for row in rows if row["family"] != "reference" and row["m"] <= 512 and row["positive"]]
+    fitting = [
+        row["causal"]["error"] for row in rows if row["family"] != "reference" and row["m"] <= 512 and row["positive"]
+    ]
     assert said["error"] == min(fitting)
     assert said["met"] == (said["error"] <= 0.1)
     assert "recommended, d = 8, eps = 1, iid, causal:" in capsys.readouterr().out
     # signed maps, larger maps and other data prove nothing; a worse map breaks the promise
-    row = {"family": "x", "label": "y", "input": "iid", "dim": 32, "eps": 0.01, "m": 600, "positive": True, "causal": {"error": 0.24}}
+    row = {
+        "family": "x",
+        "label": "y",
+        "input": "iid",
+        "dim": 32,
+        "eps": 0.01,
+        "m": 600,
+        "positive": True,
+        "causal": {"error": 0.24},
+    }
     assert [found["met"] for found in fidelity.claims([row])] == [True]
     assert [found["met"] for found in fidelity.claims([{**row, "causal": {"error": 0.26}}])] == [False]
     for other in ({"m": 601}, {"positive": False}, {"input": "peaked"}, {"eps": 1.0}, {"dim": 16}):
@@ -114,7 +127,15 @@ def test_table_10_runs(tmp_path: Path) -> None:
 def test_fidelity_of_a_model(tmp_path: Path) -> None:
     """What hooks collect is what the layers' operators are given: grouped heads, norms and rotary positions included."""
     for rotary, norms in ((True, True), (True, False), (False, True), (False, False)):
-        config = ModelConfig(vocab_size=31, dim=16, layers=("softmax", "squared_affine"), heads=4, kv_heads=2, rotary=rotary, qk_norm=norms)
+        config = ModelConfig(
+            vocab_size=31,
+            dim=16,
+            layers=("softmax", "squared_affine"),
+            heads=4,
+            kv_heads=2,
+            rotary=rotary,
+            qk_norm=norms,
+        )
         model = build(config, seed=0).double().eval()
         tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(0))
         found = captured.of_layers(model, tokens)
@@ -122,7 +143,9 @@ def test_fidelity_of_a_model(tmp_path: Path) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         outputs: dict[nn.Module, torch.Tensor] = {}
 
-        def keep(module: nn.Module, inputs: object, output: torch.Tensor, outputs: dict[nn.Module, torch.Tensor] = outputs) -> None:
+        def keep(
+            module: nn.Module, inputs: object, output: torch.Tensor, outputs: dict[nn.Module, torch.Tensor] = outputs
+        ) -> None:
             outputs[module] = output
 
         for layer in layers:
@@ -166,7 +189,9 @@ def test_fidelity_of_a_model_of_hugging_face(tmp_path: Path, monkeypatch: pytest
     library = types.SimpleNamespace(
         AttentionInterface=types.SimpleNamespace(register=registered.__setitem__),
         AutoModelForCausalLM=types.SimpleNamespace(from_pretrained=model),
-        AutoTokenizer=types.SimpleNamespace(from_pretrained=lambda **arguments: lambda text: {"input_ids": [ord(letter) for letter in text]}),
+        AutoTokenizer=types.SimpleNamespace(
+            from_pretrained=lambda **arguments: lambda text: {"input_ids": [ord(letter) for letter in text]}
+        ),
     )
     monkeypatch.setitem(sys.modules, "transformers", library)  # type: ignore[arg-type]
     found = captured.samples(tmp_path / "small.gguf", 7, [3, 1])

@@ -24,7 +24,9 @@ def model(spec: str) -> CausalLM:
 
 @pytest.mark.parametrize(("before", "window", "first"), [(0, 16, 3), (30, 16, 3), (0, 16, 0), (0, 200, 5), (60, 7, 50)])
 def test_local_and_global(before: int, window: int, first: int) -> None:
-    k, v = torch.randn(2, 1, 3, 61 + before, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    k, v = torch.randn(2, 1, 3, 61 + before, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(
+        0
+    )
     q = torch.randn(1, 3, 61, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     t, s = torch.arange(before, before + 61)[:, None], torch.arange(61 + before)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=(s <= t) & ((t - s < window) | (s < first)))
@@ -60,12 +62,23 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     made = {spec: model(spec) for spec in ("softmax", "rewa")}
     monkeypatch.setattr(long_context, "Sizes", lambda: SIZES)
     monkeypatch.setattr(long_context, "checkpoint_in", lambda path: path)
-    monkeypatch.setattr(long_context, "load_model", lambda path: (made[path.name], {"operator": path.name, "identity": {"model": made[path.name].config.to_dict()}}))
+    monkeypatch.setattr(
+        long_context,
+        "load_model",
+        lambda path: (
+            made[path.name],
+            {"operator": path.name, "identity": {"model": made[path.name].config.to_dict()}},
+        ),
+    )
     out = tmp_path / "long_context.json"
     assert long_context.main(["--model", "softmax", "--model", "rewa", "--out", str(out)]) == 0
     value = json.loads(out.read_text())
     reads = [row for row in value["rows"] if row["part"] == "read"]
-    expected = {(name, way) for name in made for way in (long_context.ALL, long_context.NEAR, long_context.LARGEST, long_context.FOUND)} | {("softmax", long_context.BOTH)}
+    expected = {
+        (name, way)
+        for name in made
+        for way in (long_context.ALL, long_context.NEAR, long_context.LARGEST, long_context.FOUND)
+    } | {("softmax", long_context.BOTH)}
     assert {(row["model"], row["way"]) for row in reads} == expected
     assert all(list(row["nats"]) == (["64"] if row["way"] == long_context.LARGEST else ["96"]) for row in reads)
     times = {(row["model"], row["way"], row["tokens"]): row for row in value["rows"] if row["part"] == "time"}

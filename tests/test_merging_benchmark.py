@@ -73,7 +73,15 @@ def test_the_command_and_its_page(data, tmp_path, capsys):
     assert summary["trained on merged tokens, early"]["share_within_a_point"] == 0.6
     out = tmp_path / "merging.json"
     for load in (0.5, 4.0):
-        common.report(str(out), "merging", "", dataclasses.asdict(SIZES), rows, summary, {**common.circumstances(torch.device("cpu")), "load_per_core": load})
+        common.report(
+            str(out),
+            "merging",
+            "",
+            dataclasses.asdict(SIZES),
+            rows,
+            summary,
+            {**common.circumstances(torch.device("cpu")), "load_per_core": load},
+        )
         assert merging.main(["--page", "--out", str(out)]) == 0
         text = (tmp_path / "merging.html").read_text()
         assert ("Other work shared the cores (a load of 4 a core" in text) == (load > 1)
@@ -81,7 +89,10 @@ def test_the_command_and_its_page(data, tmp_path, capsys):
     assert [len(chart["series"]) for chart in drawn] == [4, 2, 4]
     assert drawn[0]["series"][0]["y"] == [0.9, 0.895, 0.7]
     assert drawn[0]["series"][0]["x"] == ["0%", "30%", "60%"]
-    assert "Trained on merged tokens, even: 88.00% right with all tokens; within a point of that 60% of the tokens can go" in text
+    assert (
+        "Trained on merged tokens, even: 88.00% right with all tokens; within a point of that 60% of the tokens can go"
+        in text
+    )
     assert "87.50%" in text
 
 

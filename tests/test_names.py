@@ -15,8 +15,23 @@ from zonal.errors import ArgumentError
 from zonal.memory.reading import Readable
 from zonal.names import known_names
 
-FOREIGN = ("is_causal", "attn_mask", "dropout_p", "embed_dim", "num_heads", "need_weights", "head_first", "enable_gqa", "batch_first", "n_heads")
-LAYERS = [cls for cls in vars(nn).values() if isinstance(cls, type) and issubclass(cls, nn.TokenMixer) and cls is not nn.TokenMixer]
+FOREIGN = (
+    "is_causal",
+    "attn_mask",
+    "dropout_p",
+    "embed_dim",
+    "num_heads",
+    "need_weights",
+    "head_first",
+    "enable_gqa",
+    "batch_first",
+    "n_heads",
+)
+LAYERS = [
+    cls
+    for cls in vars(nn).values()
+    if isinstance(cls, type) and issubclass(cls, nn.TokenMixer) and cls is not nn.TokenMixer
+]
 ENTRIES = [
     attention, zonal.explain, zonal.potentials, Memory.empty, Memory.absorb, Memory.absorb_, Memory.merge, Readable.read, *LAYERS, nn.Block,
     *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward, models.CausalLM.generate, models.CausalLM.prefill,
@@ -65,7 +80,10 @@ def test_the_check_takes_less_than_a_microsecond():
         return a
 
     checked = known_names(plain)
-    cost = [min(timeit.repeat(lambda call=call: call(1, b=2, c=3, d=4), number=2000, repeat=7)) / 2000 for call in (plain, checked)]
+    cost = [
+        min(timeit.repeat(lambda call=call: call(1, b=2, c=3, d=4), number=2000, repeat=7)) / 2000
+        for call in (plain, checked)
+    ]
     assert cost[1] - cost[0] < 1e-6
 
 
@@ -103,7 +121,15 @@ def test_a_mask_that_hides_all_keys_warns():
     memory = Memory.empty("softmax", 2, 2, 4, 4).absorb(q, q)
     with warnings.catch_warnings():  # a sequence that has ended while others go on
         warnings.simplefilter("error")
-        attention(q[:, :, :1], q[:, :, :1], q[:, :, :1], memory.operator, causal=True, memory=memory, key_padding_mask=torch.tensor([[True], [False]]))
+        attention(
+            q[:, :, :1],
+            q[:, :, :1],
+            q[:, :, :1],
+            memory.operator,
+            causal=True,
+            memory=memory,
+            key_padding_mask=torch.tensor([[True], [False]]),
+        )
 
 
 def test_tokens_in_the_place_of_heads_warn():

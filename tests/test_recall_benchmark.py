@@ -28,7 +28,9 @@ def rows_of(part):
 def test_k_is_the_offset_that_comes_back():
     shares = {(row["operator"], row["offset"]): row["share"] for row in rows_of(recall.which)}
     for power in range(4):
-        assert [shares[f"SKA K={power}", offset] for offset in recall.OFFSETS] == [float(offset == power) for offset in recall.OFFSETS]
+        assert [shares[f"SKA K={power}", offset] for offset in recall.OFFSETS] == [
+            float(offset == power) for offset in recall.OFFSETS
+        ]
     assert shares["softmax, a cache", 0] == 1
 
 
@@ -40,7 +42,11 @@ def test_capacity_ends_and_the_memory_stays_as_large():
         assert many["recall"] < few["recall"]
         assert few["bytes"] == many["bytes"]
     assert found["softmax, a cache", 64]["recall"] == 1
-    assert found["softmax, a cache", 64]["bytes"] == 8 * found["softmax, a cache", 8]["bytes"] == 2 * found["softmax, a cache", 64]["cache_bytes"]  # float64 here
+    assert (
+        found["softmax, a cache", 64]["bytes"]
+        == 8 * found["softmax, a cache", 8]["bytes"]
+        == 2 * found["softmax, a cache", 64]["cache_bytes"]
+    )  # float64 here
 
 
 def test_a_fit_tells_keys_apart_that_a_sum_mixes():
@@ -80,10 +86,18 @@ class Text(html.parser.HTMLParser):
 
 
 def test_the_page_has_every_number(tmp_path):
-    rows = [row for part in (recall.which, recall.capacity, recall.distractors, recall.exactness) for row in rows_of(part)]
-    rows += [{"part": "trained", "operator": "SKA K=1", "offset": 1, "seed": seed, "accuracy": value, "seconds": 1.0} for seed, value in enumerate((0.9, 1.0))]
+    rows = [
+        row for part in (recall.which, recall.capacity, recall.distractors, recall.exactness) for row in rows_of(part)
+    ]
+    rows += [
+        {"part": "trained", "operator": "SKA K=1", "offset": 1, "seed": seed, "accuracy": value, "seconds": 1.0}
+        for seed, value in enumerate((0.9, 1.0))
+    ]
     time = dataclasses.asdict(common.Quantiles.of([0.25]))
-    rows += [{"part": "times", "operator": name, "power": 0, "tokens": 1024, "seconds": time} for name in ("softmax", "exact to the token")]
+    rows += [
+        {"part": "times", "operator": name, "power": 0, "tokens": 1024, "seconds": time}
+        for name in ("softmax", "exact to the token")
+    ]
     out = tmp_path / "recall.json"
     common.report(str(out), "recall", "", {}, rows, recall.summarised(rows), common.circumstances(torch.device("cpu")))
     assert recall.main(["--page", "--out", str(out)]) == 0
@@ -92,7 +106,13 @@ def test_the_page_has_every_number(tmp_path):
     trained = next(chart for chart in charts if chart["x"] == "offset j that was trained")
     assert trained["series"][0]["y"] == [pytest.approx(0.95)]
     assert trained["series"][0]["sd"] == [pytest.approx(math.sqrt(0.005))]
-    for words in ("K=1 returns the value 1 after it", "0.950 ± 0.071", "250 ms", "What exactness buys", "What exactness costs"):
+    for words in (
+        "K=1 returns the value 1 after it",
+        "0.950 ± 0.071",
+        "250 ms",
+        "What exactness buys",
+        "What exactness costs",
+    ):
         assert words in text
     drawn = sum(len(series["y"]) for chart in charts for series in chart["series"])
     # bytes are drawn twice: ours and the cache's

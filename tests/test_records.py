@@ -37,7 +37,9 @@ def claims(page: Path) -> Iterator[Claim]:
         for line in found.group(1).strip().splitlines():
             if " | " in line:
                 place, words = line.split(" | ", 1)
-                yield Claim(page.relative_to(ROOT).as_posix(), file, f"{begin}/{place}", words, " ".join(found.group(2).split()))
+                yield Claim(
+                    page.relative_to(ROOT).as_posix(), file, f"{begin}/{place}", words, " ".join(found.group(2).split())
+                )
             else:
                 file, begin = line.split(" ", 1)
 
@@ -64,4 +66,8 @@ def test_a_number_on_a_page_is_that_of_its_record(claim: Claim) -> None:
 
 def test_pages_name_their_records() -> None:
     assert {claim.page for claim in CLAIMS} >= set(NAMING)
-    assert all(page.read_text(encoding="utf-8").count("<!-- records") == len(re.findall(r"<!-- records .*?-->\n\n?[^\n]+\n", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
+    assert all(
+        page.read_text(encoding="utf-8").count("<!-- records")
+        == len(re.findall(r"<!-- records .*?-->\n\n?[^\n]+\n", page.read_text(encoding="utf-8"), re.DOTALL))
+        for page in PAGES
+    )

@@ -38,7 +38,9 @@ def test_what_the_system_says(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_machine")
 def test_both_numbers_are_said() -> None:
     room.require("call", "things", 1 << 29, "cpu", "Use fewer.")
-    with pytest.raises(InsufficientMemoryError, match=r"^call: things take 3\.0 GiB, and 1\.0 GiB of memory are free\. Use fewer\.$") as caught:
+    with pytest.raises(
+        InsufficientMemoryError, match=r"^call: things take 3\.0 GiB, and 1\.0 GiB of memory are free\. Use fewer\.$"
+    ) as caught:
         room.require("call", "things", 3 << 30, "cpu", "Use fewer.")
     assert isinstance(caught.value, ZonalError)
     assert isinstance(caught.value, MemoryError)
@@ -53,13 +55,20 @@ def test_small_calls_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_features_of_all_tokens() -> None:
     """2 * 100000 tokens * 2048 features * 4 bytes; vectors of zeros that take no memory themselves."""
     x = torch.zeros(1, 1, 1, 8).expand(1, 1, 100_000, 8)
-    with pytest.raises(InsufficientMemoryError, match=r"attention: 2048 features for each of 100000 vectors.* take 1\.5 GiB, and 1\.0 GiB"):
+    with pytest.raises(
+        InsufficientMemoryError,
+        match=r"attention: 2048 features for each of 100000 vectors.* take 1\.5 GiB, and 1\.0 GiB",
+    ):
         zonal.attention(x, x, x, m.slay(scale="large"))
 
 
 @pytest.mark.usefixtures("small_machine")
 def test_sums_and_landmarks() -> None:
-    with pytest.raises(InsufficientMemoryError, match=r"Memory: sums over 2048 features for 1000 sequences of 8 heads take 4\.0 GiB"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"Memory: sums over 2048 features for 1000 sequences of 8 heads take 4\.0 GiB"
+    ):
         zonal.Memory.empty(m.slay(scale="large", dim=8), 1000, 8, 8, 64)
-    with pytest.raises(InsufficientMemoryError, match=r"Nystrom\.prepare: 20000 landmarks for each of 1 heads take 8\.9 GiB"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"Nystrom\.prepare: 20000 landmarks for each of 1 heads take 8\.9 GiB"
+    ):
         features.Nystrom(20_000).prepare(8)

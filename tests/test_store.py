@@ -12,7 +12,12 @@ import torch
 from zonal import store
 from zonal.errors import FileFormatError, InsufficientSpaceError, unknown_name
 
-TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3, dtype=torch.int64), "empty": torch.zeros(0, 4), "half": torch.ones(3, dtype=torch.bfloat16)}
+TENSORS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor(3, dtype=torch.int64),
+    "empty": torch.zeros(0, 4),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+}
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -20,7 +25,9 @@ def test_round_trip(tmp_path: Path) -> None:
     store.save_tensors(path, TENSORS, {"kind": "test", "note": "ä"})
     tensors, header = store.load_tensors(path, "test")
     assert header["note"] == "ä"
-    assert all(torch.equal(tensors[name], TENSORS[name]) and tensors[name].dtype == TENSORS[name].dtype for name in TENSORS)
+    assert all(
+        torch.equal(tensors[name], TENSORS[name]) and tensors[name].dtype == TENSORS[name].dtype for name in TENSORS
+    )
 
 
 def test_truncated_corrupt_foreign_and_other_kind(tmp_path: Path) -> None:
@@ -67,7 +74,11 @@ def test_really_full_device() -> None:
     """/dev/full answers every write with ENOSPC."""
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    with pytest.raises(InsufficientSpaceError), store._write_errors(Path("x")), open("/dev/full", "wb", buffering=0) as file:
+    with (
+        pytest.raises(InsufficientSpaceError),
+        store._write_errors(Path("x")),
+        open("/dev/full", "wb", buffering=0) as file,
+    ):
         file.write(b"x")
 
 

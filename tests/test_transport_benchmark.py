@@ -16,7 +16,9 @@ def test_the_peak_is_that_of_the_call() -> None:
     assert 4 * tokens * transport.DIM * 4 <= transport.peak(tokens, "forward") < tokens**2 * 4 / 2
 
 
-def test_it_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(transport, "peak", lambda tokens, what: tokens)
     assert transport.main(["--quick", "--threads", "1", "--out", str(tmp_path / "transport.json")]) == 0
     found = json.loads((tmp_path / "transport.json").read_text())

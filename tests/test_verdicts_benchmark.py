@@ -15,7 +15,10 @@ SIZES = dataclasses.replace(verdicts.QUICK, draws=4, ranks=(16,), loads=(0.25, 0
 @pytest.fixture(scope="module")
 def rows():
     with torch.no_grad():
-        found = {part.__name__: list(part(SIZES)) for part in (verdicts.separation, verdicts.curves, verdicts.filling, verdicts.claims)}
+        found = {
+            part.__name__: list(part(SIZES))
+            for part in (verdicts.separation, verdicts.curves, verdicts.filling, verdicts.claims)
+        }
         found["trained"] = list(verdicts.trained(SIZES, torch.get_num_threads()))
     return found
 
@@ -64,7 +67,9 @@ def test_claims_meet_their_verdict(rows):
 def test_the_page_has_every_number(rows, tmp_path):
     flat = [row for part in rows.values() for row in part]
     out = tmp_path / "verdicts.json"
-    common.report(str(out), "verdicts", "", {}, flat, verdicts.summarised(flat), common.circumstances(torch.device("cpu")))
+    common.report(
+        str(out), "verdicts", "", {}, flat, verdicts.summarised(flat), common.circumstances(torch.device("cpu"))
+    )
     assert verdicts.main(["--page", "--out", str(out)]) == 0
     text = (tmp_path / "verdicts.html").read_text()
     found = re.search(r'id="data">(.*?)</script>', text)

@@ -1,7 +1,21 @@
 """Zonal: attention operators declared by their parts, planned onto the cheapest exact path, and used as layers, models and memories."""
 
 from zonal import mechanisms, nn
-from zonal.algebra import Operator, anchor, carrier, hashing, influence, ledger, link, metric, oset, prior, probe, score, update
+from zonal.algebra import (
+    Operator,
+    anchor,
+    carrier,
+    hashing,
+    influence,
+    ledger,
+    link,
+    metric,
+    oset,
+    prior,
+    probe,
+    score,
+    update,
+)
 from zonal.attention import attention
 from zonal.execution.explain import explain
 from zonal.execution.transport import potentials
@@ -9,4 +23,24 @@ from zonal.memory import Memory
 
 __version__ = "0.1.0"
 
-__all__ = ["Memory", "Operator", "anchor", "attention", "carrier", "explain", "hashing", "influence", "ledger", "link", "mechanisms", "metric", "nn", "oset", "potentials", "prior", "probe", "score", "update"]
+__all__ = [
+    "Memory",
+    "Operator",
+    "anchor",
+    "attention",
+    "carrier",
+    "explain",
+    "hashing",
+    "influence",
+    "ledger",
+    "link",
+    "mechanisms",
+    "metric",
+    "nn",
+    "oset",
+    "potentials",
+    "prior",
+    "probe",
+    "score",
+    "update",
+]

@@ -105,7 +105,18 @@ def attention(
     lowered = torch.is_autocast_enabled(kind)
     if lowered:  # as torch's own attention does
         q, k, v = (_autocast(x, kind) for x in (q, k, v))
-    bare = key_padding_mask is cu_seqlens is log_decay is key_bias is action_mask is key_gate is query_mass is key_mass is start is None
+    bare = (
+        key_padding_mask
+        is cu_seqlens
+        is log_decay
+        is key_bias
+        is action_mask
+        is key_gate
+        is query_mass
+        is key_mass
+        is start
+        is None
+    )
     if memory is not None and causal and path in ("auto", "streaming") and bare:
         # a decoder's step: to prepare and to plan it costs more than to run it
         step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
@@ -164,15 +175,23 @@ def _run(call: Call, path: str) -> Tensor:
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
     if call.tags.couples:
-        raise ArgumentError(f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Leave memory and return_memory out.")
+        raise ArgumentError(
+            f"attention: operator {call.operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Leave memory and return_memory out."
+        )
     if transforms.active():
-        raise ArgumentError("attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot be kept. Leave both out.")
+        raise ArgumentError(
+            "attention: memory and return_memory have no meaning under torch.func's transforms, whose tensors cannot be kept. Leave both out."
+        )
     if call.visibility.packed:
-        raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. Pass one of the two.")
+        raise ArgumentError(
+            "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory. Pass one of the two."
+        )
     if memory is None:
         memory = empty_memory(call)
     elif not isinstance(memory, Memory):
-        raise ArgumentError(f"attention: memory must be a zonal.Memory, received {type(memory).__name__}. Make one with Memory.empty(operator, …).")
+        raise ArgumentError(
+            f"attention: memory must be a zonal.Memory, received {type(memory).__name__}. Make one with Memory.empty(operator, …)."
+        )
     elif not same_declaration(memory.operator, call.operator):
         raise ArgumentError(
             f"attention: the memory must be of the call's operator, received {apart(memory.operator, call.operator)}. "

@@ -49,13 +49,37 @@ FORMULAS = {
     for formula in (
         Formula("exp", log=True),
         Formula("identity", "x", "spread(1.f)", triton=_TRITON + "identity"),
-        Formula("polynomial", "horner(x, c, n)", "horner_derivative(x, c, n)", "1.f", _TRITON + "horner", domain=(-1.0, 1.0)),
-        Formula("yat", f"x * x / {_GAP}", f"2.f * x * (2.f + c[0] - x) / ({_GAP} * {_GAP})", triton=_TRITON + "yat", domain=(-1.0, 1.0)),
-        Formula("squared_affine", "(x + c[0]) * (x + c[0])", "2.f * (x + c[0])", "2.f * (x + c[0])", _TRITON + "squared_affine"),
         Formula(
-            "polynomial_square", f"{_P} * {_P} + c[n - 1]", f"2.f * {_P} * horner_derivative(x, c, n - 1)", f"2.f * {_P}", _TRITON + "polynomial_square"
+            "polynomial", "horner(x, c, n)", "horner_derivative(x, c, n)", "1.f", _TRITON + "horner", domain=(-1.0, 1.0)
         ),
-        Formula("euclidean", f"c[0] - {_FAR}", f"(x > V{{}} ? -0.5f / {_FAR} : V{{}})", triton=_TRITON + "euclidean", log=True),
+        Formula(
+            "yat",
+            f"x * x / {_GAP}",
+            f"2.f * x * (2.f + c[0] - x) / ({_GAP} * {_GAP})",
+            triton=_TRITON + "yat",
+            domain=(-1.0, 1.0),
+        ),
+        Formula(
+            "squared_affine",
+            "(x + c[0]) * (x + c[0])",
+            "2.f * (x + c[0])",
+            "2.f * (x + c[0])",
+            _TRITON + "squared_affine",
+        ),
+        Formula(
+            "polynomial_square",
+            f"{_P} * {_P} + c[n - 1]",
+            f"2.f * {_P} * horner_derivative(x, c, n - 1)",
+            f"2.f * {_P}",
+            _TRITON + "polynomial_square",
+        ),
+        Formula(
+            "euclidean",
+            f"c[0] - {_FAR}",
+            f"(x > V{{}} ? -0.5f / {_FAR} : V{{}})",
+            triton=_TRITON + "euclidean",
+            log=True,
+        ),
     )
 }
 

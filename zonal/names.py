@@ -51,11 +51,17 @@ def unknown_argument(call: str, name: str, known: Collection[str]) -> UnknownArg
     if name in _FOREIGN:
         here, about = _FOREIGN[name]
         found = next((each for each in here if each in known), None)
-        hint = f"It is called {found} here" + (f"; masks are {_MASKS}." if found == "key_padding_mask" else ".") if found else f"{about[:1].upper()}{about[1:]}."
+        hint = (
+            f"It is called {found} here" + (f"; masks are {_MASKS}." if found == "key_padding_mask" else ".")
+            if found
+            else f"{about[:1].upper()}{about[1:]}."
+        )
     else:
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
         hint = f"Did you mean {near[0]}?" if near else ""
-    return UnknownArgumentError(" ".join(f"{call}: there is no argument {name!r}. {hint} It takes: {', '.join(known)}.".split()))
+    return UnknownArgumentError(
+        " ".join(f"{call}: there is no argument {name!r}. {hint} It takes: {', '.join(known)}.".split())
+    )
 
 
 def known_names(subject: T) -> T:

@@ -18,7 +18,11 @@ def free(device: torch.device | str) -> int | None:
     """
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     if device.type != "cpu":
         return None
     found = [*_available(Path("/proc/meminfo")), *_left(Path("/sys/fs/cgroup"))]
@@ -47,7 +51,9 @@ def require(call: str, what: str, size: int, device: torch.device | str, advice:
         return
     left = free(device)
     if left is not None and size > left:
-        raise InsufficientMemoryError(f"{call}: {what} take {size / 2**30:,.1f} GiB, and {left / 2**30:,.1f} GiB of memory are free. {advice}")
+        raise InsufficientMemoryError(
+            f"{call}: {what} take {size / 2**30:,.1f} GiB, and {left / 2**30:,.1f} GiB of memory are free. {advice}"
+        )
 
 
 __all__ = ["free", "require"]

@@ -61,8 +61,12 @@ def _write_errors(path: Path) -> Iterator[None]:
 def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
     """What to say of a file or a folder that the operating system does not let be written."""
     if error.errno in _FULL:
-        return InsufficientSpaceError(f"{call}: no space left while writing {path}. Free some space and run again; nothing was half written.")
-    return FileWriteError(f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or mend its rights; nothing was half written.")
+        return InsufficientSpaceError(
+            f"{call}: no space left while writing {path}. Free some space and run again; nothing was half written."
+        )
+    return FileWriteError(
+        f"{call}: {path} cannot be written ({error.strerror or error}). Choose another folder, or mend its rights; nothing was half written."
+    )
 
 
 @contextlib.contextmanager
@@ -75,9 +79,19 @@ def understood(call: str, path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except FileFormatError:
         raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:  # ArgumentError is a ValueError, RecursionError a RuntimeError
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # ArgumentError is a ValueError, RecursionError a RuntimeError
         detail = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0].rstrip(".")
-        raise FileFormatError(f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version; use an older copy or make it anew.") from error
+        raise FileFormatError(
+            f"{call}: {path} does not fit: {detail}. It was edited, damaged or written by another version; use an older copy or make it anew."
+        ) from error
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -106,8 +120,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise FileFormatError(f"read_json: {target} is a folder, a JSON file was required.") from error
     except OSError as error:
         raise FileFormatError(f"read_json: {target} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a number with thousands of digits; of deep brackets
-        raise FileFormatError(f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged.") from error
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of JSON, of UTF-8, of a number with thousands of digits; of deep brackets
+        raise FileFormatError(
+            f"read_json: {target} is not valid JSON ({error}). It was not written by this library or was damaged."
+        ) from error
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
@@ -144,9 +163,13 @@ def read_header(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
         with safetensors.safe_open(target, framework="pt") as file:
             metadata = file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
-        raise FileFormatError(f"load {kind}: {target} is not a readable safetensors file ({error}). It may be truncated; use an older copy.") from error
+        raise FileFormatError(
+            f"load {kind}: {target} is not a readable safetensors file ({error}). It may be truncated; use an older copy."
+        ) from error
     if "zonal" not in metadata:
-        raise FileFormatError(f"load {kind}: {target} is a safetensors file of another program (no 'zonal' header). Required: a {kind} written by this library.")
+        raise FileFormatError(
+            f"load {kind}: {target} is a safetensors file of another program (no 'zonal' header). Required: a {kind} written by this library."
+        )
     try:
         header = json.loads(metadata["zonal"])
     except (ValueError, RecursionError) as error:
@@ -166,7 +189,11 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     try:
         tensors = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise FileFormatError(f"load {kind}: {path} cannot be read ({error}). It may be truncated; use an older copy.") from error
+        raise FileFormatError(
+            f"load {kind}: {path} cannot be read ({error}). It may be truncated; use an older copy."
+        ) from error
     if checksum(tensors, header) != header.get("checksum"):
-        raise FileFormatError(f"load {kind}: the checksum of {path} does not match its contents. The file was damaged; use an older copy.")
+        raise FileFormatError(
+            f"load {kind}: the checksum of {path} does not match its contents. The file was damaged; use an older copy."
+        )
     return tensors, header

@@ -26,7 +26,9 @@ def fits(value: Any, hint: Any) -> bool:
         inner = parts[:1] * len(value) if several and isinstance(value, tuple | list) else parts
         return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(fits, value, inner))
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(fits(key, parts[0]) and fits(inner, parts[1]) for key, inner in value.items())
+        return isinstance(value, Mapping) and all(
+            fits(key, parts[0]) and fits(inner, parts[1]) for key, inner in value.items()
+        )
     if origin is list:
         return isinstance(value, list) and all(fits(inner, parts[0]) for inner in value)
     if hint in (int, float):
@@ -48,7 +50,13 @@ def described(hint: Any) -> str:
         return " or ".join(map(repr, parts))
     if origin is tuple:
         return f"a tuple ({', '.join('…' if part is Ellipsis else described(part) for part in parts)})"
-    return {int: "a whole number of at most 64 bits", float: "a finite number", str: "text", bool: "True or False", type(None): "None"}.get(hint, str(hint))
+    return {
+        int: "a whole number of at most 64 bits",
+        float: "a finite number",
+        str: "text",
+        bool: "True or False",
+        type(None): "None",
+    }.get(hint, str(hint))
 
 
 def check_fields(call: str, kind: type, values: object) -> None:
@@ -58,7 +66,9 @@ def check_fields(call: str, kind: type, values: object) -> None:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if field.name in values and not fits(values[field.name], hints[field.name]):
-            raise ArgumentError(f"{call}: {field.name} must be {described(hints[field.name])}, received {values[field.name]!r}.")
+            raise ArgumentError(
+                f"{call}: {field.name} must be {described(hints[field.name])}, received {values[field.name]!r}."
+            )
 
 
 __all__ = ["check_fields", "described", "fits"]

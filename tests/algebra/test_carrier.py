@@ -44,7 +44,9 @@ def by_hand(log_kernel, queries, keys, temperature):
     for a in range(queries.size):
         for b in range(keys.size):
             block = log_kernel[..., queries.to == a, :][..., keys.to == b].flatten(-2)
-            out[..., a, b] = block.amax(-1) if temperature is None else temperature * (block / temperature).logsumexp(-1)
+            out[..., a, b] = (
+                block.amax(-1) if temperature is None else temperature * (block / temperature).logsumexp(-1)
+            )
     return out
 
 
@@ -52,7 +54,12 @@ def by_hand(log_kernel, queries, keys, temperature):
 
 
 def test_tokens_are_the_finest_and_names_do_not_matter():
-    tokens, pairs, renamed, other = Tokens(6), Buckets(torch.tensor([0, 0, 1, 1, 2, 2])), Buckets(torch.tensor([2, 2, 0, 0, 1, 1])), Buckets(torch.tensor([0, 1, 1, 2, 2, 0]))
+    tokens, pairs, renamed, other = (
+        Tokens(6),
+        Buckets(torch.tensor([0, 0, 1, 1, 2, 2])),
+        Buckets(torch.tensor([2, 2, 0, 0, 1, 1])),
+        Buckets(torch.tensor([0, 1, 1, 2, 2, 0])),
+    )
     everything = Buckets(torch.zeros(6, dtype=torch.int64))
     for carrier in (pairs, renamed, other, everything):
         assert tokens.refines(carrier)
@@ -102,7 +109,10 @@ def test_rows_have_maps_of_their_own():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Factor(torch.tensor([0, 2]), 3), "none is sent to bucket 1: the map is not surjective. Number the buckets that occur without gaps"),
+        (
+            lambda: Factor(torch.tensor([0, 2]), 3),
+            "none is sent to bucket 1: the map is not surjective. Number the buckets that occur without gaps",
+        ),
         (lambda: Buckets(torch.tensor([[0, 1, 2], [0, 0, 2]])), "none is sent to bucket 1: the map is not surjective"),
         (lambda: Factor(torch.tensor([0, 3]), 2), r"must lie in 0 … 1, received 0 … 3"),
         (lambda: Factor(torch.tensor([0, -1]), 2), r"received -1 … 0"),
@@ -110,12 +120,21 @@ def test_rows_have_maps_of_their_own():
         (lambda: Buckets(torch.zeros(0, dtype=torch.int64)), "n >= 1 are required"),
         (lambda: Tokens(0), "Tokens: count must be a whole number >= 1"),
         (lambda: Factor.identity(3).then(Factor.identity(2)), "a map of 3 buckets is required, received one of 2"),
-        (lambda: Buckets(torch.tensor([0, 0, 1])).factor(Tokens(3)), "bucket 0 of this carrier has records that the other one keeps apart"),
+        (
+            lambda: Buckets(torch.tensor([0, 0, 1])).factor(Tokens(3)),
+            "bucket 0 of this carrier has records that the other one keeps apart",
+        ),
         (lambda: Tokens(3).factor(Tokens(4)), "carriers of the same records are required, received 3 and 4"),
         (lambda: LogSumExp(0.0), "For the limit 0 use Max"),
         (lambda: pushforward(kernel(), Factor.identity(7), Factor.identity(8)), r"log K \(..., 7, 8\) is required"),
-        (lambda: reanchored(kernel(), Factor.identity(7), Factor.identity(9), zonal.anchor.Ridge()), "anchor Ridge needs more than the kernel of queries and keys"),
-        (lambda: reanchored(kernel()[0], Factor.identity(7), Factor.identity(9), zonal.anchor.Row()), "log K .batch, heads, T, S. is required"),
+        (
+            lambda: reanchored(kernel(), Factor.identity(7), Factor.identity(9), zonal.anchor.Ridge()),
+            "anchor Ridge needs more than the kernel of queries and keys",
+        ),
+        (
+            lambda: reanchored(kernel()[0], Factor.identity(7), Factor.identity(9), zonal.anchor.Row()),
+            "log K .batch, heads, T, S. is required",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):
@@ -129,7 +148,9 @@ def test_what_does_not_fit_is_refused(make, words):
 @by_name
 def test_pushforward_by_hand(by):
     log, f, g = kernel(), onto(7, 3, 1), onto(9, 4, 2)
-    same(pushforward(log, f, g, by), by_hand(log, f, g, None if isinstance(by, Max) else getattr(by, "temperature", 1.0)))
+    same(
+        pushforward(log, f, g, by), by_hand(log, f, g, None if isinstance(by, Max) else getattr(by, "temperature", 1.0))
+    )
 
 
 @by_name
@@ -148,7 +169,11 @@ def test_functoriality(by, seed):
 
 def test_a_mean_of_means_is_no_mean():
     """Averages are functorial only when each is weighed by its mass: the counter-example, and the repair."""
-    values, f, g = torch.tensor([[0.0], [0.0], [0.0], [8.0]], dtype=torch.float64), Factor(torch.tensor([0, 0, 0, 1]), 2), Factor(torch.tensor([0, 0]), 1)
+    values, f, g = (
+        torch.tensor([[0.0], [0.0], [0.0], [8.0]], dtype=torch.float64),
+        Factor(torch.tensor([0, 0, 0, 1]), 2),
+        Factor(torch.tensor([0, 0]), 1),
+    )
     ones = torch.ones(4, dtype=torch.float64)
     direct = f.then(g).merged(values, ones)
     assert float(g.merged(f.merged(values, ones), torch.ones(2))) == 4.0
@@ -210,7 +235,10 @@ def test_anchoring_again_after_each_step():
     assert (by_query - reanchored(reanchored(log, f, keys, row).log(), further, keys, row)).abs().max() > 0.05
     # from rows of equal sums, raw evidence stays additive: Raw is functorial for both
     raw = zonal.anchor.Raw()
-    same(reanchored(log, f.then(further), g.then(onward), raw), reanchored(reanchored(log, f, g, raw).log(), further, onward, raw))
+    same(
+        reanchored(log, f.then(further), g.then(onward), raw),
+        reanchored(reanchored(log, f, g, raw).log(), further, onward, raw),
+    )
     same(reanchored(log, queries, keys, row), log.softmax(-1))
 
 
@@ -254,4 +282,3 @@ def test_what_mean_values_leave_out():
     same((coarse[:, None] @ own)[:, 0], exact)
     equal = g.pulled(kernel(7, 4, forbidden=0.0)[0, 0].mT).mT
     same(pushforward(equal, one, g).softmax(-1) @ g.merged(values, mass), equal.softmax(-1) @ values)
-

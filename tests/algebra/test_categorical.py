@@ -27,9 +27,13 @@ def test_turns_compose(dtype: torch.dtype, scale: float) -> None:
     digits = 1e-12 if dtype == torch.float64 else 2e-6
     one = torch.eye(5, dtype=dtype)
     assert torch.allclose(g @ g.mT, one.expand(7, 5, 5), atol=digits)
-    assert torch.allclose(torch.linalg.inv(g.double())[:, None] @ g.double()[None], morphism.double(), atol=100 * digits)
+    assert torch.allclose(
+        torch.linalg.inv(g.double())[:, None] @ g.double()[None], morphism.double(), atol=100 * digits
+    )
     assert torch.allclose(morphism[range(7), range(7)], one.expand(7, 5, 5), atol=digits)
-    assert torch.allclose(torch.einsum("xyij,yzjk->xyzik", morphism, morphism), morphism[:, None].expand(7, 7, 7, 5, 5), atol=10 * digits)
+    assert torch.allclose(
+        torch.einsum("xyij,yzjk->xyzik", morphism, morphism), morphism[:, None].expand(7, 7, 7, 5, 5), atol=10 * digits
+    )
     assert torch.allclose(morphism.transpose(0, 1).mT, morphism, atol=digits)
     assert torch.linalg.det(g.double()).sub(1).abs().max() < 1e-4
 
@@ -50,7 +54,10 @@ def test_the_score_is_a_trace(relation: bool) -> None:
         expected = torch.einsum("hij,bhtsij->bhts", matrix.repeat_interleave(2, 0), turn) / 0.5
     else:
         expected = (4 - (turn - torch.eye(4)).square().sum((-1, -2)) / 2) / 0.5
-        own = score.pair(score.prepare_query(k.repeat_interleave(2, 1), params, None), score.prepare_key(k, params).repeat_interleave(2, 1))
+        own = score.pair(
+            score.prepare_query(k.repeat_interleave(2, 1), params, None),
+            score.prepare_key(k, params).repeat_interleave(2, 1),
+        )
         assert torch.equal(own.argmax(-1), torch.arange(9).expand(2, 4, 9))
     assert torch.allclose(found, expected, atol=1e-10)
     assert score.width(5) == 16
@@ -66,7 +73,9 @@ def test_a_change_of_the_common_frame_changes_nothing(path: str) -> None:
     y = score.carried(zonal.attention(x, x, score.carried(v, x), operator, causal=True, path=path), x, back=True)
     g = torch.linalg.qr(draw(4, 4, seed=2))[0] @ score.frames(x)
     turn = g.mT[:, :, :, None] @ g[:, :, None]
-    logits = turn.diagonal(dim1=-2, dim2=-1).sum(-1).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), float("-inf"))
+    logits = (
+        turn.diagonal(dim1=-2, dim2=-1).sum(-1).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), float("-inf"))
+    )
     expected = torch.einsum("bhts,bhtsij,bhsnj->bhtni", logits.softmax(-1), turn, v.unflatten(-1, (3, 4))).flatten(-2)
     assert torch.allclose(y, expected, atol=1e-10)
 
@@ -74,7 +83,9 @@ def test_a_change_of_the_common_frame_changes_nothing(path: str) -> None:
 def test_layers_carry_values() -> None:
     """The first token keeps its own; a decoder goes on from carried values; one map for queries and keys."""
     torch.manual_seed(0)
-    layer = Attention(24, 3, m.rewa_categorical(size=4, relation=True, transport=True), rotary=True, qk_norm=True).double()
+    layer = Attention(
+        24, 3, m.rewa_categorical(size=4, relation=True, transport=True), rotary=True, qk_norm=True
+    ).double()
     assert layer.query is layer.key
     assert layer.qk_dim == 6
     x = draw(2, 11, 24)
@@ -119,7 +130,10 @@ def test_poison_and_extremes() -> None:
     [
         (lambda: Categorical(size=1), "size must be a whole number >= 2"),
         (lambda: Categorical(temperature=0.0), "temperature must be > 0"),
-        (lambda: Categorical(size=3).frames(torch.zeros(4)), "vectors of 1 to 3 numbers are required with m = 3, received 4"),
+        (
+            lambda: Categorical(size=3).frames(torch.zeros(4)),
+            "vectors of 1 to 3 numbers are required with m = 3, received 4",
+        ),
         (lambda: Attention(24, 3, m.rewa_categorical(size=5, transport=True)), "multiple of m = 5 numbers, received 8"),
         (lambda: Attention(24, 4, m.rewa_categorical(), kv_heads=2), "needs kv_heads = heads = 4"),
     ],

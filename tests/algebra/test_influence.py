@@ -66,11 +66,17 @@ def test_a_window_reaches_back_by_its_length_a_layer(window, tokens):
     distance = place[:, None] - place
     expected = torch.where(distance >= 0, (distance + window - 1).div(window, rounding_mode="floor"), influence.NEVER)
     assert torch.equal(influence.depth((Causal(), Window(window)), tokens), expected)
-    assert torch.equal(influence.reach([(Causal(), Window(window)), (Causal(), Window(2 * window))], tokens), (distance >= 0) & (distance <= 3 * window))
+    assert torch.equal(
+        influence.reach([(Causal(), Window(window)), (Causal(), Window(2 * window))], tokens),
+        (distance >= 0) & (distance <= 3 * window),
+    )
 
 
 def test_priors_are_relations_of_their_own():
-    assert torch.equal(influence.visible(ChunkCausal(2), 5).int(), torch.tensor([[0] * 5, [0] * 5, [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1] * 4 + [0]], dtype=torch.int32))
+    assert torch.equal(
+        influence.visible(ChunkCausal(2), 5).int(),
+        torch.tensor([[0] * 5, [0] * 5, [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1] * 4 + [0]], dtype=torch.int32),
+    )
     assert torch.equal(influence.visible((), 4, causal=True, include_self=False), torch.ones(4, 4).tril(-1).bool())
     # a prior that only favours forbids nothing
     assert bool(influence.reach(ALiBi(), 4).all())
@@ -131,9 +137,15 @@ def test_support_is_of_each_row_of_a_batch():
     [
         (lambda: influence.reach(Causal()), "Pass tokens="),
         (lambda: influence.reach([]), "at least one layer"),
-        (lambda: influence.depth(torch.ones(3, 4, dtype=torch.bool)), r"\(\.\.\., tokens, tokens\).*received torch.bool of shape \(3, 4\)"),
+        (
+            lambda: influence.depth(torch.ones(3, 4, dtype=torch.bool)),
+            r"\(\.\.\., tokens, tokens\).*received torch.bool of shape \(3, 4\)",
+        ),
         (lambda: influence.reach(torch.ones(3, 3)), "must be bool.*received torch.float32"),
-        (lambda: influence.reach([relation(3, 0), relation(4, 0)]), r"one number of tokens are required, received \[3, 4\]"),
+        (
+            lambda: influence.reach([relation(3, 0), relation(4, 0)]),
+            r"one number of tokens are required, received \[3, 4\]",
+        ),
         (lambda: influence.reach(relation(3, 0), tokens=5), r"received \[3, 5\]"),
         (lambda: influence.visible(Causal(), 0), "tokens must be a whole number >= 1, received 0"),
         (lambda: influence.support(lambda x: x.sum(), torch.randn(3, 2)), r"received \(\)"),

@@ -33,7 +33,14 @@ def called(operator: Operator, case: Case = CASE, seed: int = 0, **changes: Tens
     data = inputs(case, seed)
     causal = case.causal and not operator.tags.couples
     with torch.no_grad():
-        return prepare(operator, changes.get("q", data.q), changes.get("k", data.k), data.v, causal=causal, key_padding_mask=data.key_padding_mask)
+        return prepare(
+            operator,
+            changes.get("q", data.q),
+            changes.get("k", data.k),
+            data.v,
+            causal=causal,
+            key_padding_mask=data.key_padding_mask,
+        )
 
 
 def visible(call: Call) -> Tensor:
@@ -87,7 +94,9 @@ def moments(operator: Operator) -> None:
     nodes = 0.5 * torch.cos(math.pi * torch.arange(degree + 2) / (degree + 1)).double()
     q, step = call.q / 2, draw(*call.q.shape)
     step = step / step.norm(dim=-1, keepdim=True) * q.norm(dim=-1, keepdim=True)
-    values = torch.stack([definition.kernel(call.bound, call.coefficients, q + t * step, call.expand(call.k)) for t in nodes])
+    values = torch.stack(
+        [definition.kernel(call.bound, call.coefficients, q + t * step, call.expand(call.k)) for t in nodes]
+    )
     powers = torch.cos(torch.arange(degree + 1) * torch.acos(2 * nodes[:, None]))  # Chebyshev's, well conditioned
     fitted = powers @ torch.linalg.lstsq(powers, values.flatten(1)).solution
     assert near(fitted, values.flatten(1))
@@ -153,7 +162,9 @@ def key_bias(operator: Operator) -> None:
     size, params = kind.matrix_size(CASE.key_dim), operator.bind(4, 4).score_params
     a, b = (kind.prepare_key(x, params)[..., : size**2] for x in (data.q, data.k))
     call = called(operator)
-    rest = operator.score.pair(call.q, call.k) - (2 * a @ b.mT - b.square().sum(-1)[..., None, :]) / (kind.temperature or 2 * size)
+    rest = operator.score.pair(call.q, call.k) - (2 * a @ b.mT - b.square().sum(-1)[..., None, :]) / (
+        kind.temperature or 2 * size
+    )
     assert near(rest, rest[..., :1].expand_as(rest))
 
 
@@ -174,14 +185,19 @@ def exact_features(operator: Operator) -> None:
 def no_leak(operator: Operator) -> None:
     data = inputs(dataclasses.replace(CASE, causal=False))
     q, k, v = (x.detach().clone().index_fill_(2, torch.arange(8, 12), 0.3) for x in (data.q, data.k, data.v))
-    before, after = zonal.attention(data.q, data.k, data.v, operator, path="dense"), zonal.attention(q, k, v, operator, path="dense")
+    before, after = (
+        zonal.attention(data.q, data.k, data.v, operator, path="dense"),
+        zonal.attention(q, k, v, operator, path="dense"),
+    )
     assert torch.equal(before[:, :, :8], after[:, :, :8])
     assert not torch.equal(before, after)
 
 
 def reach(operator: Operator) -> None:
     window = next(p for p in operator.prior if isinstance(p, prior.Window))
-    seen = visible(called(operator, dataclasses.replace(CASE, queries=40, keys=40)))[0, 0] | torch.eye(40, dtype=torch.bool)
+    seen = visible(called(operator, dataclasses.replace(CASE, queries=40, keys=40)))[0, 0] | torch.eye(
+        40, dtype=torch.bool
+    )
     t = torch.arange(40)
     reached = torch.eye(40, dtype=torch.bool)
     for layers in range(1, 5):
@@ -208,7 +224,9 @@ def row_gauge(operator: Operator) -> None:
 def column_gauge(operator: Operator) -> None:
     call = called(operator)
     bias = draw(1, 4, 12)
-    scaled_by_column = dataclasses.replace(call, bias=Bias(call.bias.row, bias if call.bias.col is None else bias + call.bias.col, call.bias.slope))
+    scaled_by_column = dataclasses.replace(
+        call, bias=Bias(call.bias.row, bias if call.bias.col is None else bias + call.bias.col, call.bias.slope)
+    )
     assert near(dense.weights(scaled_by_column), dense.weights(call))
 
 
@@ -265,14 +283,20 @@ def few_keys(operator: Operator) -> None:
 def repeated_keys(operator: Operator) -> None:
     bare, case = whole(operator)
     data = inputs(case)
-    once, twice = (zonal.attention(data.q, k, v, bare, path="dense") for k, v in ((data.k, data.v), (data.k.repeat(1, 1, 2, 1), data.v.repeat(1, 1, 2, 1))))
+    once, twice = (
+        zonal.attention(data.q, k, v, bare, path="dense")
+        for k, v in ((data.k, data.v), (data.k.repeat(1, 1, 2, 1), data.v.repeat(1, 1, 2, 1)))
+    )
     assert near(twice, once)
 
 
 def added_keys(operator: Operator) -> None:
     bare, case = whole(operator)
     data = inputs(case)
-    parts = [zonal.attention(data.q, data.k[:, :, s], data.v[:, :, s], bare, path="dense") for s in (slice(0, 5), slice(5, 12))]
+    parts = [
+        zonal.attention(data.q, data.k[:, :, s], data.v[:, :, s], bare, path="dense")
+        for s in (slice(0, 5), slice(5, 12))
+    ]
     assert near(parts[0] + parts[1], zonal.attention(data.q, data.k, data.v, bare, path="dense"))
 
 
@@ -280,7 +304,9 @@ def normal_equations(operator: Operator) -> None:
     """What W (K_kk) leaves of K_qk on visible keys is a positive multiple of W, row by row: the ridge."""
     call = called(operator)
     kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k))
-    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    among = definition.kernel(
+        call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k
+    )
     kernel, among = (x.exp() if call.tags.log_space else x for x in (kernel, among))
     weights = dense.weights(call)
     left = (kernel - weights @ call.expand(among)).masked_fill(~visible(call), 0)
@@ -295,9 +321,13 @@ def primal_sums(operator: Operator) -> None:
     """With a plain product, and a polynomial of cosines, a memory whose size does not grow gives what the definition gives."""
     assert isinstance(operator.anchor, anchor.Ridge)
     steady = tuple(p for p in operator.prior if not isinstance(p, prior.Window))
-    kinds: list[tuple[score.Score, link.Link, tuple[prior.Prior, ...]]] = [(score.Dot(scale=1.0), link.Identity(), steady)]
+    kinds: list[tuple[score.Score, link.Link, tuple[prior.Prior, ...]]] = [
+        (score.Dot(scale=1.0), link.Identity(), steady)
+    ]
     if not operator.anchor.by_query:
-        kinds.append((score.Cosine(), link.SquaredAffine(0.3), tuple(p for p in steady if not isinstance(p, prior.Decay))))
+        kinds.append(
+            (score.Cosine(), link.SquaredAffine(0.3), tuple(p for p in steady if not isinstance(p, prior.Decay)))
+        )
     for how, evidence, priors in kinds:
         sums = operator.replace(score=how, link=evidence, prior=priors).for_heads(4).double()
         data = inputs(CASE)
@@ -312,7 +342,9 @@ def primal_sums(operator: Operator) -> None:
 def definite_kernel(operator: Operator) -> None:
     """Among more keys than there are harmonics, K has no eigenvalue below zero."""
     call = called(operator, dataclasses.replace(CASE, queries=40, keys=40))
-    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    among = definition.kernel(
+        call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k
+    )
     values = torch.linalg.eigvalsh(among)
     assert (values > -1e-12 * values[..., -1:]).all()
 
@@ -321,7 +353,9 @@ def shift(operator: Operator) -> None:
     """With hardly a ridge, weights on keys at right angles stand where the head's power says."""
     assert isinstance(operator.anchor, anchor.Koopman)
     powers = operator.anchor.powers(4)
-    exact = dataclasses.replace(operator.anchor, eps=1e-9, mode="constant", learn_ridge=False, relative=0.0, spectral_norm="none")
+    exact = dataclasses.replace(
+        operator.anchor, eps=1e-9, mode="constant", learn_ridge=False, relative=0.0, spectral_norm="none"
+    )
     bare = operator.replace(anchor=exact, prior=()).double()
     keys = torch.eye(6, dtype=torch.float64).expand(1, 4, 6, 6)
     with torch.no_grad():
@@ -334,7 +368,9 @@ def contraction(operator: Operator) -> None:
     """The step S^(1/2) D S^(1/2), which has the singular values of L^-1 M L^-T, with hardly a ridge."""
     assert isinstance(operator.anchor, anchor.Koopman)
     call = called(operator, dataclasses.replace(CASE, queries=30, keys=30))
-    among = definition.kernel(call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k)
+    among = definition.kernel(
+        call.bound, call.coefficients, call.bound.score.as_query(call.k, call.bound.score_params), call.k
+    )
     among = among.exp() if call.tags.log_space else among
     values, vectors = torch.linalg.eigh(among)
     values = values.clamp_min(0)
@@ -380,17 +416,30 @@ def test_every_operator_has_a_whole_ledger(name: str) -> None:
     """A closure first, what link, score and anchor assume and each prior, a quotient and a section of it; in the order of the tree."""
     operator = ALL[name]()
     moves = operator.moves()
-    for slot, part in (("score", operator.score), ("link", operator.link), ("anchor", operator.anchor), *(("prior", p) for p in operator.prior)):
+    for slot, part in (
+        ("score", operator.score),
+        ("link", operator.link),
+        ("anchor", operator.anchor),
+        *(("prior", p) for p in operator.prior),
+    ):
         assert part.moves(), f"{type(part).__name__} has no ledger: give its class moves()"
         assert all(move.slot in (slot, "search") for move in part.moves())
         first = part.moves()[0]
-        settings = next(move.settings for move in moves if (move.slot, move.name) == (first.slot, first.name) and move.assumes == first.assumes)
+        settings = next(
+            move.settings
+            for move in moves
+            if (move.slot, move.name) == (first.slot, first.name) and move.assumes == first.assumes
+        )
         assert settings == part.settings()
     assert moves[0].step == "closure"
     assert {"restriction", "quotient", "section"} <= {move.step for move in moves}
     assert moves == ledger.ordered(moves)
     names = {(move.slot, move.name) for move in moves}
-    assert names >= {(move.slot, move.name) for part in (operator.score, operator.link, operator.anchor, *operator.prior) for move in part.moves()}
+    assert names >= {
+        (move.slot, move.name)
+        for part in (operator.score, operator.link, operator.anchor, *operator.prior)
+        for move in part.moves()
+    }
 
 
 def lines(operator: Operator) -> tuple[str, ...]:
@@ -414,7 +463,10 @@ def test_unlike_operators_have_unlike_ledgers() -> None:
 
 
 def test_the_geometries_of_a_product_stand_in_its_ledger() -> None:
-    names = {spec: [move.name for move in mechanisms.resolve(spec).moves()] for spec in ("rewa", "rewa_topological", "rewa(gates=(0.0, 1.0, 2.0))", "rewa(adaptive=True)")}
+    names = {
+        spec: [move.name for move in mechanisms.resolve(spec).moves()]
+        for spec in ("rewa", "rewa_topological", "rewa(gates=(0.0, 1.0, 2.0))", "rewa(adaptive=True)")
+    }
     assert "Euclidean + Sphere + Hyperbolic distance" in names["rewa"]
     assert "Euclidean + Topological distance" in names["rewa_topological"]
     assert ("gates" in names["rewa(gates=(0.0, 1.0, 2.0))"], "gates" in names["rewa"]) == (True, False)
@@ -432,7 +484,11 @@ def test_every_mechanism_is_in_the_tree(name: str) -> None:
 
 def test_every_declared_part_says_what_it_assumes() -> None:
     """A new slot value without a ledger fails here, even when no row of the matrix has it. Metrics and feature maps are parts of scores, which say so for them."""
-    silent = [name for name, kind in slots.ALL.items() if kind.moves is Declaration.moves and kind.slot not in ("metric", "features")]
+    silent = [
+        name
+        for name, kind in slots.ALL.items()
+        if kind.moves is Declaration.moves and kind.slot not in ("metric", "features")
+    ]
     assert not silent, f"without moves(): {', '.join(silent)}"
 
 
@@ -488,7 +544,10 @@ def test_text_and_tree() -> None:
     ]  # fmt: skip
     named = [dataclasses.replace(moves[1], settings=f"eps={eps}") for eps in (1, 2)]
     assert ledger.text([named[0]]).splitlines()[1] == "└─ restriction [link] Prune W: b (eps=1)"
-    assert ledger.tree({"x": [named[0]], "y": [named[1]]}).splitlines()[1::2] == ["├─ restriction: Prune W (eps=1)", "└─ restriction: Prune W (eps=2)"]
+    assert ledger.tree({"x": [named[0]], "y": [named[1]]}).splitlines()[1::2] == [
+        "├─ restriction: Prune W (eps=1)",
+        "└─ restriction: Prune W (eps=2)",
+    ]
     other = [moves[0], dataclasses.replace(moves[1], derives=()), dataclasses.replace(moves[2], assumes="f")]
     assert ledger.tree({"x": moves, "y": other, "z": moves, "short": moves[:1]}).splitlines() == [
         ledger.ROOT, "└─ closure: tokens", "   ├─ restriction: Prune W", "   │  ├─ section: rows", "   │  │  └─ = x, z", "   │  └─ section: rows", "   │     └─ = y", "   └─ = short",

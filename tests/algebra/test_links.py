@@ -73,7 +73,11 @@ def test_monomials_give_the_value(name: str) -> None:
     # monomials of degree 20 lose digits: that is why Clenshaw exists
     tolerance = 1e-4 if name == "clenshaw" else 1e-12
     expected = value.value(x, c)
-    assert torch.allclose(link.horner(x, value.monomials(c)).expand_as(expected), expected, atol=tolerance * (1 + expected.abs().max().item()))
+    assert torch.allclose(
+        link.horner(x, value.monomials(c)).expand_as(expected),
+        expected,
+        atol=tolerance * (1 + expected.abs().max().item()),
+    )
     assert value.monomials(c).shape[0] == value.degree + 1
 
 
@@ -116,7 +120,9 @@ def test_single_precision_error_of_horner() -> None:
     c = coefficients(value, 1)
     x = torch.linspace(-1, 1, 5001, dtype=torch.float64).view(1, 1, 1, -1)
     exact = value.value(x, c)
-    error = (value.value(x.float(), c.float()).double() - value.value(x.float().double(), c)).abs().max() / exact.abs().max()
+    error = (
+        value.value(x.float(), c.float()).double() - value.value(x.float().double(), c)
+    ).abs().max() / exact.abs().max()
     assert error < 2e-6
 
 

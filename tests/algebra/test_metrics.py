@@ -54,8 +54,12 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
     """The distance as its docstring has it, from differences of each pair."""
     if isinstance(metric, Product):
         sizes = metric.parts(k.shape[-1])
-        parts = zip(metric.factors, q.split(sizes, -1), k.split(sizes, -1), metric.weights or (1.0,) * len(sizes), strict=True)
-        return torch.stack([w * plain(f, a, b) / (f.typical(a.shape[-1]) if metric.normalise else 1) for f, a, b, w in parts]).sum(0)
+        parts = zip(
+            metric.factors, q.split(sizes, -1), k.split(sizes, -1), metric.weights or (1.0,) * len(sizes), strict=True
+        )
+        return torch.stack(
+            [w * plain(f, a, b) / (f.typical(a.shape[-1]) if metric.normalise else 1) for f, a, b, w in parts]
+        ).sum(0)
     if isinstance(metric, Topological):
         return matched(q.abs(), k.abs(), metric.eps)
     a, b = q[..., :, None, :], k[..., None, :, :]
@@ -76,7 +80,9 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
     near, far = (u - v).square().sum(-1), (u + v).square().sum(-1)
     if isinstance(metric, Sphere):
         smooth = metric.eps**2
-        return 2 * torch.atan2((near + smooth).sqrt(), (far + smooth).sqrt()) - 2 * math.atan(metric.eps / math.sqrt(4 + smooth))
+        return 2 * torch.atan2((near + smooth).sqrt(), (far + smooth).sqrt()) - 2 * math.atan(
+            metric.eps / math.sqrt(4 + smooth)
+        )
     assert isinstance(metric, Hyperbolic)
     scale = q.shape[-1] ** -0.5 if metric.scale is None else metric.scale
     s, t = scale * a.norm(dim=-1), scale * b.norm(dim=-1)
@@ -131,12 +137,22 @@ def test_lift_is_the_score(metric: Metric, temperature: float) -> None:
     assert a.shape[-1] == b.shape[-1] == q.shape[-1] + lift.extra
     x = lift.scale * (a @ b.repeat_interleave(2, 1).mT)
     if lift.formula.cpp_value:
-        words = {"x": x, "c": lift.formula.constants, "root": torch.sqrt, "most": torch.maximum, "zero": torch.zeros_like(x)}
+        words = {
+            "x": x,
+            "c": lift.formula.constants,
+            "root": torch.sqrt,
+            "most": torch.maximum,
+            "zero": torch.zeros_like(x),
+        }
         x = eval(lift.formula.cpp_value.replace("V{}", "zero"), words)
     expected = NegativeDistance(metric, temperature).pair(q, k.repeat_interleave(2, 1))
     assert torch.allclose(x, expected, atol=1e-9)
     weight = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for got, want in zip(torch.autograd.grad((x * weight).sum(), (q, k)), torch.autograd.grad((expected * weight).sum(), (q, k)), strict=True):
+    for got, want in zip(
+        torch.autograd.grad((x * weight).sum(), (q, k)),
+        torch.autograd.grad((expected * weight).sum(), (q, k)),
+        strict=True,
+    ):
         assert torch.allclose(got, want, atol=1e-8)
 
 
@@ -175,10 +191,14 @@ def far_and_near(dim: int = 6) -> tuple[Tensor, Tensor]:
     directions = F.normalize(torch.randn(4, dim, generator=generator, dtype=torch.float64), dim=-1)
     q = torch.cat([radius * directions for radius in RADII]).float()
     near = q + 1e-3 * q.norm(dim=-1, keepdim=True) * torch.randn(q.shape, generator=generator)
-    return q, torch.cat([q, -q, q * 1.001, q / 3, near, torch.cat([radius * directions.flip(0) for radius in RADII]).float()])
+    return q, torch.cat(
+        [q, -q, q * 1.001, q / 3, near, torch.cat([radius * directions.flip(0) for radius in RADII]).float()]
+    )
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str)
+@pytest.mark.parametrize(
+    "metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str
+)
 def test_float32_has_five_digits(metric: Metric) -> None:
     """1e-5 of the distance, or of 1 where it is smaller, at radii from 0.01 to 30."""
     q, k = far_and_near()
@@ -209,7 +229,9 @@ def test_distances_in_forty_digits(metric: Metric) -> None:
                 elif isinstance(metric, Sphere):
                     expected = angle
                 else:
-                    cosine = mpmath.cosh(length) * mpmath.cosh(width) - mpmath.sinh(length) * mpmath.sinh(width) * mpmath.cos(angle)
+                    cosine = mpmath.cosh(length) * mpmath.cosh(width) - mpmath.sinh(length) * mpmath.sinh(
+                        width
+                    ) * mpmath.cos(angle)
                     expected = mpmath.acosh(max(1, cosine))
                 # eps takes off its own size at most
                 assert abs(found[t, s].item() - float(expected)) <= 2.1e-4 + 1e-6 * float(expected), (t, s)
@@ -236,10 +258,15 @@ def test_gradients_are_finite_everywhere(metric: Metric, dtype: torch.dtype) -> 
         assert found.abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str)
+@pytest.mark.parametrize(
+    "metric", [Euclidean(), Sphere(), Hyperbolic(), FisherRao(), LeCam(), Topological(), Product()], ids=str
+)
 def test_what_a_metric_is(metric: Metric) -> None:
     """Zero on the diagonal, symmetric, and the triangle inequality up to eps."""
-    x = torch.randn(1, 40, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * torch.logspace(-2, 1.4, 40, dtype=torch.float64)[:, None]
+    x = (
+        torch.randn(1, 40, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+        * torch.logspace(-2, 1.4, 40, dtype=torch.float64)[:, None]
+    )
     d = metric.pair(x, x)[0]
     assert d.diagonal().abs().max() < 1e-6
     assert torch.allclose(d, d.T, atol=1e-9)
@@ -250,7 +277,10 @@ def test_what_a_metric_is(metric: Metric) -> None:
 def test_hyperbolic_in_other_coordinates() -> None:
     """Poincaré's ball through artanh; inside it is another matter than outside."""
     generator = torch.Generator().manual_seed(7)
-    ball = F.normalize(torch.randn(12, 4, generator=generator, dtype=torch.float64), dim=-1) * torch.linspace(0.05, 0.999, 12, dtype=torch.float64)[:, None]
+    ball = (
+        F.normalize(torch.randn(12, 4, generator=generator, dtype=torch.float64), dim=-1)
+        * torch.linspace(0.05, 0.999, 12, dtype=torch.float64)[:, None]
+    )
     u, v = ball[:, None], ball[None]
     gap = (u - v).square().sum(-1)
     moebius = (1 - 2 * (u * v).sum(-1) + u.square().sum(-1) * v.square().sum(-1)).sqrt()
@@ -277,19 +307,29 @@ def test_agrees_with_geoopt() -> None:
     assert torch.allclose(Hyperbolic(eps=1e-9).pair(polar, polar), expected, atol=1e-6)
     unit = F.normalize(ball, dim=-1)
     apart = ~torch.eye(20, dtype=torch.bool)  # its acos is 4e-4 from a point to itself
-    assert torch.allclose(Sphere(eps=1e-9).pair(ball, ball)[apart], geoopt.Sphere().dist(unit[:, None], unit[None])[apart], atol=1e-6)
+    assert torch.allclose(
+        Sphere(eps=1e-9).pair(ball, ball)[apart], geoopt.Sphere().dist(unit[:, None], unit[None])[apart], atol=1e-6
+    )
 
 
 def test_a_product_learns_its_weights() -> None:
     """One weight a head and factor; a closed gate is exactly zero, opens by its gradient, and never falls below."""
     metric = Product(gates=(0.0, 1.0, 0.5), weights=(2.0, 1.0, 0.25))
-    operator = zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row()).for_heads(4, dim=9).double()
+    operator = (
+        zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row()).for_heads(4, dim=9).double()
+    )
     assert metric.parts(9) == (3, 3, 3)
     assert metric.parts(11) == (5, 3, 3)
     params = operator.bind(4, 4).score_params
-    assert torch.allclose(metric.head_weights(params, torch.zeros((), dtype=torch.float64)), torch.tensor([[0.0, 1.0, 0.125]], dtype=torch.float64).expand(4, 3), atol=1e-7)
+    assert torch.allclose(
+        metric.head_weights(params, torch.zeros((), dtype=torch.float64)),
+        torch.tensor([[0.0, 1.0, 0.125]], dtype=torch.float64).expand(4, 3),
+        atol=1e-7,
+    )
     q, k = (torch.randn(1, 4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-    parts = [f.pair(a, b) / f.typical(3) for f, a, b in zip(metric.factors, q.split(3, -1), k.split(3, -1), strict=True)]
+    parts = [
+        f.pair(a, b) / f.typical(3) for f, a, b in zip(metric.factors, q.split(3, -1), k.split(3, -1), strict=True)
+    ]
     score = operator.score.pair(operator.score.prepare_query(q, params, None), k)
     assert torch.allclose(score, -parts[1] - 0.125 * parts[2], atol=1e-7)
     gate = operator.learned_parts["score_gate"]
@@ -309,10 +349,16 @@ def test_a_product_learns_its_weights() -> None:
         (lambda: Product(gates=(1.0, -1.0, 0.0)), "3 gates >= 0 are required"),
         (lambda: Product(sizes=(2, 2)), "3 sizes are required"),
         (lambda: Product(sizes=(2, 2, 0)), "whole number >= 1"),
-        (lambda: Product(sizes=(2, 2, 2)).pair(torch.zeros(1, 7), torch.zeros(1, 7)), "sizes \\(2, 2, 2\\) need vectors of 6 numbers, received 7"),
+        (
+            lambda: Product(sizes=(2, 2, 2)).pair(torch.zeros(1, 7), torch.zeros(1, 7)),
+            "sizes \\(2, 2, 2\\) need vectors of 6 numbers, received 7",
+        ),
         (lambda: Product().pair(torch.zeros(1, 2), torch.zeros(1, 2)), "3 factors need vectors of at least as many"),
         (lambda: Product((Euclidean(), Sphere()), sizes=(None, None)), "one size at most may be None"),
-        (lambda: Product((Euclidean(), Sphere()), sizes=(None, 4)).parts(4), "need vectors of more than 4 numbers, received 4"),
+        (
+            lambda: Product((Euclidean(), Sphere()), sizes=(None, 4)).parts(4),
+            "need vectors of more than 4 numbers, received 4",
+        ),
         (lambda: Sphere(eps=0.0), "eps must be > 0"),
         (lambda: Topological(eps=0.0), "eps must be > 0"),
         (lambda: Hyperbolic(eps=0.0), "eps must be > 0"),
@@ -327,18 +373,27 @@ def test_errors_name_what_is_required(make: object, said: str) -> None:
 def test_matrices_are_points() -> None:
     """The Hilbert-Schmidt distance: by its definition, in tiles, and by the dot product of kernels."""
     metric = HilbertSchmidt(eps=0.01)
-    q, k = (torch.randn(1, 2, n, 9, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (5, 7))
+    q, k = (
+        torch.randn(1, 2, n, 9, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_()
+        for n in (5, 7)
+    )
     a, b = q.unflatten(-1, (3, 3)), k.unflatten(-1, (3, 3))
     expected = (torch.linalg.matrix_norm(a[:, :, :, None] - b[:, :, None]).square() + 1e-4).sqrt() - 0.01
     d = metric.pair(q, k)
     assert torch.allclose(d, expected, atol=1e-12)
     grad = torch.randn(d.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for one, other in zip(metric.pair_vjp(q.detach(), k.detach(), d.detach(), grad), torch.autograd.grad((expected * grad).sum(), (q, k)), strict=True):
+    for one, other in zip(
+        metric.pair_vjp(q.detach(), k.detach(), d.detach(), grad),
+        torch.autograd.grad((expected * grad).sum(), (q, k)),
+        strict=True,
+    ):
         assert torch.allclose(one, other, atol=1e-10)
     operator = zonal.Operator(NegativeDistance(metric), zonal.link.Exp(), zonal.anchor.Row())
     v = torch.randn(1, 2, 7, 4)
     a, b = q.detach().float(), k.detach().float()
-    assert torch.allclose(zonal.attention(a, b, v, operator, path="tiled"), zonal.attention(a, b, v, operator, path="dense"), atol=1e-5)
+    assert torch.allclose(
+        zonal.attention(a, b, v, operator, path="tiled"), zonal.attention(a, b, v, operator, path="dense"), atol=1e-5
+    )
 
 
 def test_distances_of_distributions() -> None:
@@ -371,13 +426,21 @@ def test_fidelity_is_the_trace_of_roots(rank: int) -> None:
         value, vector = torch.linalg.eigh(matrix)
         return vector @ (value.clamp_min(0).sqrt()[..., None] * vector.mT)
 
-    expected = torch.tensor([[root(root(density(a)) @ density(b) @ root(density(a))).trace().square() for b in k] for a in q], dtype=torch.float64)
+    expected = torch.tensor(
+        [[root(root(density(a)) @ density(b) @ root(density(a))).trace().square() for b in k] for a in q],
+        dtype=torch.float64,
+    )
     assert torch.allclose((-Fidelity(rank, eps=1e-9).pair(q, k)).exp(), expected, atol=1e-6)
-    assert ((Fidelity(rank).pair(q.float(), k.float()) - Fidelity(rank).pair(q.double(), k.double())).abs() < 1e-5).all()
+    assert (
+        (Fidelity(rank).pair(q.float(), k.float()) - Fidelity(rank).pair(q.double(), k.double())).abs() < 1e-5
+    ).all()
     operator = zonal.Operator(NegativeDistance(Fidelity(rank)), zonal.link.Exp(), zonal.anchor.Row())
     q, k = q[None, None].requires_grad_(), k[None, None].requires_grad_()
     v = torch.randn(1, 1, 6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    dense, tiled = (torch.autograd.grad(zonal.attention(q, k, v, operator, path=path).sin().sum(), (q, k)) for path in ("dense", "tiled"))
+    dense, tiled = (
+        torch.autograd.grad(zonal.attention(q, k, v, operator, path=path).sin().sum(), (q, k))
+        for path in ("dense", "tiled")
+    )
     assert torch.allclose(dense[0], tiled[0], atol=1e-9)
     assert torch.allclose(dense[1], tiled[1], atol=1e-9)
     with pytest.raises(ArgumentError, match="points of m x 2 numbers are required, received 5"):

@@ -22,7 +22,12 @@ def test_configuration_round_trip(name: str) -> None:
     operator = OPERATORS[name]()
     again = Operator.from_config(json.loads(json.dumps(operator.config())))
     assert again.config() == operator.config()
-    assert (again.score, again.link, again.anchor, again.prior) == (operator.score, operator.link, operator.anchor, operator.prior)
+    assert (again.score, again.link, again.anchor, again.prior) == (
+        operator.score,
+        operator.link,
+        operator.anchor,
+        operator.prior,
+    )
     assert hash(again.link) == hash(operator.link)
 
 
@@ -67,8 +72,20 @@ def test_frozen_slots_copy_save_and_move() -> None:
     file.seek(0)
     fresh = m.ska(power=1).for_heads(2)
     fresh.load_state_dict(operator.state_dict())
-    for other in (copy.deepcopy(operator), copy.copy(operator), torch.load(file, weights_only=False), operator.replace(), fresh, copy.deepcopy(operator).double()):
-        assert (other.score, other.link, other.anchor, other.prior) == (operator.score, operator.link, operator.anchor, operator.prior)
+    for other in (
+        copy.deepcopy(operator),
+        copy.copy(operator),
+        torch.load(file, weights_only=False),
+        operator.replace(),
+        fresh,
+        copy.deepcopy(operator).double(),
+    ):
+        assert (other.score, other.link, other.anchor, other.prior) == (
+            operator.score,
+            operator.link,
+            operator.anchor,
+            operator.prior,
+        )
         assert other.learned_parts["anchor_eta"].tolist() == [7.0, 7.0]
         with pytest.raises(ArgumentError, match="cannot be assigned"):
             other.anchor = anchor.Row()
@@ -90,7 +107,10 @@ def test_for_heads_makes_rows_independent() -> None:
     assert operator.learned_parts["link_weight"].shape == (8, 4)
     assert m.ska(power=1).for_heads(8, 2).learned_parts["anchor_raw_ridge"].shape == (2,)
     q, k, v = (torch.randn(1, 8, 5, 4) for _ in range(3))
-    assert torch.equal(zonal.attention(q, k, v, operator, causal=True, path="dense"), zonal.attention(q, k, v, m.sko(degrees=(2.0, 3.0)), causal=True, path="dense"))
+    assert torch.equal(
+        zonal.attention(q, k, v, operator, causal=True, path="dense"),
+        zonal.attention(q, k, v, m.sko(degrees=(2.0, 3.0)), causal=True, path="dense"),
+    )
 
 
 def test_fewer_heads_than_rows_takes_them_evenly() -> None:
@@ -129,7 +149,9 @@ def test_a_signed_map_is_refused_by_name_and_allowed_with_a_warning_in_the_ledge
     signed = Operator(Features(TensorSketch(8), dim=2), link.Identity(), anchor.Row())
     q = torch.tensor([[1.0, 1e-4], [1.0, 0.0], [1.0, -1.0]]).view(1, 1, 3, 2)
     k, v = torch.tensor([[1.0, 0.0], [-1.0, 1.0]]).view(1, 1, 2, 2), torch.tensor([1.0, 2.0]).view(1, 1, 2, 1)
-    with pytest.raises(ArgumentError, match=r"a sum of Features scores, which may be negative and cancel.*allow_signed=True"):
+    with pytest.raises(
+        ArgumentError, match=r"a sum of Features scores, which may be negative and cancel.*allow_signed=True"
+    ):
         zonal.attention(q, k, v, signed)
     dot = Operator(score.Dot(scale=1.0), link.Identity(), anchor.Row())
     with pytest.raises(ArgumentError, match="a sum of Dot scores"):
@@ -199,8 +221,16 @@ def test_positions_of_masks() -> None:
     cases = {
         "causal": ((), dict(causal=True, include_self=True), (t[None] <= t[:, None]) & same),
         "strict": ((), dict(causal=True, include_self=False), (t[None] < t[:, None]) & same),
-        "chunk": ((prior.ChunkCausal(2),), dict(causal=False, include_self=True), (t[None] < (start + (t - start) // 2 * 2)[:, None]) & same),
-        "window": ((prior.Window(2, 1),), dict(causal=False, include_self=True), ((t[:, None] - t[None]) <= 2) & ((t[None] - t[:, None]) <= 1) & same),
+        "chunk": (
+            (prior.ChunkCausal(2),),
+            dict(causal=False, include_self=True),
+            (t[None] < (start + (t - start) // 2 * 2)[:, None]) & same,
+        ),
+        "window": (
+            (prior.Window(2, 1),),
+            dict(causal=False, include_self=True),
+            ((t[:, None] - t[None]) <= 2) & ((t[None] - t[:, None]) <= 1) & same,
+        ),
     }
     for name, (priors, arguments, expected) in cases.items():
         seen = visibility(10, 10, priors, cu_seqlens=cu, **arguments)

@@ -13,16 +13,24 @@ from zonal.errors import ArgumentError
 from zonal.nn import Attention
 
 
-def matrices(size: int = 3, heads: int = 4, kv_heads: int = 2, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def matrices(
+    size: int = 3, heads: int = 4, kv_heads: int = 2, rank: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     dim = size**2 if rank is None else rank * (2 * size + 1)
-    q, k, v = (torch.randn(2, h, 9, n, generator=generator, dtype=torch.float64) for h, n in ((heads, dim), (kv_heads, dim), (kv_heads, 5)))
+    q, k, v = (
+        torch.randn(2, h, 9, n, generator=generator, dtype=torch.float64)
+        for h, n in ((heads, dim), (kv_heads, dim), (kv_heads, 5))
+    )
     return q.requires_grad_(), k.requires_grad_(), v
 
 
 def score_of(operator: zonal.Operator, q: Tensor, k: Tensor) -> Tensor:
     params, score = operator.bind(q.shape[1], k.shape[1]).score_params, operator.score
-    return score.pair(score.prepare_query(q, params, None), score.prepare_key(k, params).repeat_interleave(q.shape[1] // k.shape[1], 1))
+    return score.pair(
+        score.prepare_query(q, params, None),
+        score.prepare_key(k, params).repeat_interleave(q.shape[1] // k.shape[1], 1),
+    )
 
 
 @pytest.mark.parametrize("rank", [None, 1, 2])
@@ -34,7 +42,11 @@ def test_the_distance_of_operators(rank: int | None) -> None:
     def whole(x: Tensor) -> Tensor:
         if rank is None:
             return x.unflatten(-1, (3, 3))
-        u, s, v = x[..., : 3 * rank].unflatten(-1, (3, rank)), x[..., 3 * rank : 4 * rank], x[..., 4 * rank :].unflatten(-1, (3, rank))
+        u, s, v = (
+            x[..., : 3 * rank].unflatten(-1, (3, rank)),
+            x[..., 3 * rank : 4 * rank],
+            x[..., 4 * rank :].unflatten(-1, (3, rank)),
+        )
         return torch.einsum("...ir,...r,...jr->...ij", u, s, v)
 
     a, b = whole(q), whole(k).repeat_interleave(2, 1)
@@ -54,7 +66,9 @@ def test_it_is_a_dot_product_with_a_key_bias() -> None:
         assert torch.allclose(got, expected, atol=1e-12)
     assert zonal.explain(m.rewa_operator(), (1, 8, 4096, 36), causal=True).path == "tiled"
     # as the metric has it
-    metric = zonal.Operator(zonal.score.NegativeDistance(zonal.metric.SquaredEuclidean(), 6.0), zonal.link.Exp(), zonal.anchor.Row())
+    metric = zonal.Operator(
+        zonal.score.NegativeDistance(zonal.metric.SquaredEuclidean(), 6.0), zonal.link.Exp(), zonal.anchor.Row()
+    )
     assert torch.allclose(zonal.attention(q, k, v, metric, causal=True), expected, atol=1e-12)
 
 
@@ -69,7 +83,10 @@ def test_a_path_of_relations() -> None:
     a, b = q.unflatten(-1, (3, 3)), k.unflatten(-1, (3, 3)).repeat_interleave(2, 1)
     expected = torch.einsum("bhtij,hjk,bhsik->bhts", a, walk, b) / (3 * 0.5)
     assert torch.allclose(score_of(operator, q, k), expected, atol=1e-12)
-    grads = [torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).sin().sum(), (q, k, relation)) for path in ("dense", "tiled")]
+    grads = [
+        torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).sin().sum(), (q, k, relation))
+        for path in ("dense", "tiled")
+    ]
     for one, other in zip(*grads, strict=True):
         assert other.abs().max() > 1e-4
         assert torch.allclose(one, other, atol=1e-10)
@@ -90,7 +107,9 @@ def test_a_fixed_path_is_softmax_attention() -> None:
     layer = Attention(36, 4, "rewa_operator(relations=2, size=3)").double()
     plain = Attention(36, 4, m.softmax(scale=1 / 3), qk_dim=9).double()
     relation = layer.operator.learned_parts["score_relation"].detach()
-    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if not name.startswith("operator.")})
+    plain.load_state_dict(
+        {name: value for name, value in layer.state_dict().items() if not name.startswith("operator.")}
+    )
     with torch.no_grad():  # rows of the projection: head, row of A, column of A
         rows = plain.query.weight.view(4, 3, 3, 36)
         rows.copy_(torch.einsum("hacx,hcd->hadx", rows.clone(), relation[:, 0] @ relation[:, 1]))
@@ -118,11 +137,16 @@ def test_a_path_that_each_query_chooses() -> None:
         a = walked = q[batch, head, t].view(3, 3)
         for step in range(2):
             p = torch.stack([(gate[head // 2, step, j] * a).sum() for j in range(4)]).softmax(0)
-            walked = walked @ (p[0] * torch.eye(3, dtype=torch.float64) + sum(p[j + 1] * relation[head // 2, j] for j in range(3)))
+            walked = walked @ (
+                p[0] * torch.eye(3, dtype=torch.float64) + sum(p[j + 1] * relation[head // 2, j] for j in range(3))
+            )
         expected[batch, head, t] = torch.stack([(walked * b.view(3, 3)).sum() for b in k[batch, head // 2]]) / (3 * 0.5)
     assert torch.allclose(score_of(operator, q, k), expected, atol=1e-12)
     asked = (q, k, relation, gate)
-    grads = [torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).sin().sum(), asked) for path in ("dense", "tiled")]
+    grads = [
+        torch.autograd.grad(zonal.attention(q, k, v, operator, causal=True, path=path).sin().sum(), asked)
+        for path in ("dense", "tiled")
+    ]
     for one, other in zip(*grads, strict=True):
         assert other.abs().max() > 1e-4
         assert torch.allclose(one, other, atol=1e-10)
@@ -131,7 +155,9 @@ def test_a_path_that_each_query_chooses() -> None:
         gate.zero_()
         expected = ((torch.eye(3) + relation.sum(1)) / 4).matrix_power(2).repeat_interleave(2, 0)
     a, b = q.unflatten(-1, (3, 3)), k.unflatten(-1, (3, 3)).repeat_interleave(2, 1)
-    assert torch.allclose(score_of(operator, q, k), torch.einsum("bhtij,hjk,bhsik->bhts", a, expected, b) / 1.5, atol=1e-12)
+    assert torch.allclose(
+        score_of(operator, q, k), torch.einsum("bhtij,hjk,bhsik->bhts", a, expected, b) / 1.5, atol=1e-12
+    )
 
 
 def test_no_linear_map_of_the_query_is_a_chosen_path() -> None:
@@ -162,7 +188,10 @@ def test_layers_give_what_it_needs() -> None:
         assert torch.allclose(torch.cat([first, rest], 1), y, atol=1e-5)
     # a bare call takes the start that the seed gives
     q, k, v = matrices()
-    assert torch.equal(zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)), zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)))
+    assert torch.equal(
+        zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)),
+        zonal.attention(q, k, v, m.rewa_operator(relations=1, seed=3)),
+    )
     assert Attention(36, 4, "rewa_operator(shared_witness=True)").query is not Attention(36, 4, "rewa_operator").query
 
 
@@ -185,15 +214,24 @@ def test_the_bound_on_transitivity() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Attention(40, 4, "rewa_operator"), "vectors of m\\^2 numbers are required, received 10. In a layer, set qk_dim"),
-        (lambda: Attention(36, 4, "rewa_operator(rank=2)"), "vectors of 2 \\(2m \\+ 1\\) numbers are required, received 9"),
+        (
+            lambda: Attention(40, 4, "rewa_operator"),
+            "vectors of m\\^2 numbers are required, received 10. In a layer, set qk_dim",
+        ),
+        (
+            lambda: Attention(36, 4, "rewa_operator(rank=2)"),
+            "vectors of 2 \\(2m \\+ 1\\) numbers are required, received 9",
+        ),
         (lambda: Attention(36, 4, "rewa_operator(size=2)", qk_dim=9), "with m = 2 are required, received 9"),
         (lambda: OperatorPath(rank=0), "rank must be a whole number >= 1"),
         (lambda: OperatorPath(relations=-1), "relations must be a whole number >= 0"),
         (lambda: OperatorPath(choices=2), "choices=2 needs relations >= 1, the steps of a path, received relations=0"),
         (lambda: OperatorPath(relations=1, choices=0), "choices must be a whole number >= 1, received 0"),
         (lambda: OperatorPath(temperature=0.0), "temperature must be > 0 or None"),
-        (lambda: zonal.metric.HilbertSchmidt().pair(torch.zeros(1, 5), torch.zeros(1, 5)), "points of m\\^2 numbers are required, received 5"),
+        (
+            lambda: zonal.metric.HilbertSchmidt().pair(torch.zeros(1, 5), torch.zeros(1, 5)),
+            "points of m\\^2 numbers are required, received 5",
+        ),
     ],
 )
 def test_errors_say_what_fits(make: object, said: str) -> None:
@@ -204,4 +242,7 @@ def test_errors_say_what_fits(make: object, said: str) -> None:
 def test_temperature_of_none() -> None:
     q, k, _ = matrices()
     assert torch.allclose(score_of(m.rewa_operator(), q, k), score_of(m.rewa_operator(temperature=6.0), q, k))
-    assert math.isclose(score_of(m.rewa_operator(relations=1), q, k).std().item(), score_of(m.rewa_operator(relations=1, temperature=1.0), q, k).std().item())
+    assert math.isclose(
+        score_of(m.rewa_operator(relations=1), q, k).std().item(),
+        score_of(m.rewa_operator(relations=1, temperature=1.0), q, k).std().item(),
+    )

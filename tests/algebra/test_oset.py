@@ -12,7 +12,10 @@ from zonal.errors import ArgumentError
 STAGES, HISTORIES = (0, 1, 2), ((0, 1), (0, 2))
 WAYS = [flags for flags in itertools.product((False, True), repeat=3) if not flags[0] or all(flags)]
 """In which stages a record is accepted: every way that keeps acceptance along both histories."""
-A, B, C = (OSet(lambda t, place=place: torch.tensor([ways[place][t] for ways in itertools.product(WAYS, repeat=3)])) for place in range(3))
+A, B, C = (
+    OSet(lambda t, place=place: torch.tensor([ways[place][t] for ways in itertools.product(WAYS, repeat=3)]))
+    for place in range(3)
+)
 """Three stable o-sets whose records are all 125 ways in which three can accept one. Laws hold record by record, so that these are all o-sets."""
 
 
@@ -152,7 +155,9 @@ def test_what_is_not_two_valued_is_not_made_so():
 
 def test_bad_o_sets():
     a, b = family([[True, False]]), family([[True]])
-    with pytest.raises(ArgumentError, match=r"OSet.join: both must be on the same records.*\(2,\) and \(1,\).*use product"):
+    with pytest.raises(
+        ArgumentError, match=r"OSet.join: both must be on the same records.*\(2,\) and \(1,\).*use product"
+    ):
         a.join(b).at(0)
     with pytest.raises(ArgumentError, match="Compare evidence with a threshold"):
         OSet(lambda stage: torch.ones(2)).at(0)

@@ -142,7 +142,10 @@ def test_column_constraints_leak_the_future() -> None:
     second[-1] = drawn(1, 6)
     moved = {}
     for penalty in (0.0, 0.5, 2.0):
-        plans = [probe.EntropicPlan(rho=(None, penalty)).observe(log_kernel).log.softmax(-1)[:-1] for log_kernel in (first, second)]
+        plans = [
+            probe.EntropicPlan(rho=(None, penalty)).observe(log_kernel).log.softmax(-1)[:-1]
+            for log_kernel in (first, second)
+        ]
         moved[penalty] = float((plans[0] - plans[1]).abs().max())
     assert moved[0.0] == 0
     assert moved[2.0] > moved[0.5] > 0.01
@@ -155,7 +158,9 @@ def test_column_constraints_leak_the_future() -> None:
 @pytest.mark.parametrize("by", ["row", "column", "both"])
 @quick
 @given(seed=seeds, size=sizes, mask=st.booleans(), weigh=st.booleans())
-def test_centred_scores_are_the_representatives(by: probe.By, seed: int, size: tuple[int, int], mask: bool, weigh: bool) -> None:
+def test_centred_scores_are_the_representatives(
+    by: probe.By, seed: int, size: tuple[int, int], mask: bool, weigh: bool
+) -> None:
     """Weighted sums vanish; unary fields go; the parts add up; and the representative of the representative is itself, so it is the only one."""
     scores = masked(seed, size) if mask else drawn(seed, *size)
     weight = drawn(seed + 3, *size).exp() if weigh else None
@@ -239,7 +244,9 @@ def test_the_normal_form_is_the_best_of_its_rank(seed: int, size: tuple[int, int
     assert torch.isclose(form.explained, 1 - spectrum[rank:].square().sum() / spectrum.square().sum())
     for step in range(5):
         factors = drawn(seed + 10 + step, size[0], rank), drawn(seed + 20 + step, size[1], rank)
-        other = form.scores + 0.1 * (drawn(seed + step, size[0])[:, None] + factors[0] @ form.keys.mT + form.queries @ factors[1].mT)
+        other = form.scores + 0.1 * (
+            drawn(seed + step, size[0])[:, None] + factors[0] @ form.keys.mT + form.queries @ factors[1].mT
+        )
         assert (scores - other - 0.01 * factors[0] @ factors[1].mT).square().sum() >= missed - 1e-9
 
 
@@ -254,7 +261,9 @@ def test_rank_one_more_of_the_row_centred_score_may_fit_better() -> None:
 
 @quick
 @given(seed=seeds, size=sizes, data=st.data())
-def test_under_a_mask_a_form_is_fitted_and_not_called_the_best(seed: int, size: tuple[int, int], data: st.DataObject) -> None:
+def test_under_a_mask_a_form_is_fitted_and_not_called_the_best(
+    seed: int, size: tuple[int, int], data: st.DataObject
+) -> None:
     """It misses no more than the decomposition with zeros at forbidden pairs, from which it starts, nor than after fewer sweeps."""
     scores = masked(seed, size)
     rank = data.draw(st.integers(1, min(size)))
@@ -263,7 +272,10 @@ def test_under_a_mask_a_form_is_fitted_and_not_called_the_best(seed: int, size: 
     assert form.best == bool(allowed.all())
     u, s, vh = torch.linalg.svd(target)
     zeros = u[:, :rank] * s[:rank] @ vh[:rank]
-    missed = [(target - made)[allowed].square().sum() for made in (zeros, *(f.queries @ f.keys.mT for f in (probe.normal_form(scores, rank, sweeps=1), form)))]
+    missed = [
+        (target - made)[allowed].square().sum()
+        for made in (zeros, *(f.queries @ f.keys.mT for f in (probe.normal_form(scores, rank, sweeps=1), form)))
+    ]
     assert missed[0] + 1e-9 >= missed[1] >= missed[2] - 1e-9
     if target.norm() > 1e-6:
         assert torch.isclose(form.explained, 1 - missed[2] / target.square().sum(), atol=1e-9)
@@ -311,7 +323,9 @@ def test_batches_are_their_parts() -> None:
     for index in range(2):
         assert torch.allclose(inside(fields.interaction[index]), inside(probe.centred(scores[index]).interaction))
         assert torch.allclose(form.explained[index], probe.normal_form(scores[index], 2).explained, atol=1e-4)
-        assert torch.allclose(plan.log.exp()[index], probe.EntropicPlan(rho=(None, 0.5)).observe(scores[index]).log.exp())
+        assert torch.allclose(
+            plan.log.exp()[index], probe.EntropicPlan(rho=(None, 0.5)).observe(scores[index]).log.exp()
+        )
 
 
 @pytest.mark.parametrize(
@@ -321,10 +335,22 @@ def test_batches_are_their_parts() -> None:
         (lambda: probe.Rows().observe(torch.zeros(3, 3, dtype=torch.int64)), "received torch.int64"),
         (lambda: probe.EntropicPlan(rho=(-1.0, None)), "rho must be two numbers >= 0, or None"),
         (lambda: probe.EntropicPlan(tolerance=0.0), "tolerance must be > 0"),
-        (lambda: probe.EntropicPlan(rows=torch.ones(2)).observe(torch.zeros(3, 3)), "rows must be 3 finite numbers > 0"),
-        (lambda: probe.EntropicPlan(rows=torch.ones(3)).observe(torch.zeros(3, 3)), "one sum for a balanced plan, received 3 and 1"),
-        (lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(0, torch.tensor(1), -math.inf)), "row 1 has none"),
-        (lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(1, torch.tensor(2), -math.inf)), "column 2 has none"),
+        (
+            lambda: probe.EntropicPlan(rows=torch.ones(2)).observe(torch.zeros(3, 3)),
+            "rows must be 3 finite numbers > 0",
+        ),
+        (
+            lambda: probe.EntropicPlan(rows=torch.ones(3)).observe(torch.zeros(3, 3)),
+            "one sum for a balanced plan, received 3 and 1",
+        ),
+        (
+            lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(0, torch.tensor(1), -math.inf)),
+            "row 1 has none",
+        ),
+        (
+            lambda: probe.EntropicPlan().observe(torch.zeros(3, 3).index_fill(1, torch.tensor(2), -math.inf)),
+            "column 2 has none",
+        ),
         (lambda: probe.equivalent(torch.zeros(3, 3), torch.zeros(3, 4), probe.Rows()), "one shape are required"),
         (lambda: probe.centred(torch.zeros(3, 3), "rows"), "'row', 'column' or 'both'"),  # type: ignore[arg-type]
         (lambda: probe.centred(torch.zeros(3, 3), weight=torch.zeros(3, 3)), "weights must be finite and > 0"),

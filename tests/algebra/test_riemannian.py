@@ -20,11 +20,16 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def learned(units: int = 4, heads: int = 1, scale: float = 1.0, **options: float) -> tuple[Riemannian, dict[str, Tensor]]:
+def learned(
+    units: int = 4, heads: int = 1, scale: float = 1.0, **options: float
+) -> tuple[Riemannian, dict[str, Tensor]]:
     """A metric and numbers off its start. scale: how fast the tensor changes."""
     metric = Riemannian(units, size=DIM, heads=heads, **options)  # type: ignore[arg-type]
     params = {name: value.double() for name, value in metric.initial().items()}
-    return metric, {"unit": scale * (params["unit"] + 0.3 * draw(*params["unit"].shape, seed=3)), "direction": params["direction"]}
+    return metric, {
+        "unit": scale * (params["unit"] + 0.3 * draw(*params["unit"].shape, seed=3)),
+        "direction": params["direction"],
+    }
 
 
 def distance(metric: Riemannian, params: dict[str, Tensor], a: Tensor, b: Tensor) -> Tensor:
@@ -61,7 +66,9 @@ def test_a_constant_tensor_is_mahalanobis() -> None:
     tensor = metric.tensor(draw(1, 1, 1, DIM), params)[0, 0, 0]
     a, b = draw(6, DIM, seed=1), draw(7, DIM, seed=2)
     gap = b[None] - a[:, None]
-    assert torch.allclose(distance(metric, params, a, b), torch.einsum("tsi,ij,tsj->ts", gap, tensor, gap).sqrt(), atol=1e-8)
+    assert torch.allclose(
+        distance(metric, params, a, b), torch.einsum("tsi,ij,tsj->ts", gap, tensor, gap).sqrt(), atol=1e-8
+    )
 
 
 def test_bounds() -> None:
@@ -101,7 +108,9 @@ def test_gradients(dtype: torch.dtype) -> None:
     by_hand = metric.pair_vjp(q.detach(), k.detach(), found.detach(), weight)
     for one, other in zip(by_autograd, by_hand, strict=True):
         assert one.isfinite().all()
-        assert torch.allclose(one, other, rtol=1e-4 if dtype == torch.float32 else 1e-8, atol=1e-3 if dtype == torch.float32 else 1e-8)
+        assert torch.allclose(
+            one, other, rtol=1e-4 if dtype == torch.float32 else 1e-8, atol=1e-3 if dtype == torch.float32 else 1e-8
+        )
     here = metric.query(a[:1].to(dtype)[None, None], params).detach()
     for pull in metric.pair_vjp(here, here.clone(), metric.pair(here, here), torch.ones(1, 1, 1, 1, dtype=dtype)):
         assert pull.eq(0).all()
@@ -110,7 +119,12 @@ def test_gradients(dtype: torch.dtype) -> None:
 def test_float32_has_five_digits() -> None:
     """Of the distance, or of the points' size where it is smaller, at radii from 0.01 to 30."""
     metric, params = learned()
-    a = torch.cat([radius * torch.nn.functional.normalize(draw(4, DIM, seed=1), dim=-1) for radius in (0.01, 0.1, 1.0, 3.0, 10.0, 30.0)]).float()
+    a = torch.cat(
+        [
+            radius * torch.nn.functional.normalize(draw(4, DIM, seed=1), dim=-1)
+            for radius in (0.01, 0.1, 1.0, 3.0, 10.0, 30.0)
+        ]
+    ).float()
     b = torch.cat([a, -a, 1.001 * a, a + 1e-3 * draw(24, DIM, seed=2).float(), a.flip(0)])
     exact = distance(metric, params, a.double(), b.double())
     single = {name: value.float() for name, value in params.items()}
@@ -140,8 +154,14 @@ def test_units_are_learned_a_key_head() -> None:
     with torch.no_grad():
         for value in operator.parameters():
             value.add_(0.3 * draw(*value.shape, seed=7))
-    assert {name: tuple(value.shape) for name, value in operator.learned_parts.items()} == {"score_unit": (2, 3, DIM + 1), "score_direction": (2, 3, DIM)}
-    q, k, v = (draw(2, heads, 19, size, seed=i).requires_grad_() for i, (heads, size) in enumerate([(4, DIM), (2, DIM), (2, 3)]))
+    assert {name: tuple(value.shape) for name, value in operator.learned_parts.items()} == {
+        "score_unit": (2, 3, DIM + 1),
+        "score_direction": (2, 3, DIM),
+    }
+    q, k, v = (
+        draw(2, heads, 19, size, seed=i).requires_grad_()
+        for i, (heads, size) in enumerate([(4, DIM), (2, DIM), (2, 3)])
+    )
     wanted, grads = None, []
     for path in ("dense", "tiled"):
         y = zonal.attention(q, k, v, operator, causal=True, path=path)
@@ -152,7 +172,9 @@ def test_units_are_learned_a_key_head() -> None:
         assert one.abs().max() > 1e-4
         assert torch.allclose(one, other, atol=1e-10)
     with torch.no_grad():
-        first, memory = zonal.attention(q[:, :, :11], k[:, :, :11], v[:, :, :11], operator, causal=True, return_memory=True)
+        first, memory = zonal.attention(
+            q[:, :, :11], k[:, :, :11], v[:, :, :11], operator, causal=True, return_memory=True
+        )
         assert isinstance(memory, zonal.Memory)
         rest, _ = zonal.attention(q[:, :, 11:], k[:, :, 11:], v[:, :, 11:], operator, causal=True, memory=memory)
     assert torch.allclose(torch.cat([first, rest], 2), wanted, atol=1e-12)  # type: ignore[arg-type]
@@ -191,9 +213,15 @@ def test_it_learns_the_metric_of_a_teacher() -> None:
         (lambda: Riemannian(floor=0.0), "floor must lie between 0 and 1"),
         (lambda: Riemannian(eps=0.0), "eps must be > 0"),
         (lambda: Riemannian(size=4).sized(5, 1), "points of 4 numbers are required, received 5"),
-        (lambda: Product((Euclidean(), Riemannian())), "without numbers of their own to learn are required, received Riemannian"),
+        (
+            lambda: Product((Euclidean(), Riemannian())),
+            "without numbers of their own to learn are required, received Riemannian",
+        ),
         (lambda: NegativeDistance(Riemannian(), dot=1.0), "Leave dot out"),
-        (lambda: Attention(48, 4, "rewa_riemannian(units=2)").operator.for_heads(4, dim=13), "points of 12 numbers are required, received 13"),
+        (
+            lambda: Attention(48, 4, "rewa_riemannian(units=2)").operator.for_heads(4, dim=13),
+            "points of 12 numbers are required, received 13",
+        ),
     ],
 )
 def test_errors_name_what_is_required(make: object, said: str) -> None:

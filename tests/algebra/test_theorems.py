@@ -38,7 +38,13 @@ def uncomposed(value: Tensor, first: Tensor, second: Tensor, nothing: Tensor) ->
 def test_no_other_link_composes(kind: type[link.Link]) -> None:
     """Evidence of joined works is the product of their evidence under the exponential, and under none of the other links."""
     bound = randomised(OPERATORS[LINKS[kind]]()).bind(4, 4)
-    first, second = (x.expand(1, 4, 40, 40) for x in (torch.linspace(0.05, 0.5, 40, dtype=torch.float64)[:, None], torch.linspace(-0.4, 0.45, 40, dtype=torch.float64)))
+    first, second = (
+        x.expand(1, 4, 40, 40)
+        for x in (
+            torch.linspace(0.05, 0.5, 40, dtype=torch.float64)[:, None],
+            torch.linspace(-0.4, 0.45, 40, dtype=torch.float64),
+        )
+    )
     values = (bound.link.value(x, bound.coefficients) for x in (first + second, first, second, torch.zeros_like(first)))
     off = uncomposed(*values)
     assert off < 1e-12 if kind is link.Exp else off > 1e-2
@@ -58,7 +64,10 @@ def test_composition_leaves_the_slope_alone(seed: int, slope: float) -> None:
     bound = OPERATORS[LINKS[link.Exp]]().bind(1, 1)
     w = drawn(seed, 30)
     first, second = (x.expand(1, 1, 30, 30) for x in torch.meshgrid(w, w, indexing="ij"))
-    values = (bound.link.value(slope * x, bound.coefficients) for x in (first + second, first, second, torch.zeros_like(first)))
+    values = (
+        bound.link.value(slope * x, bound.coefficients)
+        for x in (first + second, first, second, torch.zeros_like(first))
+    )
     assert uncomposed(*values) < 1e-12
     q, k, v = drawn(seed + 1, 3, 1, 1, 6, 4).unbind(0)
     y = zonal.attention(q, k, v, m.softmax(), scale=slope, path="dense")
@@ -92,7 +101,9 @@ def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, l
     updates = torch.stack([conditional @ value for conditional, value in zip(conditionals, values, strict=True)])
     assert torch.allclose(mixture @ torch.cat(values), torch.einsum("tb,btp->tp", gates, updates))
     # and it is the row-conditional of one kernel: that of each branch less its row mass, with log gates added
-    joined = torch.cat([probe.Rows().observe(kernel).log + gates[:, place, None].log() for place, kernel in enumerate(kernels)], 1)
+    joined = torch.cat(
+        [probe.Rows().observe(kernel).log + gates[:, place, None].log() for place, kernel in enumerate(kernels)], 1
+    )
     assert torch.allclose(joined.softmax(-1), mixture)
 
 
@@ -115,7 +126,9 @@ def test_heads_are_attentions_side_by_side(seed: int) -> None:
     q, k, v = drawn(seed, 3, 2, 3, 5, 4).unbind(0)
     for operator in (m.softmax(), m.ska(power=1).double(), m.linear()):
         together = zonal.attention(q, k, v, operator, causal=True)
-        alone = torch.cat([zonal.attention(q[:, [head]], k[:, [head]], v[:, [head]], operator, causal=True) for head in range(3)], 1)
+        alone = torch.cat(
+            [zonal.attention(q[:, [head]], k[:, [head]], v[:, [head]], operator, causal=True) for head in range(3)], 1
+        )
         assert torch.allclose(together, alone)
 
 
@@ -140,7 +153,12 @@ MOVES = [(0, 1), (1, 2), (0, 2)]
 
 def efforts(target: Tensor, kernels: list[Tensor], probes: list[probe.Probe]) -> Tensor:
     """What each move changes in the distance from a target, as the probe of the move sees it."""
-    return torch.stack([sum_of(target, kernels[b], seen) - sum_of(target, kernels[a], seen) for (a, b), seen in zip(MOVES, probes, strict=True)])
+    return torch.stack(
+        [
+            sum_of(target, kernels[b], seen) - sum_of(target, kernels[a], seen)
+            for (a, b), seen in zip(MOVES, probes, strict=True)
+        ]
+    )
 
 
 def sum_of(target: Tensor, kernel: Tensor, seen: probe.Probe) -> Tensor:
@@ -197,7 +215,9 @@ def test_only_constant_families_have_a_completion() -> None:
     for way in WAYS:
         subject = family(way)
         assert subject.withdrawn(HISTORIES[0]) is None
-        completions = [(yes, no) for yes in WAYS for no in WAYS if completes(Reporter(family(yes), family(no)), subject)]
+        completions = [
+            (yes, no) for yes in WAYS for no in WAYS if completes(Reporter(family(yes), family(no)), subject)
+        ]
         constant = len(set(way)) == 1
         assert completions == ([(way, tuple(not accepted for accepted in way))] if constant else [])
 
@@ -218,7 +238,9 @@ def listed(text: str) -> set[tuple[str, str]]:
     """(kind, number) of every statement that a text names, ranges included."""
     found: set[tuple[str, str]] = set()
     number = r"[2-5A-C]\.\d"
-    for kind, numbers in re.findall(rf"(?i)\b(lemmas?|theorems?|propositions?|corollary|corollaries) ({number}(?:(?:, | and | to ){number})*)", text):
+    for kind, numbers in re.findall(
+        rf"(?i)\b(lemmas?|theorems?|propositions?|corollary|corollaries) ({number}(?:(?:, | and | to ){number})*)", text
+    ):
         name = KINDS.get(kind.lower(), kind.lower())
         for first, last in re.findall(rf"({number})(?: to ({number}))?", numbers):
             found |= {(name, f"{first[:2]}{place}") for place in range(int(first[2]), int((last or first)[2]) + 1)}

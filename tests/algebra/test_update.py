@@ -33,7 +33,10 @@ def test_a_gated_mixture_of_conditionals_is_one(keys, rows, seed):
     found = mixed(gate, parts)
     assert type(found) is Conditional  # so that its rows were checked to sum to 1
     assert found.weights.shape[-1] == sum(keys)
-    same(found(torch.cat(values, -2)), sum(gate[..., k, None] * part(v) for k, (part, v) in enumerate(zip(parts, values, strict=True))))
+    same(
+        found(torch.cat(values, -2)),
+        sum(gate[..., k, None] * part(v) for k, (part, v) in enumerate(zip(parts, values, strict=True))),
+    )
     # again, of mixtures
     assert type(mixed(torch.full((rows, 2), 0.5, dtype=torch.float64), [found, found])) is Conditional
 
@@ -48,7 +51,10 @@ def test_a_gated_mixture_of_plans_is_one(keys, rows, seed):
     gate = numbers(rows, len(keys), seed=seed + 20).relu()
     found = mixed(gate, parts)
     assert type(found) is PlanUpdate
-    same(found(torch.cat(values, -2)), sum(gate[:, k, None] * part(v) for k, (part, v) in enumerate(zip(parts, values, strict=True))))
+    same(
+        found(torch.cat(values, -2)),
+        sum(gate[:, k, None] * part(v) for k, (part, v) in enumerate(zip(parts, values, strict=True))),
+    )
     same(found.masses, sum(gate[:, k] * part.masses for k, part in enumerate(parts)))
 
 
@@ -70,7 +76,9 @@ def test_a_plan_is_its_masses_times_its_conditional():
     same(plan(by_row), torch.einsum("bts,btsp->btp", plan.weights, by_row))
 
 
-@pytest.mark.parametrize(("activation", "layer"), [("relu", nn.ReLU()), ("gelu", nn.GELU()), ("silu", nn.SiLU()), ("tanh", nn.Tanh())])
+@pytest.mark.parametrize(
+    ("activation", "layer"), [("relu", nn.ReLU()), ("gelu", nn.GELU()), ("silu", nn.SiLU()), ("tanh", nn.Tanh())]
+)
 def test_a_feed_forward_layer_is_a_plan_on_its_hidden_units(activation, layer):
     """Theorem 5.1, gradients included."""
     torch.manual_seed(0)
@@ -116,11 +124,20 @@ def test_gated_layers_are_plans_of_their_hidden_units():
         (lambda: PlanUpdate(torch.ones(3)), r"\(\.\.\., T, S\)"),
         (lambda: Conditional(torch.tensor([[0.5, 0.4]])), "must sum to 1, received sums up to 0.1 away"),
         (lambda: PlanUpdate(torch.tensor([[0.0, 0.0], [1.0, 1.0]])).conditional(), "received 1 without"),
-        (lambda: mixed(torch.ones(2, 2) / 2, [Conditional(torch.ones(2, 1))]), r"a gate \(\.\.\., T, 1\) is required, a column a part, received \(2, 2\)"),
-        (lambda: mixed(torch.ones(2, 1) / 2, [Conditional(torch.ones(2, 1))]), "of conditionals, rows of the gate must sum to 1"),
+        (
+            lambda: mixed(torch.ones(2, 2) / 2, [Conditional(torch.ones(2, 1))]),
+            r"a gate \(\.\.\., T, 1\) is required, a column a part, received \(2, 2\)",
+        ),
+        (
+            lambda: mixed(torch.ones(2, 1) / 2, [Conditional(torch.ones(2, 1))]),
+            "of conditionals, rows of the gate must sum to 1",
+        ),
         (lambda: mixed(-torch.ones(2, 1), [PlanUpdate(torch.ones(2, 1))]), "gate must be >= 0, received -1"),
         (lambda: mixed(torch.ones(2, 0), []), "is required"),
-        (lambda: feed_forward(torch.ones(1, 2), torch.ones(3, 2), "softplus"), "unknown activation 'softplus'.*gelu, relu, silu, tanh"),
+        (
+            lambda: feed_forward(torch.ones(1, 2), torch.ones(3, 2), "softplus"),
+            "unknown activation 'softplus'.*gelu, relu, silu, tanh",
+        ),
     ],
 )
 def test_what_is_no_update_by_weights_is_refused(call, words):

@@ -46,7 +46,13 @@ def test_json_and_every_option(capsys):
     code, out, _ = run(words, capsys)
     assert code == 0
     found = zonal.explain(
-        mechanisms.softmax(), (2, 4, 32, 16), (2, 2, 48, 16), (2, 2, 48, 8), dtype=torch.bfloat16, gradients=True, key_padding=True
+        mechanisms.softmax(),
+        (2, 4, 32, 16),
+        (2, 2, 48, 16),
+        (2, 2, 48, 8),
+        dtype=torch.bfloat16,
+        gradients=True,
+        key_padding=True,
     ).to_dict()
     assert json.loads(out) == json.loads(json.dumps(found))
 
@@ -111,11 +117,15 @@ def test_heads_of_a_trained_model(trained, capsys):
     assert (code, err) == (0, "")
     lines = [line.rstrip() for line in out.splitlines()]
     assert "2 sequences of 24 tokens; heads as layer.head" in lines
-    rows = {line.split()[0]: line.split()[1:] for line in lines if line[:3] in ("1.1", "1.2", "4.1", "4.2") and "%" in line}
+    rows = {
+        line.split()[0]: line.split()[1:] for line in lines if line[:3] in ("1.1", "1.2", "4.1", "4.2") and "%" in line
+    }
     assert set(rows) == {"1.1", "1.2", "4.1", "4.2"}
     for cells in rows.values():
         assert sum(float(cell.rstrip("%")) for cell in cells[:3]) == pytest.approx(100, abs=0.2)
-    assert any(line.split() == ["head", "equal", "columns", "rank", "1", "fitted", "rank", "3", "fitted"] for line in lines)
+    assert any(
+        line.split() == ["head", "equal", "columns", "rank", "1", "fitted", "rank", "3", "fitted"] for line in lines
+    )
     assert "layer 2 is left out: the kernel of sko may be negative" in lines
     assert "layer 3 is left out: Mamba2 compares no queries with keys" in lines
     assert any("row gauge" in line for line in lines)
@@ -124,7 +134,10 @@ def test_heads_of_a_trained_model(trained, capsys):
 
 
 def test_heads_as_json(trained, capsys):
-    code, out, _ = run(f"--model {trained / 'checkpoint.safetensors'} --layer 1 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --json", capsys)
+    code, out, _ = run(
+        f"--model {trained / 'checkpoint.safetensors'} --layer 1 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --json",
+        capsys,
+    )
     assert code == 0
     found = json.loads(out)
     assert (found["sequences"], found["tokens"], found["ranks"]) == (1, 7, [1, 2])
@@ -139,7 +152,10 @@ def test_heads_as_json(trained, capsys):
 
 
 def test_heads_as_a_page(trained, tmp_path, capsys):
-    code, out, err = run(f"--model {trained} --layer 4 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --out {tmp_path / 'page.html'}", capsys)
+    code, out, err = run(
+        f"--model {trained} --layer 4 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --out {tmp_path / 'page.html'}",
+        capsys,
+    )
     assert (code, err) == (0, "")
     assert f"Page: {tmp_path / 'page.html'}" in out
     drawn = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)[1])
@@ -158,7 +174,10 @@ def test_heads_as_a_page(trained, tmp_path, capsys):
         ("--text '3 4 x'", "--text must be such numbers"),
         ("--text 3", "received 1"),
         ("--sequences 0", "--sequences must be from 1"),
-        ("--shape 1,2,3,4 --causal", "--shape 1,2,3,4 --causal is about how an operator is run; leave it out with --model"),
+        (
+            "--shape 1,2,3,4 --causal",
+            "--shape 1,2,3,4 --causal is about how an operator is run; leave it out with --model",
+        ),
     ],
 )
 def test_mistakes_about_a_model(trained, words, message, capsys):

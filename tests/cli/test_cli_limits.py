@@ -10,7 +10,9 @@ import pytest
 from zonal.cli.app import COMMANDS, main
 from zonal.cli.limits import Between, limits_of
 
-TRAIN = "train --task mqar-demo --train-examples 8 --test-examples 8 --steps 1 --batch-size 2 --mlp none --no-tensorboard"
+TRAIN = (
+    "train --task mqar-demo --train-examples 8 --test-examples 8 --steps 1 --batch-size 2 --mlp none --no-tensorboard"
+)
 
 
 @pytest.fixture
@@ -78,7 +80,11 @@ def numbers(kind):
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
             yield from numbers(hint)
-        elif {int, float} & {*typing.get_args(hint), *(inner for part in typing.get_args(hint) for inner in typing.get_args(part)), hint}:
+        elif {int, float} & {
+            *typing.get_args(hint),
+            *(inner for part in typing.get_args(hint) for inner in typing.get_args(part)),
+            hint,
+        }:
             yield name, hint
 
 

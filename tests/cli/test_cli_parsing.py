@@ -31,13 +31,25 @@ def test_operators(text, found):
     assert parse.operators(text) == found
 
 
-@pytest.mark.parametrize(("text", "message"), [("sko(degrees=(2,3)", "unclosed bracket"), ("sko),b", "without an opening"), ("a,,b", "empty entry"), ("", "empty entry"), ("a('x", "unclosed quotation")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sko(degrees=(2,3)", "unclosed bracket"),
+        ("sko),b", "without an opening"),
+        ("a,,b", "empty entry"),
+        ("", "empty entry"),
+        ("a('x", "unclosed quotation"),
+    ],
+)
 def test_broken_operator_lists(text, message):
     with pytest.raises(ArgumentError, match=message):
         parse.operators(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90), ("45", 45), (" 3M ", 180)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("10m", 600), ("2h", 7200), ("1h30m", 5400), ("1.5m", 90), ("45", 45), (" 3M ", 180)],
+)
 def test_durations(text, seconds):
     assert parse.duration(text) == seconds
 
@@ -75,7 +87,11 @@ def read(words):
 
 
 def test_options_land_in_their_groups():
-    options = read(shlex.split("--task text --data my.txt --seeds 3 --budget 10m --layers 3 --conv 0 --rotary --batch-size 8 --no-tensorboard --out runs/x"))
+    options = read(
+        shlex.split(
+            "--task text --data my.txt --seeds 3 --budget 10m --layers 3 --conv 0 --rotary --batch-size 8 --no-tensorboard --out runs/x"
+        )
+    )
     assert (options.task.task, options.task.data, options.seeds, options.budget) == ("text", "my.txt", "3", "10m")
     assert (options.model.layers, options.model.conv, options.model.rotary) == (3, 0, True)
     assert (options.training.batch_size, options.training.tensorboard) == (8, False)
@@ -123,7 +139,11 @@ def test_option_names_hold_both_forms_of_a_switch():
 
 
 def test_specification_of_the_users_command():
-    options = read(shlex.split("--task mqar-demo --train-examples 64 --test-examples 16 --operators 'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"))
+    options = read(
+        shlex.split(
+            "--task mqar-demo --train-examples 64 --test-examples 16 --operators 'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"
+        )
+    )
     spec = specification(options, "zonal compare …")
     assert spec.operators == ("softmax", "sko(degrees=(2,3))", "ska")
     assert spec.labels == ("Softmax", "SKO (degrees=(2, 3))", "SKA K=1")
@@ -140,7 +160,11 @@ def test_fixed_steps_need_no_budget():
 def test_a_comparison_may_name_whole_lists_of_layers():
     words = "--task mqar-demo --train-examples 64 --test-examples 16 --steps 4 --layers 3 --operators 'softmax,mamba2,[mamba2*2, ska]'"
     spec = specification(read(shlex.split(words)), "")
-    assert [spec.model_for(operator).layers for operator in spec.operators] == [("softmax",) * 3, ("mamba2",) * 3, ("mamba2", "mamba2", "ska")]
+    assert [spec.model_for(operator).layers for operator in spec.operators] == [
+        ("softmax",) * 3,
+        ("mamba2",) * 3,
+        ("mamba2", "mamba2", "ska"),
+    ]
     assert len({run.name for run in spec.runs()}) == 3
     with pytest.raises(ArgumentError, match="has 3 layers, the model has 2"):
         specification(read(shlex.split(words.replace("--layers 3", "--layers 2"))), "")
@@ -151,7 +175,12 @@ def test_a_comparison_may_name_whole_lists_of_layers():
 def test_layers_of_a_trained_model():
     assert layers_of("sko", 3) == ("sko",) * 3
     assert layers_of("softmax,ska(power=1)", 2) == ("softmax", "ska(power=1)")
-    assert layers_of("mamba2*2, ska(power=0), mamba2", ModelOptions().layers) == ("mamba2", "mamba2", "ska(power=0)", "mamba2")
+    assert layers_of("mamba2*2, ska(power=0), mamba2", ModelOptions().layers) == (
+        "mamba2",
+        "mamba2",
+        "ska(power=0)",
+        "mamba2",
+    )
     assert layers_of("softmax,sko,linear", ModelOptions().layers) == ("softmax", "sko", "linear")
     with pytest.raises(ArgumentError, match="names 3 layers, --layers asks for 5"):
         layers_of("softmax,sko,linear", 5)
@@ -189,11 +218,17 @@ def test_examples_in_the_help_can_be_parsed():
 
     for name, command in COMMANDS.items():
         module = import_module(f"zonal.cli.{command.module}")
-        examples = [line.strip() for line in f"{module.DESCRIPTION}\n{help_text()}".splitlines() if line.strip().startswith(f"zonal {name}") and "--help" not in line]
+        examples = [
+            line.strip()
+            for line in f"{module.DESCRIPTION}\n{help_text()}".splitlines()
+            if line.strip().startswith(f"zonal {name}") and "--help" not in line
+        ]
         assert examples
         for example in examples:
             words = shlex.split(example)[2:]
-            assert parse_options(getattr(module, command.options), f"zonal {name}", module.DESCRIPTION, words) is not None
+            assert (
+                parse_options(getattr(module, command.options), f"zonal {name}", module.DESCRIPTION, words) is not None
+            )
 
 
 def test_a_comparison_takes_the_shape_of_a_model_by_name():

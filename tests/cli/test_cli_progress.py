@@ -37,7 +37,9 @@ def step(run, number):
 
 
 def evaluated(run, number, accuracy):
-    return events.Evaluated(run, number, 100, {"loss": 1.0, "accuracy": accuracy, "slices": {"pairs": {"4": accuracy}}}, 1.0)
+    return events.Evaluated(
+        run, number, 100, {"loss": 1.0, "accuracy": accuracy, "slices": {"pairs": {"4": accuracy}}}, 1.0
+    )
 
 
 def ended(run, operator, accuracy, *, status="done", skipped=False, message=None):
@@ -80,7 +82,11 @@ def test_estimate_follows_the_pace():
 def test_estimate_after_a_resume_counts_only_this_sitting():
     clock = Clock()
     board = Board("accuracy", LABELS, clock)
-    for event in (planned(remaining=3, estimated_seconds=70.0), ended("a", "softmax", 0.9, skipped=True), started("b", "sko", step=50)):
+    for event in (
+        planned(remaining=3, estimated_seconds=70.0),
+        ended("a", "softmax", 0.9, skipped=True),
+        started("b", "sko", step=50),
+    ):
         board.add(event)
     assert board.seconds_left() == 70.0
     clock.now = 15.0
@@ -101,7 +107,12 @@ def test_one_run_without_a_plan():
 
 def test_a_failed_run_counts_as_ended():
     board = Board("accuracy", LABELS, Clock())
-    for event in (planned(), started("a", "softmax"), step("a", 10), ended("a", "softmax", 0.0, status="failed", message="NaN")):
+    for event in (
+        planned(),
+        started("a", "softmax"),
+        step("a", 10),
+        ended("a", "softmax", 0.0, status="failed", message="NaN"),
+    ):
         board.add(event)
     assert board.ended() == 1
     assert board.current == []
@@ -121,10 +132,26 @@ def test_live_display_shows_bars_and_table():
     assert "Preparing" in shown(board)
     board.add(events.Measuring("sko", 1, 2))
     assert "Measuring the speed of SKO (2 of 2)" in shown(board)
-    for event in (planned(), started("a", "softmax"), ended("a", "softmax", 0.91), started("b", "sko"), step("b", 40), evaluated("b", 40, 0.25)):
+    for event in (
+        planned(),
+        started("a", "softmax"),
+        ended("a", "softmax", 0.91),
+        started("b", "sko"),
+        step("b", 40),
+        evaluated("b", 40, 0.25),
+    ):
         board.add(event)
     text = shown(board)
-    for words in ("A heading", "1 of 4 runs done", "left", "SKO, seed 0", "step 40 of 100", "loss 2.000", "accuracy 0.250", "Ctrl-C"):
+    for words in (
+        "A heading",
+        "1 of 4 runs done",
+        "left",
+        "SKO, seed 0",
+        "step 40 of 100",
+        "loss 2.000",
+        "accuracy 0.250",
+        "Ctrl-C",
+    ):
         assert words in text
     rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("●")}
     assert "0.910" in rows["Softmax"]

@@ -26,7 +26,9 @@ def zonal(words, folder):
     """A process of its own, with what the tests have set in the environment."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "zonal", *shlex.split(words)]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 @pytest.fixture
@@ -79,7 +81,10 @@ def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
     assert process.returncode == 130
     assert err == ""
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume {folder.relative_to(tmp_path)}" in out
+    assert (
+        f"Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume {folder.relative_to(tmp_path)}"
+        in out
+    )
     assert "No run has finished yet" in (folder / "report.md").read_text()
     again = zonal(f"compare --resume {folder.relative_to(tmp_path)}", tmp_path)
     out, err = again.communicate(timeout=120)
@@ -114,7 +119,10 @@ def test_failed_runs_end_with_1_and_are_in_the_report(here, capsys):
         ("compare", "--task is required. Tasks: mqar ("),
         ("compare --task txt", "unknown task 'txt'. Did you mean 'text'?"),
         ("compare --task mqar-demo --operators softmx", "unknown operator 'softmx'. Did you mean 'softmax'?"),
-        ("compare --task mqar-demo --operators 'sko(degree=(2,3))'", "unknown argument 'degree'. Did you mean 'degrees'?"),
+        (
+            "compare --task mqar-demo --operators 'sko(degree=(2,3))'",
+            "unknown argument 'degree'. Did you mean 'degrees'?",
+        ),
         ("compare --task mqar-demo --operators 'sko(degrees=(2,3)'", "unclosed bracket"),
         ("compare --task mqar-demo --data x.txt", "takes no data"),
         ("compare --task text --data missing.txt", "missing.txt does not exist"),
@@ -177,7 +185,14 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("It was the best of times, it was the worst of times – é. " * 60)
     model = "--layers 1 --dim 16 --heads 2 --steps 3 --batch-size 2 --no-tensorboard"
-    assert main(shlex.split(f"train --task text --data {folder}/text.txt --length 16 --operator softmax {model} --out {folder}/text")) == 0
+    assert (
+        main(
+            shlex.split(
+                f"train --task text --data {folder}/text.txt --length 16 --operator softmax {model} --out {folder}/text"
+            )
+        )
+        == 0
+    )
     assert main(shlex.split(f"train {SMALL} --operator linear --steps 3 --out {folder}/recall")) == 0
     return folder
 
@@ -215,7 +230,10 @@ def test_generate_continues_the_prompt(trained, capsys):
 
 
 def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
-    code, out, _ = run(f"generate --model {trained}/recall/checkpoint.safetensors --prompt '3 40 5 41 3' --max-new-tokens 2 --temperature 0", capsys)
+    code, out, _ = run(
+        f"generate --model {trained}/recall/checkpoint.safetensors --prompt '3 40 5 41 3' --max-new-tokens 2 --temperature 0",
+        capsys,
+    )
     assert code == 0
     assert out.startswith("3 40 5 41 3 ")
     assert len(out.split()) == 7
@@ -223,7 +241,14 @@ def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     assert run(f"generate --model {trained}/recall --prompt 999", capsys)[0] == 2
 
 
-@pytest.mark.parametrize(("options", "message"), [("--prompt ''", "--prompt is empty"), ("--prompt x --temperature -1", "temperature"), ("--prompt x --top-p 2", "--top-p must be from 0 to 1")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--prompt ''", "--prompt is empty"),
+        ("--prompt x --temperature -1", "temperature"),
+        ("--prompt x --top-p 2", "--top-p must be from 0 to 1"),
+    ],
+)
 def test_generate_refuses(trained, capsys, options, message):
     code, _, err = run(f"generate --model {trained}/text {options}", capsys)
     assert code == 2
@@ -257,7 +282,9 @@ def test_text_waits_for_whole_characters():
 def test_bench_lists_and_runs(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "benches_under_test"
     folder.mkdir()
-    (folder / "quick.py").write_text('"""Measures nothing.\n\nMore."""\nfrom benches_under_test import helper\n\ndef main(argv):\n    print(helper.SAID, argv)\n    return 3\n')
+    (folder / "quick.py").write_text(
+        '"""Measures nothing.\n\nMore."""\nfrom benches_under_test import helper\n\ndef main(argv):\n    print(helper.SAID, argv)\n    return 3\n'
+    )
     (folder / "helper.py").write_text('SAID = "said"\n')
     monkeypatch.setattr(bench, "folder", lambda: folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -284,7 +311,9 @@ def test_demo_puts_both_tasks_on_one_page(here, monkeypatch, capsys):
     training = TrainingOptions(steps=2, batch_size=2, tensorboard=False)
     model = ModelOptions(layers=1, dim=16, heads=2, mlp="none")
     small = {"operators": "softmax,linear", "model": model, "training": training}
-    recall = Compare(task=TaskOptions(task="mqar-demo", vocab_size=64, length=32, train_examples=64, test_examples=8), **small)
+    recall = Compare(
+        task=TaskOptions(task="mqar-demo", vocab_size=64, length=32, train_examples=64, test_examples=8), **small
+    )
     text = Compare(task=TaskOptions(task="text", data="novel", length=16, evaluation_bytes=64), **small)
     monkeypatch.setattr(demo, "PARTS", (("recall", 0.5, recall), ("text", 0.5, text)))
     code, out, err = run("demo --budget 60s", capsys)

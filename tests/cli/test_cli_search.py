@@ -65,7 +65,15 @@ def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
 
 
 def test_recipes_are_presets(here):
-    settings = Preset("about", {"Label": "[sko, softmax]"}, "3,4", "0.01", TaskOptions(task="mqar-demo", length=64), ModelOptions(dim=32), TrainingOptions(steps=7))
+    settings = Preset(
+        "about",
+        {"Label": "[sko, softmax]"},
+        "3,4",
+        "0.01",
+        TaskOptions(task="mqar-demo", length=64),
+        ModelOptions(dim=32),
+        TrainingOptions(steps=7),
+    )
     recipe.write(here / "recipe.json", settings)
     assert presets.find("recipe.json", "compare") == settings
     assert presets.named(["--preset", "recipe.json"], "train") == "recipe.json"
@@ -77,7 +85,10 @@ def test_recipes_are_presets(here):
         (None, "does not exist"),
         ("{}", "is not a recipe of this version"),
         ('{"schema": 1, "models": {}}', "'task' is missing"),
-        ('{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}', "colour"),
+        (
+            '{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}',
+            "colour",
+        ),
     ],
 )
 def test_files_that_are_no_recipe(here, text, message):

@@ -29,7 +29,10 @@ def test_every_preset_is_a_comparison(name):
         assert name in ("new-operators", "lifted-keys")
         return
     # a row of the paper stands beside cells that are measured
-    slices = [{"task": shape.kind, "pairs": shape.pairs, "length": shape.length} for shape in getattr(spec.task, "transfer_shapes", ())]
+    slices = [
+        {"task": shape.kind, "pairs": shape.pairs, "length": shape.length}
+        for shape in getattr(spec.task, "transfer_shapes", ())
+    ]
     for table in preset.published.tables:
         for row in table.rows:
             assert len(row.values) == len(table.columns)
@@ -41,7 +44,9 @@ def test_numbers_of_the_paper():
     needle, tasks = (presets.PRESETS[name].published.tables[0] for name in ("echo-table2", "echo-table3"))
     assert [row.values[2] for row in needle.rows] == [0.945, 0.894, 0.933, 0.956, 0.864, 0.812, 0.651]
     printed = [row.values for row in tasks.rows if row.values[0] is not None]
-    assert [100 * sum(column) / len(column) for column in zip(*printed, strict=True)] == pytest.approx([53.3, 75.7, 80.5], abs=0.051)
+    assert [100 * sum(column) / len(column) for column in zip(*printed, strict=True)] == pytest.approx(
+        [53.3, 75.7, 80.5], abs=0.051
+    )
 
 
 def test_the_long_needles_are_no_part_of_table_3():
@@ -52,7 +57,10 @@ def test_the_long_needles_are_no_part_of_table_3():
 
 
 def test_what_is_given_goes_first():
-    plain, changed = options("--preset echo-table3"), options("--seeds 5 --preset=echo-table3 --steps 7 --dim 32 --operators softmax")
+    plain, changed = (
+        options("--preset echo-table3"),
+        options("--seeds 5 --preset=echo-table3 --steps 7 --dim 32 --operators softmax"),
+    )
     assert (changed.seeds, changed.training.steps, changed.model.dim, changed.operators) == ("5", 7, 32, "softmax")
     assert changed.model.layers == plain.model.layers > 2
     assert changed.training.batch_size == plain.training.batch_size
@@ -63,7 +71,10 @@ def test_what_is_given_goes_first():
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])
-@pytest.mark.parametrize(("words", "message"), [("--preset echo-table4", "Did you mean 'echo-table"), ("--preset", "--preset requires a name")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--preset echo-table4", "Did you mean 'echo-table"), ("--preset", "--preset requires a name")],
+)
 def test_presets_that_are_not_there(command, words, message, capsys):
     assert main([command, *shlex.split(words)]) == 2
     assert message in capsys.readouterr().err

@@ -102,8 +102,14 @@ def flip(folder):
         (lambda f: edit(f / "corpus.json", magic="x"), "is not a zonal-corpus file"),
         (lambda f: edit(f / "corpus.json", shards=[]), "0 shards"),
         (lambda f: edit(f / "corpus.json", dtype="<f4"), "names dtype '<f4'"),
-        (lambda f: edit(f / "corpus.json", shards=["../../shard-00000.bin"]), "a .bin file in the same folder was required"),
-        (lambda f: edit(f / "corpus.json", shards=["shard-00000.bin", "shard-00001.bin"]), "has 16 tokens, its index says 20"),
+        (
+            lambda f: edit(f / "corpus.json", shards=["../../shard-00000.bin"]),
+            "a .bin file in the same folder was required",
+        ),
+        (
+            lambda f: edit(f / "corpus.json", shards=["shard-00000.bin", "shard-00001.bin"]),
+            "has 16 tokens, its index says 20",
+        ),
         (lambda f: edit(f / "corpus.json", tokenizer_sha256="0"), "made with another byte tokenizer"),
         (lambda f: (f / "corpus.json").unlink(), r"corpus\.json does not exist"),
     ],

@@ -176,7 +176,10 @@ def test_processes_that_prepare_the_same_text_do_not_meet(tmp_path, cache):
         "import sys; from zonal.data import cached_corpus, open_source, tokenizers;"
         "c = cached_corpus(open_source(sys.argv[1]), tokenizers.resolve('gpt2')); print(c.count, c.sha256)"
     )
-    started = [subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert outputs[0] == outputs[1] != ""

@@ -41,7 +41,10 @@ def test_round_trip_and_byte_count(name, text):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.sampled_from([" ", "\n", "\t", "\x1c", "\u00a0", "a", "Word", "'s", "12", "!?", "é", "—", "中文"]), max_size=200),
+    st.lists(
+        st.sampled_from([" ", "\n", "\t", "\x1c", "\u00a0", "a", "Word", "'s", "12", "!?", "é", "—", "中文"]),
+        max_size=200,
+    ),
     st.integers(1, 40),
 )
 def test_pieces_join_to_the_text_and_keep_its_tokens(words, size):

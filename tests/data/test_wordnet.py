@@ -29,7 +29,17 @@ def lines(tmp_path):
 
 def test_the_script_keeps_trees_and_their_groups(lines):
     # a child of two stands below the first; groups without animals are left out
-    assert lines.splitlines() == ["0 animal", "1 dog 7 5", "2 Rover", "1 cat", "0 taxonomic_group", "1 Canidae", "1 genus", "2 Canis 5", "0 artifact"]
+    assert lines.splitlines() == [
+        "0 animal",
+        "1 dog 7 5",
+        "2 Rover",
+        "1 cat",
+        "0 taxonomic_group",
+        "1 Canidae",
+        "1 genus",
+        "2 Canis 5",
+        "0 artifact",
+    ]
 
 
 def test_what_the_script_writes_is_read(lines):
@@ -42,7 +52,9 @@ def test_what_the_script_writes_is_read(lines):
     assert found.ancestors(2) == (1, 0)
 
 
-@pytest.mark.parametrize("text", ["no synset\n", "00000002 05 n zz dog 0 000 | x\n", "00000002 05 n 01 dog 0 000 | x\n"])
+@pytest.mark.parametrize(
+    "text", ["no synset\n", "00000002 05 n zz dog 0 000 | x\n", "00000002 05 n 01 dog 0 000 | x\n"]
+)
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "data.noun"
     path.write_text(text)
@@ -55,12 +67,23 @@ def test_other_files_are_refused(tmp_path, text):
 def test_what_is_shipped():
     nouns = wordnet.nouns()
     dog = nouns.under("dog")[0]
-    assert [nouns.words[node] for node in nouns.ancestors(dog)] == ["canine", "carnivore", "placental", "mammal", "vertebrate", "chordate", "animal"]
+    assert [nouns.words[node] for node in nouns.ancestors(dog)] == [
+        "canine",
+        "carnivore",
+        "placental",
+        "mammal",
+        "vertebrate",
+        "chordate",
+        "animal",
+    ]
     assert [nouns.words[group] for group in nouns.groups[dog]] == ["Canis"]
     assert [len(nouns.under(word)) for word in ("dog", "mammal", "animal", "artifact")] == [189, 1176, 4017, 10504]
     assert len(nouns.words) == 16_987
     # every node ends after itself and inside what it is below
-    assert all(node < end and (above is None or end <= nouns.ends[above]) for node, (end, above) in enumerate(zip(nouns.ends, nouns.above, strict=True)))
+    assert all(
+        node < end and (above is None or end <= nouns.ends[above])
+        for node, (end, above) in enumerate(zip(nouns.ends, nouns.above, strict=True))
+    )
 
 
 def test_a_word_that_is_not_there():

@@ -18,7 +18,14 @@ def test_means_by_cell():
     assert Marks().result() == []
 
 
-@pytest.mark.parametrize("found", [Examined({"exact": [1.0, 0.0]}, {"depth": [5, 6]}), Examined({"exact": [1.0]}, {"depth": [5, 5]}), Examined({"a": [1.0], "b": [1.0, 2.0]}, {})])
+@pytest.mark.parametrize(
+    "found",
+    [
+        Examined({"exact": [1.0, 0.0]}, {"depth": [5, 6]}),
+        Examined({"exact": [1.0]}, {"depth": [5, 5]}),
+        Examined({"a": [1.0], "b": [1.0, 2.0]}, {}),
+    ],
+)
 def test_batches_that_do_not_fit(found):
     with pytest.raises(ArgumentError, match="equal slices in all rows"):
         Marks().add(found)

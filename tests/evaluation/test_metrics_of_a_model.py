@@ -53,7 +53,10 @@ def test_accuracy_is_by_example_then_over_examples(batch_size):
     assert got["loss"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5 + 0.1 + 0.1) / 7)
     assert (got["positions"], got["examples"]) == (7, 3)
     assert got["slices"]["pairs"] == {"4": pytest.approx((3 / 4 + 1 / 2) / 2), "8": 0.0}
-    assert list(got["slices"]["length"]) == ["16", "128"]  # by number, and the example without a question is in no slice
+    assert list(got["slices"]["length"]) == [
+        "16",
+        "128",
+    ]  # by number, and the example without a question is in no slice
     assert "bits_per_byte" not in got
 
 
@@ -78,4 +81,6 @@ def test_nothing_supervised_is_an_error():
 
 def test_slices_need_one_value_an_example():
     with pytest.raises(ArgumentError, match="'pairs' needs one value an example"):
-        Accumulator().add(torch.tensor([1]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.5]), 2, {"pairs": [1]})
+        Accumulator().add(
+            torch.tensor([1]), torch.tensor([1]), torch.tensor([0]), torch.tensor([0.5]), 2, {"pairs": [1]}
+        )

@@ -43,7 +43,9 @@ def test_spread_refuses(values):
         spread(values)
 
 
-@pytest.mark.parametrize(("offset", "verdict"), [(0.0, "within the spread"), (0.05, "within the spread"), (4.0, "beyond the spread")])
+@pytest.mark.parametrize(
+    ("offset", "verdict"), [(0.0, "within the spread"), (0.05, "within the spread"), (4.0, "beyond the spread")]
+)
 def test_difference_is_the_paired_t_test(offset, verdict):
     generator = np.random.default_rng(7)
     a = generator.normal(size=5)

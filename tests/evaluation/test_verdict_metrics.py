@@ -9,7 +9,10 @@ from zonal.evaluation import auroc, risk_curve
 
 def test_auroc_counts_pairs():
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randint(0, 6, (40,), generator=generator).float() + 1, torch.randint(0, 6, (3, 9), generator=generator).float()
+    a, b = (
+        torch.randint(0, 6, (40,), generator=generator).float() + 1,
+        torch.randint(0, 6, (3, 9), generator=generator).float(),
+    )
     pairs = a[:, None] - b.flatten()[None]
     assert auroc(a, b) == pytest.approx(float((pairs > 0).double().mean() + 0.5 * (pairs == 0).double().mean()))
     assert auroc(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0])) == 1
@@ -24,7 +27,11 @@ def test_risk_by_hand():
 
 def test_ties_are_taken_in_proportion_whatever_their_order():
     right = torch.tensor([True, False, False, True])
-    assert risk_curve(torch.ones(4), right, (0.25, 1.0)) == risk_curve(torch.ones(4), right.flip(0), (0.25, 1.0)) == [0.5, 0.5]
+    assert (
+        risk_curve(torch.ones(4), right, (0.25, 1.0))
+        == risk_curve(torch.ones(4), right.flip(0), (0.25, 1.0))
+        == [0.5, 0.5]
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,4 +53,6 @@ def assert_same(got: Tensor, expected: Tensor, leaves: list[Tensor], tolerance: 
         assert a.shape == b.shape
         assert torch.isfinite(a).all()
         error, scale = ((a - b).abs().max().item(), 1 + b.abs().max().item()) if b.numel() else (0.0, 1.0)
-        assert error <= tolerance * scale, f"item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
+        assert error <= tolerance * scale, (
+            f"item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
+        )

@@ -42,7 +42,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
     def stand_in(device: torch.device) -> Constants:
         seen.append(device)
-        return replace(DEFAULT_CPU, machine=calibration.machine(device), threads=calibration.threads(device), torch=torch.__version__, call=len(seen) * 1e-6)
+        return replace(
+            DEFAULT_CPU,
+            machine=calibration.machine(device),
+            threads=calibration.threads(device),
+            torch=torch.__version__,
+            call=len(seen) * 1e-6,
+        )
 
     monkeypatch.setattr(calibration, "measure", stand_in)
     return seen
@@ -142,7 +148,13 @@ def test_infinity_is_refused() -> None:
 
 def test_the_first_to_finish_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone else's file that appears while this process measures is used, so that both plan alike."""
-    mine = replace(DEFAULT_CPU, machine=calibration.machine(CPU), threads=calibration.threads(CPU), torch=torch.__version__, call=1e-6)
+    mine = replace(
+        DEFAULT_CPU,
+        machine=calibration.machine(CPU),
+        threads=calibration.threads(CPU),
+        torch=torch.__version__,
+        call=1e-6,
+    )
     theirs = replace(mine, call=2e-6)
 
     def slow(device: torch.device) -> Constants:
@@ -153,7 +165,9 @@ def test_the_first_to_finish_wins(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert calibration.constants_for(CPU).call == 2e-6
 
 
-def test_without_links_the_file_is_whole_all_the_same(folder: Path, measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_the_file_is_whole_all_the_same(
+    folder: Path, measured: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: object, target: object) -> None:
         raise OSError("no links here")
 
@@ -162,7 +176,9 @@ def test_without_links_the_file_is_whole_all_the_same(folder: Path, measured: li
     assert len(list((folder / "calibration").iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_written_gives_typical_values(tmp_path: Path, measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_gives_typical_values(
+    tmp_path: Path, measured: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What cannot be kept is not measured: it would differ from process to process, and so would the path taken."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
@@ -225,7 +241,15 @@ def test_real_numbers_make_sense(real: tuple[Constants, float]) -> None:
     assert 1e-8 < constants.product < 1e-3
     assert 0 <= constants.record < 1e-3
     assert constants.memory_bytes > 1 << 28
-    for curve in (constants.simple, constants.select, constants.exp, constants.reduce, constants.matmul, constants.cholesky, constants.solve):
+    for curve in (
+        constants.simple,
+        constants.select,
+        constants.exp,
+        constants.reduce,
+        constants.matmul,
+        constants.cholesky,
+        constants.solve,
+    ):
         assert curve.at(1e9) > curve.at(10)
     # between a hundred megaflops and a hundred teraflops in big products
     assert 1e8 < 3e7 / constants.matmul.at(3e7) < 1e14
@@ -344,9 +368,13 @@ def work(seconds: float) -> None:
 def test_cuda_is_timed_by_its_events(device: torch.device) -> None:
     assert calibration.seconds(device, lambda: work(0.5), repeat=3) == pytest.approx(1.5)
     assert Device.waits == 1
-    assert calibration._fastest(device, lambda: work(2e-6), budget=0.0) == pytest.approx(2e-6), "short work is repeated until the clock sees it"
+    assert calibration._fastest(device, lambda: work(2e-6), budget=0.0) == pytest.approx(2e-6), (
+        "short work is repeated until the clock sees it"
+    )
     slow = iter([1.0, 0.4, 0.1, 0.2])
-    assert calibration._fastest(device, lambda: work(next(slow)), budget=0.0) == pytest.approx(0.1), "the first run is a warm-up, the least counts"
+    assert calibration._fastest(device, lambda: work(next(slow)), budget=0.0) == pytest.approx(0.1), (
+        "the first run is a warm-up, the least counts"
+    )
 
 
 def test_the_tile_kernel_of_cuda(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +393,9 @@ def test_the_tile_kernel_of_cuda(device: torch.device, monkeypatch: pytest.Monke
         raise AssertionError("torch's threads have nothing to do with it")
 
     full = torch.full
-    monkeypatch.setattr(torch, "full", lambda *shape, device=None, **options: full(*shape, device=device and "meta", **options))
+    monkeypatch.setattr(
+        torch, "full", lambda *shape, device=None, **options: full(*shape, device=device and "meta", **options)
+    )
     monkeypatch.setattr(torch, "set_num_threads", refuse)
     monkeypatch.setattr(calibration, "prepare", prepared)
     monkeypatch.setattr(calibration.native, "refusal", lambda call: None)
@@ -414,11 +444,16 @@ def problem_of_sums(heads: int, queries: int, keys: int) -> Problem:
     """Bidirectional SKO on a CUDA device."""
     q, k = (torch.empty(1, heads, tokens, 64, device="meta") for tokens in (queries, keys))
     with torch.no_grad():
-        return problem_of(calibration.prepare(mechanisms.sko().to("meta"), q, k, k, causal=False), device=torch.device("cuda"))
+        return problem_of(
+            calibration.prepare(mechanisms.sko().to("meta"), q, k, k, causal=False), device=torch.device("cuda")
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)",
+)
 def test_real_numbers_of_a_device_make_sense() -> None:
     constants = MEASURE(torch.device("cuda"))
     assert constants.machine == torch.cuda.get_device_name()

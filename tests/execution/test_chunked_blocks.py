@@ -21,7 +21,9 @@ LEFT = Case(batch=2, heads=2, kv_heads=2, queries=23, keys=23, padding="left")
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 8, 16, 30, 31, 64])
-@pytest.mark.parametrize("case", [PRIME, LATE, FREE, LEFT], ids=["prime-gqa", "queries-last", "bidirectional", "left-padding"])
+@pytest.mark.parametrize(
+    "case", [PRIME, LATE, FREE, LEFT], ids=["prime-gqa", "queries-last", "bidirectional", "left-padding"]
+)
 @pytest.mark.parametrize("name", BLOCKED)
 def test_block_size_is_speed(name: str, case: Case, block: int) -> None:
     operator, data = made(name), inputs(case)
@@ -52,7 +54,18 @@ def test_twenty_documents(name: str, causal: bool, padding: str) -> None:
     lengths = [1, 3, 17, 2, 2, 5, 1, 8, 9, 4, 4, 31, 7, 1, 6, 16, 2, 3, 10, 5]
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     total = int(edges[-1])
-    data = inputs(Case(batch=1, heads=2, kv_heads=1, queries=total, keys=total, causal=causal, packed=tuple(edges.tolist()), padding=padding))
+    data = inputs(
+        Case(
+            batch=1,
+            heads=2,
+            kv_heads=1,
+            queries=total,
+            keys=total,
+            causal=causal,
+            packed=tuple(edges.tolist()),
+            padding=padding,
+        )
+    )
     call = call_of(operator, data)
     assert_same(chunked(call, None, return_memory=False, block=4)[0], dense(call), leaves_of(operator, data))
 
@@ -68,7 +81,9 @@ def test_documents_cost_no_loop_over_documents(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-@pytest.mark.parametrize("case_name", ["one-token", "no-keys", "no-queries", "more-queries-than-keys", "all-forbidden", "strided"])
+@pytest.mark.parametrize(
+    "case_name", ["one-token", "no-keys", "no-queries", "more-queries-than-keys", "all-forbidden", "strided"]
+)
 def test_small_and_odd_inputs(name: str, case_name: str) -> None:
     operator, case = made(name), CASES[case_name]
     if operator.tags.decays and not case.causal:
@@ -128,7 +143,9 @@ def test_refusals_say_why_and_what_else(name: str, words: str) -> None:
 
 def test_refusals_that_depend_on_the_call() -> None:
     wide = inputs(Case(key_dim=40, queries=3, keys=3))
-    assert "needs 135751 features at head dimension 40" in (chunked_refusal(call_of(made("polynomial_square"), wide)) or "")
+    assert "needs 135751 features at head dimension 40" in (
+        chunked_refusal(call_of(made("polynomial_square"), wide)) or ""
+    )
     running = m.ska(power=1, running_max=True, key_limit=None).double()
     assert "an inverse of its own" in (chunked_refusal(call_of(running, inputs(PRIME))) or "")
     assert chunked_refusal(call_of(running, inputs(FREE))) is None
@@ -147,12 +164,16 @@ def test_paper_form_with_the_largest_key_bidirectional() -> None:
 @pytest.mark.parametrize("name", BLOCKED)
 def test_no_leak_from_large_keys(name: str) -> None:
     """Keys of norm 1e3 from token t on leave all outputs before t as they were."""
-    large = 5.0 if name in ("performer", "rewa_functional-linear") else 1e3  # past that all of its features underflow, which is refused
+    large = (
+        5.0 if name in ("performer", "rewa_functional-linear") else 1e3
+    )  # past that all of its features underflow, which is refused
     operator, data, t = made(name), inputs(Case(batch=1, queries=29, keys=29)), 13
     before = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
     with torch.no_grad():
         for x in (data.q, data.k, data.v):
-            x[:, :, t:] = large * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+            x[:, :, t:] = large * torch.randn(
+                x[:, :, t:].shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype
+            )
     after = chunked(call_of(operator, data), None, return_memory=False, block=8)[0]
     assert (before[:, :, :t] - after[:, :, :t]).abs().max() < 1e-10
     assert not torch.allclose(before[:, :, t + 3 :], after[:, :, t + 3 :], atol=1e-3)
@@ -175,9 +196,13 @@ def test_long_decays_neither_overflow_nor_vanish() -> None:
     """Decays that sum to thousands within a block, per token, in float32."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 700, 8, generator=generator) for _ in range(3))
-    decay = -8 * torch.rand(1, 2, 700, generator=generator).square() * (torch.rand(1, 2, 700, generator=generator) > 0.5)
+    decay = (
+        -8 * torch.rand(1, 2, 700, generator=generator).square() * (torch.rand(1, 2, 700, generator=generator) > 0.5)
+    )
     decay.requires_grad_()
-    exact = zonal.attention(q.double(), k.double(), v.double(), m.retention().double(), causal=True, path="dense", log_decay=decay.double())
+    exact = zonal.attention(
+        q.double(), k.double(), v.double(), m.retention().double(), causal=True, path="dense", log_decay=decay.double()
+    )
     got = zonal.attention(q, k, v, m.retention(), causal=True, path="chunked", log_decay=decay)
     assert (got - exact).abs().max() < 1e-5 * exact.abs().max()
     a, b = (torch.autograd.grad(y.square().sum(), decay)[0] for y in (got, exact))
@@ -193,7 +218,10 @@ def test_drift_over_a_hundred_thousand_tokens(power: int, spread: float) -> None
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(r, r, generator=generator, dtype=torch.float64))[0]
     scale = torch.logspace(0, -spread, r, dtype=torch.float64)
-    k, q = ((torch.randn(1, 1, tokens, r, generator=generator, dtype=torch.float64) * scale @ turn).float() for _ in range(2))
+    k, q = (
+        (torch.randn(1, 1, tokens, r, generator=generator, dtype=torch.float64) * scale @ turn).float()
+        for _ in range(2)
+    )
     v = torch.randn(1, 1, tokens, 4, generator=generator)
     operator = m.ska(power=power)
     with torch.no_grad():
@@ -209,7 +237,9 @@ def test_low_precision_computes_in_single(name: str, dtype: torch.dtype) -> None
     operator = made(name).float()
     data = inputs(Case(queries=40, keys=40, key_dim=8)).to(dtype)
     got = zonal.attention(data.q, data.k, data.v, operator, causal=True, path="chunked")
-    exact = zonal.attention(data.q.double(), data.k.double(), data.v.double(), operator.double(), causal=True, path="dense")
+    exact = zonal.attention(
+        data.q.double(), data.k.double(), data.v.double(), operator.double(), causal=True, path="dense"
+    )
     assert got.dtype == dtype
     rounding = (exact.to(dtype).double() - exact).abs().max()
     assert (got.double() - exact).abs().max() <= 1.01 * rounding + 3e-5 * exact.abs().max()

@@ -48,21 +48,32 @@ def test_pieces_equal_one_pass(name: str, case_name: str, pieces: str, way: str)
     y, memory = in_pieces(operator, data, PIECES[pieces], way)
     assert_same(y, dense(call_of(operator, data)), leaves_of(operator, data))
     # and what is left is the memory of all tokens
-    whole = Memory.empty(operator, 2, data.k.shape[1], 5, 3, torch.float64).absorb(data.k, data.v, data.key_padding_mask, key_bias=data.key_bias)
+    whole = Memory.empty(operator, 2, data.k.shape[1], 5, 3, torch.float64).absorb(
+        data.k, data.v, data.key_padding_mask, key_bias=data.key_bias
+    )
     assert (memory.count, memory.kind, memory.nbytes) == (whole.count, whole.kind, whole.nbytes)
     q = torch.randn(2, data.q.shape[1], 2, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     assert_same(memory.read(q), whole.read(q), [data.k, data.v])
 
 
 @pytest.mark.parametrize("case_name", CASES)
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in BLOCKED and not name.startswith("sko") and not OPERATORS[name]().tags.couples])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in OPERATORS
+        if name not in BLOCKED and not name.startswith("sko") and not OPERATORS[name]().tags.couples
+    ],
+)
 def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str) -> None:
     operator, data = made(name), inputs(CASES[case_name])
     if CASES[case_name].key_bias and operator.tags.solves:
         return
     y, memory = in_pieces(operator, data, (0, 9, 10, 19), "streaming")
     # a direction of one number is the same or opposite: there the last digit of a cosine, 1e-16, stands beside eps^2 = 1e-8
-    assert_same(y, dense(call_of(operator, data)), leaves_of(operator, data), tolerance=3e-8 if name == "rewa-curved" else 1e-9)
+    assert_same(
+        y, dense(call_of(operator, data)), leaves_of(operator, data), tolerance=3e-8 if name == "rewa-curved" else 1e-9
+    )
     assert memory.kind == "keys"
     assert memory.count == 19
 
@@ -82,14 +93,20 @@ def test_given_memory_is_not_changed(name: str) -> None:
         assert all(torch.equal(x, before[key]) for key, x in memory.tensors().items())
 
 
-@pytest.mark.parametrize("name", ["squared_affine", "retention", "linear", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"])
+@pytest.mark.parametrize(
+    "name", ["squared_affine", "retention", "linear", "ska-0", "ska-1", "ska-2", "ridge-chunk", "ska-paper"]
+)
 def test_gradient_of_the_initial_memory(name: str) -> None:
     """Backward through a memory that came from elsewhere, into its own tensors."""
     operator, data = made(name), inputs(CASES["plain"])
     with torch.no_grad():
         _, start = chunked(call_of(operator, data, slice(0, 8)), None, return_memory=True)
     assert start is not None
-    state = {key: x.detach().clone().requires_grad_() for key, x in start.tensors().items() if x.is_floating_point() and key not in ("first", "peak")}
+    state = {
+        key: x.detach().clone().requires_grad_()
+        for key, x in start.tensors().items()
+        if x.is_floating_point() and key not in ("first", "peak")
+    }
     found = []
     for run in (chunked, streaming):
         memory = start.fork()
@@ -99,7 +116,9 @@ def test_gradient_of_the_initial_memory(name: str) -> None:
             object.__setattr__(memory, "inverse", None)
         y, after = run(call_of(operator, data, slice(8, 19)), memory, return_memory=True)
         assert after is not None
-        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum() + after.read(data.q[:, :, :2]).square().sum()
+        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum() + after.read(
+            data.q[:, :, :2]
+        ).square().sum()
         found.append(torch.autograd.grad(loss, list(state.values()), allow_unused=True))
     for key, a, b in zip(state, *found, strict=True):
         if key == "total":

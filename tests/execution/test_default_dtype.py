@@ -36,7 +36,9 @@ def answers(name: str, state: dict[str, Tensor] | None) -> tuple[dict[str, Tenso
     if state is not None:
         operator.load_state_dict(state)
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 9, 5, generator=draw, dtype=torch.float64).float().requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, 9, 5, generator=draw, dtype=torch.float64).float().requires_grad_() for heads in (4, 2, 2)
+    )
     found: list[Tensor] = []
     for path in ("dense", "tiled", "chunked", "streaming"):
         try:
@@ -65,12 +67,17 @@ def test_the_default_dtype_changes_nothing(name: str, default_kept: None) -> Non
             assert torch.equal(again[key], x), f"{key} starts elsewhere when the default is {dtype}"
         for index, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert a.dtype is b.dtype, f"item {index} is {a.dtype} when the default is {dtype}"
-            assert torch.equal(a, b), f"item {index} is off by {(a.double() - b.double()).abs().max():.3g} when the default is {dtype}"
+            assert torch.equal(a, b), (
+                f"item {index} is off by {(a.double() - b.double()).abs().max():.3g} when the default is {dtype}"
+            )
 
 
 @pytest.mark.parametrize("dtype", DEFAULTS, ids=str)
 def test_a_short_convolution_under_another_default(dtype: torch.dtype, default_kept: None) -> None:
-    layer, x = ShortConvolution(8, 4), torch.randn(2, 300, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    layer, x = (
+        ShortConvolution(8, 4),
+        torch.randn(2, 300, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float32),
+    )
     nn.init.constant_(layer.weight, 0.25)
 
     def run() -> list[Tensor]:
@@ -85,7 +92,14 @@ def test_a_short_convolution_under_another_default(dtype: torch.dtype, default_k
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 5), torch.zeros(6, 4).T, torch.zeros(4, 6, device="meta"), torch.zeros(24)]
+    "wrong",
+    [
+        torch.zeros(4, 6, dtype=torch.bfloat16),
+        torch.zeros(4, 5),
+        torch.zeros(6, 4).T,
+        torch.zeros(4, 6, device="meta"),
+        torch.zeros(24),
+    ],
 )
 def test_a_buffer_that_is_something_else_is_refused(wrong: Tensor) -> None:
     """dtype, size, layout, device and shape: each alone would make a kernel read or write elsewhere."""

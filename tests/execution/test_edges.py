@@ -13,7 +13,9 @@ from zonal.errors import ArgumentError, NonFiniteError, PathError
 PATHS = ("dense", "tiled", "chunked", "streaming")
 
 
-def tokens(queries: int, keys: int, dim: int = 4, value_dim: int = 3, heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def tokens(
+    queries: int, keys: int, dim: int = 4, value_dim: int = 3, heads: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in float64."""
     draw = torch.Generator().manual_seed(seed)
     shapes = ((2, heads, queries, dim), (2, heads, keys, dim), (2, heads, keys, value_dim))
@@ -43,7 +45,9 @@ def test_a_window_with_more_queries_than_keys(name: str, window: str, causal: bo
                 y = zonal.attention(*low, cast, causal=causal, path=path)
             except PathError:
                 continue
-            allowed = 1e-10 if dtype == torch.float64 else 1e-4 if operator.tags.couples else 2e-6  # a plan is found up to its tolerance
+            allowed = (
+                1e-10 if dtype == torch.float64 else 1e-4 if operator.tags.couples else 2e-6
+            )  # a plan is found up to its tolerance
             error = float((y.double() - exact).detach().abs().max())
             assert error <= allowed, f"{path} in {dtype} is off by {error:.3g}"
             assert bool((y[:, :, :blind] == 0).all())
@@ -65,7 +69,22 @@ def test_a_memory_read_by_more_queries_than_new_keys(window: str, held: int) -> 
         torch.testing.assert_close(y, exact, rtol=0, atol=2e-6)
 
 
-PADDED = ("softmax", "linear", "retention", "sko", "yat-decay", "squared_affine", "ridge", "ska-1", "ska-fading", "softmax-top", "distance", "rewa", "sinkhorn", "hierarchical")
+PADDED = (
+    "softmax",
+    "linear",
+    "retention",
+    "sko",
+    "yat-decay",
+    "squared_affine",
+    "ridge",
+    "ska-1",
+    "ska-fading",
+    "softmax-top",
+    "distance",
+    "rewa",
+    "sinkhorn",
+    "hierarchical",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -81,17 +100,23 @@ def test_what_padding_holds_is_in_no_product(name: str, dtype: torch.dtype) -> N
     for path in (*PATHS, "auto"):
         found = []
         for fill_k, fill_v in ((0.0, 0.0), (float("nan"), float("inf")), (float("inf"), float("nan"))):
-            leaves = [x.clone().requires_grad_() for x in (q, k.masked_fill(hidden, fill_k), v.masked_fill(hidden, fill_v))]
+            leaves = [
+                x.clone().requires_grad_() for x in (q, k.masked_fill(hidden, fill_k), v.masked_fill(hidden, fill_v))
+            ]
             biased = None if tags.solves or tags.couples else bias.masked_fill(hidden[..., 0], fill_v).requires_grad_()
             try:
-                y = zonal.attention(*leaves, operator, causal=not tags.couples, key_padding_mask=mask, key_bias=biased, path=path)
+                y = zonal.attention(
+                    *leaves, operator, causal=not tags.couples, key_padding_mask=mask, key_bias=biased, path=path
+                )
             except PathError:
                 break
             wanted = leaves if biased is None else [*leaves, biased]
             found.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
         for got in found[1:]:
             for index, (a, b) in enumerate(zip(got, found[0], strict=True)):
-                assert torch.equal(a, b), f"{path}: item {index} (0 = output, then gradients) depends on what padding holds"
+                assert torch.equal(a, b), (
+                    f"{path}: item {index} (0 = output, then gradients) depends on what padding holds"
+                )
         for _, _, dk, dv, *dbias in found:
             assert not dk.masked_select(hidden).any()
             assert not dv.masked_select(hidden).any()
@@ -106,14 +131,18 @@ def test_a_given_decay_together_with_chunks(name: str, runs: bool) -> None:
     decay = -torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     exact = zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path="dense")
     for path in ("auto", "tiled", *(("streaming",) if runs else ())):
-        torch.testing.assert_close(zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), exact, rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), exact, rtol=0, atol=2e-6
+        )
     if not runs:
         with pytest.raises(PathError, match="a decay together with whole chunks is not kept as sums"):
             zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path="streaming")
 
 
 @pytest.mark.parametrize("path", [*PATHS, "auto"])
-@pytest.mark.parametrize("name", ["softmax", "linear", "squared_affine", "retention", "ridge", "ska-1", "yat", "distance", "sinkhorn"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "linear", "squared_affine", "retention", "ridge", "ska-1", "yat", "distance", "sinkhorn"]
+)
 def test_values_or_keys_without_numbers(name: str, path: str) -> None:
     """No numbers of values: an empty answer of the right shape. None of keys: what the definition says, or an argument error."""
     operator = OPERATORS[name]().float()

@@ -19,18 +19,34 @@ from zonal.execution.explain import LENGTHS, Explanation, explain, size
 
 def test_the_page() -> None:
     page = str(explain(m.sko(), (1, 8, 4096, 64), causal=True))
-    for line in ("operator  sko: Cosine x Gegenbauer x Count", "path      tiled", "float32, cpu, causal, no gradients", "estimates", "ledger"):
+    for line in (
+        "operator  sko: Cosine x Gegenbauer x Count",
+        "path      tiled",
+        "float32, cpu, causal, no gradients",
+        "estimates",
+        "ledger",
+    ):
         assert line in page
     assert "* tiled" in page
     assert "dense" in page
     assert "chunked   link Gegenbauer of degree 5 needs" in page
     assert "keys; one sequence keeps 4 MiB after 1k, 64 MiB after 16k, 512 MiB after 128k tokens" in page
-    assert "  ├─ restriction [link] zonal polynomial: evidence is a polynomial in the cosine, of degree 2, 3, 4, 5" in page
+    assert (
+        "  ├─ restriction [link] zonal polynomial: evidence is a polynomial in the cosine, of degree 2, 3, 4, 5" in page
+    )
     assert not any(line != line.rstrip() for line in page.splitlines())
 
 
 def test_plain_values() -> None:
-    made = explain(m.squared_affine(), (2, 8, 512, 32), (2, 2, 600, 32), (2, 2, 600, 16), causal=True, gradients=True, key_padding=True)
+    made = explain(
+        m.squared_affine(),
+        (2, 8, 512, 32),
+        (2, 2, 600, 32),
+        (2, 2, 600, 16),
+        causal=True,
+        gradients=True,
+        key_padding=True,
+    )
     value = json.loads(json.dumps(made.to_dict()))
     assert value["path"] == made.path
     assert value["why"] == made.why
@@ -41,8 +57,18 @@ def test_plain_values() -> None:
     assert {e["path"] for e in value["estimates"]} | set(value["refused"]) == set(plan.PATHS)
     assert value["estimates"][0]["seconds"] > 0
     assert value["memory"]["kind"] == "features"
-    assert [move["step"] for move in value["ledger"]] == ["closure", "restriction", "restriction", "quotient", "section", "approximation"]
-    assert value["ledger"][1]["derives"][0] == {"theorem": "square features", "text": "hence nonnegative, and exact with (d + 1)(d + 2)/2 features"}
+    assert [move["step"] for move in value["ledger"]] == [
+        "closure",
+        "restriction",
+        "restriction",
+        "quotient",
+        "section",
+        "approximation",
+    ]
+    assert value["ledger"][1]["derives"][0] == {
+        "theorem": "square features",
+        "text": "hence nonnegative, and exact with (d + 1)(d + 2)/2 features",
+    }
     assert value["machine"].startswith(zonal.execution.calibration.machine(torch.device("cpu")))
 
 
@@ -55,7 +81,15 @@ def test_explains_what_attention_plans(name: str, case_name: str, gradients: boo
     case = fitted(operator, CASES[case_name])
     data = inputs(case).to(torch.float32)
     with torch.set_grad_enabled(gradients):
-        call = prepare(operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens)
+        call = prepare(
+            operator,
+            data.q,
+            data.k,
+            data.v,
+            causal=data.causal,
+            key_padding_mask=data.key_padding_mask,
+            cu_seqlens=data.cu_seqlens,
+        )
         expected = plan.choose(call)
     made = explain(
         operator, data.q.shape, data.k.shape, data.v.shape, causal=data.causal, gradients=gradients, key_padding=bool(case.padding),
@@ -74,7 +108,11 @@ def test_values_of_the_operator_do_not_matter() -> None:
     assert frozen.flops < learning.flops
 
 
-@pytest.mark.parametrize("operator", [m.softmax(), m.squared_affine(), m.ska(power=2), m.retention(), m.cosine()], ids=lambda operator: operator.name)
+@pytest.mark.parametrize(
+    "operator",
+    [m.softmax(), m.squared_affine(), m.ska(power=2), m.retention(), m.cosine()],
+    ids=lambda operator: operator.name,
+)
 def test_memory_bytes_are_those_of_a_memory(operator: Operator) -> None:
     made = explain(operator, (1, 4, 64, 16), (1, 2, 64, 16), causal=True)
     k, v = torch.randn(1, 2, 1024, 16), torch.randn(1, 2, 1024, 16)
@@ -85,7 +123,10 @@ def test_memory_bytes_are_those_of_a_memory(operator: Operator) -> None:
 
 
 def test_half_precision_halves_keys() -> None:
-    full, half = (explain(m.softmax(), (1, 4, 64, 16), causal=True, dtype=dtype).memory_bytes for dtype in (torch.float32, torch.bfloat16))
+    full, half = (
+        explain(m.softmax(), (1, 4, 64, 16), causal=True, dtype=dtype).memory_bytes
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert half[16384] * 2 == full[16384]
 
 

@@ -20,11 +20,20 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def sample(tokens: int = 23, keys: int | None = None, batch: int = 2, r: int = R, strongest: float = 0.3, seed: int = 0) -> list[Tensor]:
+def sample(
+    tokens: int = 23, keys: int | None = None, batch: int = 2, r: int = R, strongest: float = 0.3, seed: int = 0
+) -> list[Tensor]:
     """Queries of 4 heads, keys and values of 2, and log decays."""
     keys = tokens if keys is None else keys
-    decay = -strongest * torch.rand(batch, 2, keys, generator=torch.Generator().manual_seed(seed + 3), dtype=torch.float64)
-    return [draw(batch, 4, tokens, r, seed=seed), draw(batch, 2, keys, r, seed=seed + 1), draw(batch, 2, keys, P, seed=seed + 2), decay]
+    decay = -strongest * torch.rand(
+        batch, 2, keys, generator=torch.Generator().manual_seed(seed + 3), dtype=torch.float64
+    )
+    return [
+        draw(batch, 4, tokens, r, seed=seed),
+        draw(batch, 2, keys, r, seed=seed + 1),
+        draw(batch, 2, keys, P, seed=seed + 2),
+        decay,
+    ]
 
 
 def by_hand(operator: Operator, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
@@ -33,7 +42,13 @@ def by_hand(operator: Operator, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) 
     assert isinstance(fitted, anchor.Koopman)
     params = operator.bind(1, 1).anchor_params
     rho, r = fitted.ridge(params, 1).item(), k.shape[1]
-    gram, moved, cross, before, rows = rho * torch.eye(r, dtype=k.dtype), torch.zeros(r, r).to(k), torch.zeros(v.shape[1], r).to(k), torch.zeros(r).to(k), []
+    gram, moved, cross, before, rows = (
+        rho * torch.eye(r, dtype=k.dtype),
+        torch.zeros(r, r).to(k),
+        torch.zeros(v.shape[1], r).to(k),
+        torch.zeros(r).to(k),
+        [],
+    )
     for t in range(len(k)):
         inverse = torch.linalg.inv(gram)
         x = inverse @ q[t]
@@ -75,7 +90,9 @@ def test_decays_a_token(power: int | tuple[int, ...], case: str, path: str) -> N
     edges = torch.tensor([0, 1, 8, 23]) if case == "documents" else None
 
     def run(path: str) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, log_decay=decay, key_padding_mask=mask, cu_seqlens=edges, path=path)
+        return zonal.attention(
+            q, k, v, operator, causal=True, log_decay=decay, key_padding_mask=mask, cu_seqlens=edges, path=path
+        )
 
     assert_same(run(path), run("dense"), [*tensors, *operator.parameters()])
 
@@ -85,7 +102,9 @@ def test_without_decay_it_is_the_plain_form() -> None:
     fading, plain = m.ska(power=1, fading=True).double(), m.ska(power=1).double()
     for path in ("dense", "chunked"):
         assert torch.allclose(
-            zonal.attention(q, k, v, fading, causal=True, log_decay=0 * decay, path=path), zonal.attention(q, k, v, plain, causal=True), atol=1e-11
+            zonal.attention(q, k, v, fading, causal=True, log_decay=0 * decay, path=path),
+            zonal.attention(q, k, v, plain, causal=True),
+            atol=1e-11,
         )
 
 
@@ -114,7 +133,9 @@ def test_blocks_are_cut_where_the_past_fades_fast() -> None:
     operator = m.ska(power=1, fading=True).double()
     decay[0, 0, 30] = -6.0
     decay[0, 1, 32:40] = -0.8
-    got, expected = (zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path) for path in ("chunked", "dense"))
+    got, expected = (
+        zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path) for path in ("chunked", "dense")
+    )
     assert (got - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
@@ -135,9 +156,15 @@ def test_single_precision_and_the_planner() -> None:
 
 def span(operator: Operator, start: int, stop: int, padded: bool) -> Memory:
     _, k, v, decay = sample(23)
-    mask = torch.rand(2, 23, generator=torch.Generator().manual_seed(5)) > 0.3 if padded else torch.ones(2, 23, dtype=torch.bool)
+    mask = (
+        torch.rand(2, 23, generator=torch.Generator().manual_seed(5)) > 0.3
+        if padded
+        else torch.ones(2, 23, dtype=torch.bool)
+    )
     part = slice(start, stop)
-    return Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k[:, :, part], v[:, :, part], mask[:, part], decay[:, :, part])
+    return Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(
+        k[:, :, part], v[:, :, part], mask[:, part], decay[:, :, part]
+    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -161,7 +188,11 @@ def test_taking_out_what_is_not_there() -> None:
     a, whole = span(operator, 0, 7, False), span(operator, 0, 23, False)
     with pytest.raises(ArgumentError, match="border after these tokens is unknown"):
         whole.subtract(a)
-    slower = a.merge(Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(*sample(1)[1:3], log_decay=torch.zeros(2, 2, 1).double()))
+    slower = a.merge(
+        Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(
+            *sample(1)[1:3], log_decay=torch.zeros(2, 2, 1).double()
+        )
+    )
     with pytest.raises(ArgumentError, match="not its beginning"):
         slower.subtract(span(operator, 0, 8, False))
 
@@ -174,7 +205,9 @@ def test_a_learned_ridge_that_moves_is_seen() -> None:
     before = memory.read(q)
     operator.learned_parts["anchor_raw_ridge"].add_(1.0)
     assert not torch.allclose(memory.read(q), before, atol=1e-3)
-    assert torch.equal(memory.read(q), Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay).read(q))
+    assert torch.equal(
+        memory.read(q), Memory.empty(operator, 2, 2, R, P, torch.float64).absorb(k, v, log_decay=decay).read(q)
+    )
 
 
 def rates(tokens: int) -> Tensor:
@@ -194,11 +227,16 @@ def test_ten_thousand_tokens_of_decode_at_any_rate() -> None:
     decay = rates(tokens)
 
     def run(path: str, last: int = tokens) -> Tensor:
-        return zonal.attention(*(x[:, :, :last] for x in (q, k, v)), operator, causal=True, log_decay=decay[:, :, :last], path=path)
+        return zonal.attention(
+            *(x[:, :, :last] for x in (q, k, v)), operator, causal=True, log_decay=decay[:, :, :last], path=path
+        )
 
     decoded, chunked, dense = run("streaming"), run("chunked"), run("dense", 200)
     for expected in (dense, chunked):
-        error, size = (decoded[:, :, : expected.shape[2]] - expected).flatten(2).norm(dim=-1), expected.flatten(2).norm(dim=-1)
+        error, size = (
+            (decoded[:, :, : expected.shape[2]] - expected).flatten(2).norm(dim=-1),
+            expected.flatten(2).norm(dim=-1),
+        )
         assert (error < 1e-9 * size).all(), error / size
 
 
@@ -211,9 +249,18 @@ def test_a_decoder_in_single_precision_where_much_fades() -> None:
     decay, memory, rows = rates(tokens).float(), None, []
     for t in range(tokens):
         now = slice(t, t + 1)
-        y, memory = zonal.attention(*(x[:, :, now] for x in (q, k, v)), operator, causal=True, log_decay=decay[:, :, now], memory=memory, return_memory=True)
+        y, memory = zonal.attention(
+            *(x[:, :, now] for x in (q, k, v)),
+            operator,
+            causal=True,
+            log_decay=decay[:, :, now],
+            memory=memory,
+            return_memory=True,
+        )
         rows.append(y)
-    expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, log_decay=decay.double(), path="dense")
+    expected = zonal.attention(
+        q.double(), k.double(), v.double(), operator, causal=True, log_decay=decay.double(), path="dense"
+    )
     error, size = (torch.cat(rows, 2) - expected).flatten(2).norm(dim=-1), expected.flatten(2).norm(dim=-1)
     assert (error < 1e-5 * size).all(), error / size
 
@@ -241,7 +288,9 @@ def test_calls_that_mean_nothing() -> None:
     operator = m.ska(power=1, fading=True).double()
     with pytest.raises(ArgumentError, match="only for causal=True"):
         zonal.attention(q, k, v, operator)
-    with pytest.raises(ArgumentError, match=r"log_decay must be None, unless it declares .* as mechanisms.ska\(fading=True\)"):
+    with pytest.raises(
+        ArgumentError, match=r"log_decay must be None, unless it declares .* as mechanisms.ska\(fading=True\)"
+    ):
         zonal.attention(q, k, v, m.ska(), causal=True, log_decay=decay)
     with pytest.raises(ArgumentError, match="must be <= 0"):
         zonal.attention(q, k, v, operator, causal=True, log_decay=-decay)

@@ -37,7 +37,10 @@ OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())
 
 def answers(path: str, dtype: torch.dtype) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(2, heads, 40, 5, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+    leaves = [
+        torch.randn(2, heads, 40, 5, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
     y = zonal.attention(*leaves, OPERATOR, causal=True, path=path)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
 

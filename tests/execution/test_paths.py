@@ -70,7 +70,9 @@ def check(operator: Operator, case: Inputs, path: str, expected: list[Tensor]) -
     for index, (a, b) in enumerate(zip([y, *gradients(y, case, operator)], expected, strict=True)):
         scale = 1 + (b.abs().max().item() if b.numel() else 0)
         error = (a - b).abs().max().item() if b.numel() else 0.0
-        assert error <= TOLERANCE * scale, f"{path}: item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
+        assert error <= TOLERANCE * scale, (
+            f"{path}: item {index} (0 = output, then gradients) is off by {error:.3g} of {scale:.3g}"
+        )
 
 
 # of each kind of operator one that meets every input; the others share them out between them
@@ -86,7 +88,9 @@ def selected() -> dict[str, tuple[str, Case]]:
     found: dict[str, tuple[str, Case]] = {}
     for place, name in enumerate(OPERATORS):
         operator, seen = OPERATORS[name](), set()
-        for number, (row, case) in enumerate([*PAIRED.items(), ("no-keys", CASES["no-keys"]), ("no-queries", CASES["no-queries"])]):
+        for number, (row, case) in enumerate(
+            [*PAIRED.items(), ("no-keys", CASES["no-keys"]), ("no-queries", CASES["no-queries"])]
+        ):
             case = fitted(operator, case)
             if case not in seen and (name in EVERY or number % SHARES == place % SHARES or row.startswith("no-")):
                 seen.add(case)
@@ -158,7 +162,9 @@ LONG = {
 FAR = ("softmax", "yat", "distance", "linear", "retention", "squared_affine", "ridge", "ska-1", "ska-fading")
 
 
-@pytest.mark.parametrize(("name", "case_name"), [(name, case) for name in FAR for case in LONG if (name, case) != ("squared_affine", "wide")])  # which has too many features
+@pytest.mark.parametrize(
+    ("name", "case_name"), [(name, case) for name in FAR for case in LONG if (name, case) != ("squared_affine", "wide")]
+)  # which has too many features
 def test_long_and_wide(name: str, case_name: str) -> None:
     """Blocks of their own size, whose borders lie within the sequence; token by token is slow and goes a shorter way."""
     operator, case = randomised(OPERATORS[name]()), LONG[case_name]
@@ -169,7 +175,20 @@ def test_long_and_wide(name: str, case_name: str) -> None:
             check(operator, data, path, expected)
 
 
-BUDGET = ("softmax", "linear", "sko", "yat", "squared_affine", "ridge", "ska-1", "ska-fading", "retention", "distance", "distance-squared", "rewa")
+BUDGET = (
+    "softmax",
+    "linear",
+    "sko",
+    "yat",
+    "squared_affine",
+    "ridge",
+    "ska-1",
+    "ska-fading",
+    "retention",
+    "distance",
+    "distance-squared",
+    "rewa",
+)
 KINDS = {"random": 1.0, "tiny": 1e-4, "huge": 30.0, "clustered": 1.0, "duplicate": 1.0}
 # no budget may be more than this part of the largest entry: a wider one would test nothing
 CAP = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -187,7 +206,11 @@ def nudged(data: Inputs, seed: int) -> Inputs:
     found = data.to(torch.float64)
     with torch.no_grad():
         for x in found.leaves:
-            x.mul_(1 + torch.finfo(torch.float32).eps * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1))
+            x.mul_(
+                1
+                + torch.finfo(torch.float32).eps
+                * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
+            )
     return found
 
 
@@ -204,7 +227,9 @@ def magnified(operator: Operator, exact: Inputs) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for dtype in CAP for kind in (HALF if dtype == torch.float16 else KINDS)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, dtype) for dtype in CAP for kind in (HALF if dtype == torch.float16 else KINDS)], ids=str
+)
 @pytest.mark.parametrize("name", BUDGET)
 def test_error_budget(name: str, kind: str, dtype: torch.dtype) -> None:
     """In low precision, output and every gradient: four times what the definition loses in the same type, or by inputs one rounding off, and some roundings."""
@@ -218,7 +243,11 @@ def test_error_budget(name: str, kind: str, dtype: torch.dtype) -> None:
             exact.k.copy_(exact.k[:, :, :1].expand_as(exact.k))
     low = exact.to(dtype)
     exact = low.to(torch.float64)
-    truth, reference, moved = defined(double, exact), defined(operator, low), [defined(double, nudged(exact, seed)) for seed in range(2)]
+    truth, reference, moved = (
+        defined(double, exact),
+        defined(operator, low),
+        [defined(double, nudged(exact, seed)) for seed in range(2)],
+    )
     eps, stored = torch.finfo(torch.float32).eps, 0.0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for path in [path for path in paths(name, case) if (name, path) not in CANCELS]:
         y = low.run(operator, path)
@@ -227,7 +256,9 @@ def test_error_budget(name: str, kind: str, dtype: torch.dtype) -> None:
             size = t.abs().max().item()
             lost = max((x[index] - t).abs().max().item() for x in (reference, *moved))
             budget = 4 * lost + ((16 + magnified(double, exact)) * eps + stored) * (1.0 if size < NOTHING else size)
-            assert budget <= CAP[dtype] * size or size < NOTHING, f"{path}: item {index}: a budget of {budget:.3g} for numbers of {size:.3g}"
+            assert budget <= CAP[dtype] * size or size < NOTHING, (
+                f"{path}: item {index}: a budget of {budget:.3g} for numbers of {size:.3g}"
+            )
             error = (got.double() - t).abs().max().item()
             assert error <= budget, f"{path}: item {index}: error {error:.3g}, budget {budget:.3g}, size {size:.3g}"
 
@@ -256,12 +287,29 @@ def _slightly_wrong(self: Link, x: Tensor, c: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("path", "name", "target", "wrong"),
     [
-        ("tiled", "yat", "zonal.algebra.link.Yat.derivative_into", lambda self, x, c, out: 2 * x * (2 + 0.1 - x) / (2 + 0.1 - 2 * x).square() * (1 + 1e-6)),
-        ("tiled", "sko", "zonal.algebra.link.Gegenbauer.coefficient_vjp_into", lambda self, x, g, c, spare: torch.zeros_like(c, dtype=torch.float64)),
-        ("tiled", "softmax", "zonal.execution.tiled._add_product", lambda total, a, b, scratch: total.add_(a @ b, alpha=1 + 1e-6)),
+        (
+            "tiled",
+            "yat",
+            "zonal.algebra.link.Yat.derivative_into",
+            lambda self, x, c, out: 2 * x * (2 + 0.1 - x) / (2 + 0.1 - 2 * x).square() * (1 + 1e-6),
+        ),
+        (
+            "tiled",
+            "sko",
+            "zonal.algebra.link.Gegenbauer.coefficient_vjp_into",
+            lambda self, x, g, c, spare: torch.zeros_like(c, dtype=torch.float64),
+        ),
+        (
+            "tiled",
+            "softmax",
+            "zonal.execution.tiled._add_product",
+            lambda total, a, b, scratch: total.add_(a @ b, alpha=1 + 1e-6),
+        ),
     ],
 )
-def test_suite_sees_a_broken_kernel(path: str, name: str, target: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suite_sees_a_broken_kernel(
+    path: str, name: str, target: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The suite itself can fail: a kernel wrong in the sixth digit is caught."""
     operator, data = randomised(OPERATORS[name]()), inputs(CASES["causal"])
     expected = defined(operator, data)

@@ -42,8 +42,20 @@ def call_of(
     return prepare(operator, q, k, v, causal=causal)
 
 
-def chosen(operator: Operator, queries: int, keys: int | None = None, *, causal: bool = True, available: int = 64 * GB, heads: int = 2) -> str:
-    return plan.choose(call_of(operator, queries, keys, causal=causal, heads=heads, kv_heads=heads), constants=DEFAULT_CPU, available=available).path
+def chosen(
+    operator: Operator,
+    queries: int,
+    keys: int | None = None,
+    *,
+    causal: bool = True,
+    available: int = 64 * GB,
+    heads: int = 2,
+) -> str:
+    return plan.choose(
+        call_of(operator, queries, keys, causal=causal, heads=heads, kv_heads=heads),
+        constants=DEFAULT_CPU,
+        available=available,
+    ).path
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------------
@@ -78,7 +90,10 @@ def test_one_query_over_many_keys_is_one_row() -> None:
 
 def test_heads_move_the_border() -> None:
     """More heads make the same call bigger: what pays depends on the shape, not on a fixed length."""
-    lengths = {heads: next(t for t in range(16, 2049, 16) if chosen(m.softmax(), t, heads=heads) == "tiled") for heads in (1, 16)}
+    lengths = {
+        heads: next(t for t in range(16, 2049, 16) if chosen(m.softmax(), t, heads=heads) == "tiled")
+        for heads in (1, 16)
+    }
     assert lengths[16] < lengths[1]
 
 
@@ -110,7 +125,11 @@ def test_attention_takes_the_planned_path(monkeypatch: pytest.MonkeyPatch) -> No
     for path in ("dense", "tiled"):
         seen = []
         monkeypatch.setattr(plan, "choose", lambda call, memory=None, path=path: plan.Plan(path, "because"))
-        monkeypatch.setitem(inspect.unwrap(zonal.attention).__globals__, path, lambda call, path=path, seen=seen: seen.append(path) or call.v)
+        monkeypatch.setitem(
+            inspect.unwrap(zonal.attention).__globals__,
+            path,
+            lambda call, path=path, seen=seen: seen.append(path) or call.v,
+        )
         zonal.attention(q, q, q, m.softmax(), causal=True)
         assert seen == [path]
 
@@ -187,7 +206,14 @@ def test_refusals_are_those_of_the_paths(name: str, case_name: str) -> None:
     case = fitted(operator, CASES[case_name])
     data = inputs(case)
     call = prepare(
-        operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens, key_bias=data.key_bias
+        operator,
+        data.q,
+        data.k,
+        data.v,
+        causal=data.causal,
+        key_padding_mask=data.key_padding_mask,
+        cu_seqlens=data.cu_seqlens,
+        key_bias=data.key_bias,
     )
     made = plan.choose(call, constants=DEFAULT_CPU)
     assert made.estimates
@@ -230,10 +256,16 @@ def test_kept_keys_refuse_sums() -> None:
 
 def test_a_longer_past_costs_more_where_keys_are_kept() -> None:
     operator = m.softmax()
-    short, long = (plan.choose(call_of(operator, 1), memory=filled(operator, n), constants=DEFAULT_CPU).estimates[0] for n in (64, 4096))
+    short, long = (
+        plan.choose(call_of(operator, 1), memory=filled(operator, n), constants=DEFAULT_CPU).estimates[0]
+        for n in (64, 4096)
+    )
     assert long.seconds > short.seconds
     operator = m.linear()
-    short, long = (plan.choose(call_of(operator, 1), memory=filled(operator, n), constants=DEFAULT_CPU).estimates[0] for n in (64, 4096))
+    short, long = (
+        plan.choose(call_of(operator, 1), memory=filled(operator, n), constants=DEFAULT_CPU).estimates[0]
+        for n in (64, 4096)
+    )
     assert long == short
 
 
@@ -280,12 +312,16 @@ def measure(spec: str, shape: dict, path: str) -> tuple[cost.Estimate, LiveMemor
     with LiveMemory() as live, counter:
         y = RUN[path](call)
         if problem.gradients:
-            torch.autograd.grad(y.square().sum(), [x for x in (call.q, call.k, call.v) if x.requires_grad], allow_unused=True)
+            torch.autograd.grad(
+                y.square().sum(), [x for x in (call.q, call.k, call.v) if x.requires_grad], allow_unused=True
+            )
     return estimate, live, counter.get_total_flops()
 
 
 @pytest.mark.parametrize("path", plan.PATHS)
-@pytest.mark.parametrize(("spec", "shape"), MEASURED, ids=lambda x: x if isinstance(x, str) else "-".join(str(v) for v in x.values()))
+@pytest.mark.parametrize(
+    ("spec", "shape"), MEASURED, ids=lambda x: x if isinstance(x, str) else "-".join(str(v) for v in x.values())
+)
 def test_estimates_are_near_what_happens(spec: str, shape: dict, path: str) -> None:
     """Peak memory and torch calls within a factor of two and a bit; products nearly exact where torch counts them all."""
     call = call_of(m.resolve(spec), **shape)
@@ -308,7 +344,9 @@ def test_longer_costs_more() -> None:
         base = {"queries": 160, "batch": 1, "heads": 2, "kv_heads": 2, "dim": 16}
         small = {e.path: e for e in plan.choose(call_of(operator, **base), constants=DEFAULT_CPU).estimates}
         for change in ({"queries": 640}, {"batch": 3}, {"heads": 4, "kv_heads": 4}, {"gradients": True}):
-            big = {e.path: e for e in plan.choose(call_of(operator, **{**base, **change}), constants=DEFAULT_CPU).estimates}
+            big = {
+                e.path: e for e in plan.choose(call_of(operator, **{**base, **change}), constants=DEFAULT_CPU).estimates
+            }
             for path, less in small.items():
                 more = big[path]
                 assert more.seconds > less.seconds, (spec, path, change)
@@ -353,7 +391,15 @@ def test_blocks_see_the_keys_of_their_queries(name: str, case_name: str, size: i
     """The rules of a problem give the ranges that the mask itself gives, block by block."""
     case = CASES[case_name]
     data = inputs(case)
-    call = prepare(OPERATORS[name]().double(), data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens)
+    call = prepare(
+        OPERATORS[name]().double(),
+        data.q,
+        data.k,
+        data.v,
+        causal=data.causal,
+        key_padding_mask=data.key_padding_mask,
+        cu_seqlens=data.cu_seqlens,
+    )
     blocks = problem_of(call).span.blocks(case.queries, case.keys, size)
     assert [block.start for block in blocks] == list(range(0, case.queries, size))
     for block in blocks:
@@ -427,13 +473,31 @@ def test_constants_survive_json() -> None:
 
 
 def test_problem_reads_in_words() -> None:
-    p = Problem(B=1, H=4, Hkv=2, T=1, S=1, D=8, P=8, itemsize=4, device=torch.device("cpu"), tags=m.softmax().tags, span=Span(), past=7)
+    p = Problem(
+        B=1,
+        H=4,
+        Hkv=2,
+        T=1,
+        S=1,
+        D=8,
+        P=8,
+        itemsize=4,
+        device=torch.device("cpu"),
+        tags=m.softmax().tags,
+        span=Span(),
+        past=7,
+    )
     assert str(p) == "B=1 H=4 (kv 2) T=1 S=1 D=8 P=8 after 7 tokens"
 
 
 @pytest.mark.parametrize(
     ("operator", "queries", "keys", "causal"),
-    [(m.softmax(), 500, 500, True), (m.softmax(), 130, 700, True), (m.softmax(), 300, 300, False), (m.sko().replace(prior=prior.ChunkCausal(50)), 600, 600, True)],
+    [
+        (m.softmax(), 500, 500, True),
+        (m.softmax(), 130, 700, True),
+        (m.softmax(), 300, 300, False),
+        (m.sko().replace(prior=prior.ChunkCausal(50)), 600, 600, True),
+    ],
 )
 def test_tiles_are_counted(operator: Operator, queries: int, keys: int, causal: bool) -> None:
     """The number of tiles, and of those with a mask, are those of the loops over the mask itself."""
@@ -455,12 +519,17 @@ def test_tiles_are_counted(operator: Operator, queries: int, keys: int, causal: 
 @pytest.mark.parametrize("operator", [m.squared_affine(), m.ska(power=1)])
 def test_no_sequences_have_a_plan_of_the_kernel(operator: Operator) -> None:
     for gradients in (False, True):
-        assert plan.choose(call_of(operator, 5, batch=0, gradients=gradients), constants=DEFAULT_CPU, available=GB).estimates
+        assert plan.choose(
+            call_of(operator, 5, batch=0, gradients=gradients), constants=DEFAULT_CPU, available=GB
+        ).estimates
 
 
 def test_distances_in_the_kernel_cost_by_their_kind() -> None:
     """A sphere is dearer than a plane, a hyperbolic space dearer still, and the three more than each; measured: 1.0, 1.3, 1.3 and 1.6 at 48 numbers."""
-    calls = [call_of(m.rewa(gates=None, parts=parts), 1024, dim=48) for parts in ((48, 0, 0), (0, 48, 0), (0, 0, 48), (16, 16, 16))]
+    calls = [
+        call_of(m.rewa(gates=None, parts=parts), 1024, dim=48)
+        for parts in ((48, 0, 0), (0, 48, 0), (0, 0, 48), (16, 16, 16))
+    ]
     if native_distance.refusal(calls[0]) is not None:
         pytest.skip("no compiled kernel on this machine")
     seconds = [cost.tiled(problem_of(call), DEFAULT_CPU).seconds for call in calls]
@@ -471,7 +540,11 @@ def test_distances_in_the_kernel_cost_by_their_kind() -> None:
 def test_the_kernel_of_candidates_has_all_bits_of_a_search() -> None:
     """Bits are those of each space, and a product has three of them: buckets are so much smaller."""
     operators = [operator.replace(anchor=anchor.TopK(16, LSH(bits=3))) for operator in (m.softmax(), m.rewa())]
-    bits = [problem.search.bits for operator in operators if (problem := problem_of(call_of(operator, 4096))).search is not None]
+    bits = [
+        problem.search.bits
+        for operator in operators
+        if (problem := problem_of(call_of(operator, 4096))).search is not None
+    ]
     assert bits == [3, 9]
 
 

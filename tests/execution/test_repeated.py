@@ -34,7 +34,11 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["chunked", "auto"])
-@pytest.mark.parametrize("make", [m.squared_affine, m.polynomial_square, lambda: m.sko(degrees=(2.0,)), lambda: m.ska(power=(0, 1)), m.ridge], ids=["sq", "polynomial", "sko", "ska", "ridge"])
+@pytest.mark.parametrize(
+    "make",
+    [m.squared_affine, m.polynomial_square, lambda: m.sko(degrees=(2.0,)), lambda: m.ska(power=(0, 1)), m.ridge],
+    ids=["sq", "polynomial", "sko", "ska", "ridge"],
+)
 @torch.no_grad()
 def test_same_bits(make, path, seen):
     operator, (q, k, v) = make(), draw(900)
@@ -75,7 +79,11 @@ def both_ways(operator, q, k, v):
     return {"causal": False}
 
 
-@pytest.mark.parametrize("change", [changed_weights, other_shape, gradients, other_type, with_mask, both_ways], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [changed_weights, other_shape, gradients, other_type, with_mask, both_ways],
+    ids=lambda change: change.__name__,
+)
 def test_what_changed_is_seen(change, seen):
     operator, (q, k, v) = m.sko(degrees=(2.0,)), draw()
     with torch.no_grad():
@@ -160,11 +168,18 @@ def test_a_parametrized_operator_is_not_kept(seen):
     memory = zonal.Memory.empty(ridge, 2, 2, 8, 8).absorb(k[:, :, :-1], v[:, :, :-1])
 
     def answers():
-        y = zonal.attention(q, k, v, operator, causal=True, path="chunked"), zonal.attention(q, k, v, ridge, causal=True, path="chunked")
+        y = (
+            zonal.attention(q, k, v, operator, causal=True, path="chunked"),
+            zonal.attention(q, k, v, ridge, causal=True, path="chunked"),
+        )
         return *y, zonal.attention(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], ridge, causal=True, memory=memory)[0]
 
     before = [answers() for _ in range(2)][1]
-    for parts, name in ((operator.learned_parts, "link_weight"), (ridge.learned_parts, "anchor_eta"), (ridge.learned_parts, "anchor_raw_ridge")):
+    for parts, name in (
+        (operator.learned_parts, "link_weight"),
+        (ridge.learned_parts, "anchor_eta"),
+        (ridge.learned_parts, "anchor_raw_ridge"),
+    ):
         parts.parametrizations[name].original.add_(1.0)
     after = answers()
     whole = [zonal.attention(q, k, v, each, causal=True, path="dense") for each in (operator, ridge)]

@@ -47,17 +47,25 @@ CUBIC = ("operator, rank",)
 
 def draw(tokens: int = TOKENS, keys: int = TOKENS, batch: int = 2, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(batch, 2, n, width, generator=generator) for n, width in ((tokens, dim), (keys, dim), (keys, 3)))
+    q, k, v = (
+        torch.randn(batch, 2, n, width, generator=generator) for n, width in ((tokens, dim), (keys, dim), (keys, 3))
+    )
     return q, k, v
 
 
 def paths(operator: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[str]:
     refused = plan.choose(prepare(operator, q, k, v, causal=causal)).refused
     # a memory of nothing cannot be made, and says so
-    return [path for path in plan.PATHS if path not in refused and not (path == "streaming" and 0 in (q.shape[0], v.shape[3]))]
+    return [
+        path
+        for path in plan.PATHS
+        if path not in refused and not (path == "streaming" and 0 in (q.shape[0], v.shape[3]))
+    ]
 
 
-def run(operator: Operator, q: Tensor, k: Tensor, v: Tensor, path: str, causal: bool = True, mask: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+def run(
+    operator: Operator, q: Tensor, k: Tensor, v: Tensor, path: str, causal: bool = True, mask: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     y = zonal.attention(leaves[0], leaves[1], leaves[2], operator, causal=causal, key_padding_mask=mask, path=path)
     found = torch.autograd.grad(y.float().square().sum(), [*leaves, *operator.parameters()], allow_unused=True)
@@ -83,7 +91,13 @@ def test_empty_and_short(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_points_that_coincide_oppose_or_have_no_direction(name: str) -> None:
     operator, (q, k, v) = OPERATORS[name](), draw()
-    for what, a, b in (("zeros", 0 * q, 0 * k), ("keys of zeros", q, 0 * k), ("one point", k, k), ("opposite points", -k, k), ("one of all", q[:1, :1, :1].expand_as(q), q[:1, :1, :1].expand_as(q))):
+    for what, a, b in (
+        ("zeros", 0 * q, 0 * k),
+        ("keys of zeros", q, 0 * k),
+        ("one point", k, k),
+        ("opposite points", -k, k),
+        ("one of all", q[:1, :1, :1].expand_as(q), q[:1, :1, :1].expand_as(q)),
+    ):
         finite(operator, a, b, v, what)
     finite(operator, q, k, v, "all forbidden", torch.zeros(2, TOKENS, dtype=torch.bool))
 
@@ -123,7 +137,9 @@ def test_what_is_not_finite_stays_where_it_is(name: str, bad: float) -> None:
         y = zonal.attention(q, key, v, operator, causal=True, path=path)
         assert torch.isfinite(y[:, :, :3]).all(), path
         assert math.isinf(bad) or not torch.isfinite(y[:, :, 3:]).any(), path
-        assert torch.isfinite(zonal.attention(q, key, v, operator, causal=True, key_padding_mask=padding, path=path)).all(), path
+        assert torch.isfinite(
+            zonal.attention(q, key, v, operator, causal=True, key_padding_mask=padding, path=path)
+        ).all(), path
         y = zonal.attention(query, k, v, operator, causal=True, path=path)
         assert torch.isfinite(y[:, :, [0, 1, 2, 4, 5]]).all(), path
 
@@ -132,8 +148,16 @@ def test_what_is_not_finite_stays_where_it_is(name: str, bad: float) -> None:
     ("make", "dim", "words"),
     [
         (m.rewa, 2, r"3 factors need vectors of at least as many numbers, received 2\."),
-        (lambda: m.rewa(adaptive=True), 4, r"3 factors need vectors of at least as many numbers after 3 that weigh the factors, received 4\."),
-        (lambda: m.rewa(parts=(2, 2, 2), adaptive=True), 8, r"sizes \(2, 2, 2\) need vectors of 6 numbers after 3 that weigh the factors, received 8\."),
+        (
+            lambda: m.rewa(adaptive=True),
+            4,
+            r"3 factors need vectors of at least as many numbers after 3 that weigh the factors, received 4\.",
+        ),
+        (
+            lambda: m.rewa(parts=(2, 2, 2), adaptive=True),
+            8,
+            r"sizes \(2, 2, 2\) need vectors of 6 numbers after 3 that weigh the factors, received 8\.",
+        ),
         (m.rewa_operator, 2, r"vectors of m\^2 numbers are required, received 2"),
         (lambda: m.rewa_topological(neighbours=4), 4, r"need vectors of more than 4 numbers, received 4"),
         (m.rewa_functional, 0, r"dim must be a whole number >= 1, received 0"),
@@ -154,7 +178,11 @@ def test_large_scores_keep_finite_gradients() -> None:
 
 def test_mixtures() -> None:
     torch.manual_seed(0)
-    parts = [Attention(12, 2, m.rewa(parts=(2, 2, 2))), Attention(12, 2, m.rewa_operator(size=2)), Attention(12, 2, m.softmax())]
+    parts = [
+        Attention(12, 2, m.rewa(parts=(2, 2, 2))),
+        Attention(12, 2, m.rewa_operator(size=2)),
+        Attention(12, 2, m.softmax()),
+    ]
     layer, x = Mixture(parts), torch.randn(2, 5, 12)
     for what, given, mask in (
         ("no sequences", x[:0], None), ("zeros", 0 * x, None), ("large", 1e8 * x, None), ("all padding", x, torch.zeros(2, 5, dtype=torch.bool)), ("strided", x.mT.contiguous().mT, None),
@@ -165,7 +193,9 @@ def test_mixtures() -> None:
         assert y.shape == given.shape
         found = torch.autograd.grad(y.square().sum(), [given, *layer.parameters()], allow_unused=True)
         assert all(torch.isfinite(g).all() for g in (y, *found) if g is not None), what
-    with pytest.raises(ArgumentError, match=r"nn\.Mixture: x must be \(batch, tokens >= 1, 12\), received \(2, 0, 12\)"):
+    with pytest.raises(
+        ArgumentError, match=r"nn\.Mixture: x must be \(batch, tokens >= 1, 12\), received \(2, 0, 12\)"
+    ):
         layer(x[:, :0])
     half = layer.to(torch.bfloat16)(x.to(torch.bfloat16))
     assert isinstance(half, Tensor)

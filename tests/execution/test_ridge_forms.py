@@ -21,7 +21,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def sample(tokens: int = 23, r: int = 5) -> list[Tensor]:
     """Queries of 4 heads, keys and values of 2, which take gradients."""
-    return [x.requires_grad_() for x in (draw(2, 4, tokens, r), draw(2, 2, tokens, r, seed=1), draw(2, 2, tokens, 3, seed=2))]
+    return [
+        x.requires_grad_()
+        for x in (draw(2, 4, tokens, r), draw(2, 2, tokens, r, seed=1), draw(2, 2, tokens, 3, seed=2))
+    ]
 
 
 def some(tokens: int = 23, share: float = 0.6) -> Tensor:
@@ -47,7 +50,15 @@ def test_an_action_mask_weighs_the_sums() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS[1:])
-@pytest.mark.parametrize("name", ["ska(power=2)", "ska(power=1, fading=True)", "ska(power=1, chunk=4, running_max=True)", "ridge(relative=0.1, chunk=4)"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ska(power=2)",
+        "ska(power=1, fading=True)",
+        "ska(power=1, chunk=4, running_max=True)",
+        "ridge(relative=0.1, chunk=4)",
+    ],
+)
 def test_weights_of_keys_on_every_path(name: str, path: str) -> None:
     """Masks and gates with padding, on every form; what is not stored may be anything."""
     operator, tensors = randomised(m.resolve(name)), sample()
@@ -57,7 +68,9 @@ def test_weights_of_keys_on_every_path(name: str, path: str) -> None:
     poison = v.masked_fill(~stored[:, None, :, None], float("nan"))
 
     def run(path: str, v: Tensor) -> Tensor:
-        return zonal.attention(q, k, v, operator, causal=True, action_mask=stored, key_gate=gate, key_padding_mask=real, path=path)
+        return zonal.attention(
+            q, k, v, operator, causal=True, action_mask=stored, key_gate=gate, key_padding_mask=real, path=path
+        )
 
     assert_same(run(path, v), run("dense", v), [*tensors, gate, *operator.parameters()])
     assert torch.equal(run(path, poison), run(path, v))
@@ -69,7 +82,16 @@ def test_weights_in_single_precision(power: int | tuple[int, ...]) -> None:
     operator = m.ska(power=power)
     q, k, v = (x.detach().float() for x in sample())
     stored, gate = some(), torch.rand(2, 2, 23, generator=torch.Generator().manual_seed(7))
-    expected = zonal.attention(q.double(), k.double(), v.double(), m.ska(power=power).double(), causal=True, action_mask=stored, key_gate=gate, path="dense")
+    expected = zonal.attention(
+        q.double(),
+        k.double(),
+        v.double(),
+        m.ska(power=power).double(),
+        causal=True,
+        action_mask=stored,
+        key_gate=gate,
+        path="dense",
+    )
     memory: Memory = Memory.empty(operator, 2, 2, 5, 3)
     parts = []
     with torch.no_grad():
@@ -77,7 +99,14 @@ def test_weights_in_single_precision(power: int | tuple[int, ...]) -> None:
         for t in range(23):
             one = slice(t, t + 1)
             y, memory = zonal.attention(
-                q[:, :, one], k[:, :, one], v[:, :, one], operator, causal=True, action_mask=stored[:, one], key_gate=gate[:, :, one], memory=memory
+                q[:, :, one],
+                k[:, :, one],
+                v[:, :, one],
+                operator,
+                causal=True,
+                action_mask=stored[:, one],
+                key_gate=gate[:, :, one],
+                memory=memory,
             )
             parts.append(y)
     for y in (got, torch.cat(parts, 2)):
@@ -114,7 +143,10 @@ def test_bad_weights_change_nothing() -> None:
     empty = Memory.empty(operator, 2, 2, 5, 3, torch.float64)
     memory = empty.absorb(k, v, action_mask=some())
     before, count = memory.read(q), memory.count
-    for wrong, error in (({"action_mask": some(22)}, ArgumentError), ({"key_gate": torch.full((2, 2, 23), float("nan"))}, NonFiniteError)):
+    for wrong, error in (
+        ({"action_mask": some(22)}, ArgumentError),
+        ({"key_gate": torch.full((2, 2, 23), float("nan"))}, NonFiniteError),
+    ):
         with pytest.raises(error):
             memory.absorb_(k, v, **wrong)  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError, match="nothing was absorbed"):
@@ -123,7 +155,9 @@ def test_bad_weights_change_nothing() -> None:
     assert torch.equal(memory.read(q), before)
     with pytest.raises(ArgumentError, match="stores no token"):
         empty.absorb(k, v, action_mask=nothing)
-    assert torch.equal(memory.absorb(k, v, action_mask=torch.zeros(2, 23, dtype=torch.bool)).read(q), before)  # after others they may all be read-only
+    assert torch.equal(
+        memory.absorb(k, v, action_mask=torch.zeros(2, 23, dtype=torch.bool)).read(q), before
+    )  # after others they may all be read-only
 
 
 # -- relative ridges -----------------------------------------------------------------------------------------------------------
@@ -141,7 +175,10 @@ def test_a_relative_ridge_follows_the_keys(mode: str) -> None:
         rho = (0.2 * z.square().sum(-1).max() if mode == "running_max" else 0.2) + 0.05 * z.square().sum() / 5
         expected = values.T @ z @ torch.linalg.inv(z.T @ z + rho * torch.eye(5)) @ q[1, 3, t]
         assert torch.allclose(y[1, 3, t], expected, atol=1e-11)
-    assert "an inverse of its own" in zonal.explain(m.ridge(relative=0.1), q.shape, k.shape, v.shape, causal=True).plan.refused["chunked"]
+    assert (
+        "an inverse of its own"
+        in zonal.explain(m.ridge(relative=0.1), q.shape, k.shape, v.shape, causal=True).plan.refused["chunked"]
+    )
 
 
 def test_a_relative_ridge_keeps_single_precision_alive() -> None:
@@ -175,12 +212,18 @@ def test_spectral_normalisation_changes_nothing(chunk: int | None, causal: bool)
     """With and without it: the same numbers on every path that has it, gradients included."""
     tensors = sample()
     plain, normed = (m.ska(power=2, eps=1e-3, chunk=chunk, spectral_norm=name).double() for name in ("none", "power"))  # type: ignore[arg-type]
-    paths = [path for path in PATHS if (path != "chunked" or chunk or not causal) and (path != "streaming" or causal or chunk)]
+    paths = [
+        path
+        for path in PATHS
+        if (path != "chunked" or chunk or not causal) and (path != "streaming" or causal or chunk)
+    ]
     for path in paths:
         results = []
         for operator in (plain, normed):
             y = zonal.attention(*tensors, operator, causal=causal, path=path)
-            results.append([y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()], allow_unused=True)])
+            results.append(
+                [y, *torch.autograd.grad(y.square().sum(), [*tensors, *operator.parameters()], allow_unused=True)]
+            )
         for a, b in zip(*results, strict=True):
             assert (a is None) == (b is None)
             assert a is None or (a - b).abs().max() <= 1e-9 * (1 + b.abs().max())
@@ -200,7 +243,9 @@ def test_the_preset_is_the_paper() -> None:
         memory: Memory = Memory.empty(operator, 2, 2, 16, 3, torch.float64)
         parts = []
         for t in range(150):
-            y, memory = zonal.attention(*(x[:, :, t : t + 1] for x in (q, k, v)), operator, causal=True, memory=memory, path="streaming")
+            y, memory = zonal.attention(
+                *(x[:, :, t : t + 1] for x in (q, k, v)), operator, causal=True, memory=memory, path="streaming"
+            )
             parts.append(y)
     assert trained[:, :, 64:].abs().max() > 0.01
     assert trained[:, :, :64].abs().max() == 0

@@ -24,7 +24,9 @@ def run(operator, q, k, v, dy, path):
 
 
 @pytest.mark.parametrize(("name", "path"), CASES)
-@pytest.mark.parametrize(("q_size", "k_size"), [(1e-20, 1.0), (1.0, 1e-20), (1e-22, 1e-21), (1e-30, 1e-12), (1e20, 1e21)])
+@pytest.mark.parametrize(
+    ("q_size", "k_size"), [(1e-20, 1.0), (1.0, 1e-20), (1e-22, 1e-21), (1e-30, 1e-12), (1e20, 1e21)]
+)
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_directions_count_alone(name, path, q_size, k_size, kernels, monkeypatch):
     if kernels == "off":
@@ -51,7 +53,11 @@ def test_decoding_takes_short_vectors(name, kernels, monkeypatch):
     with torch.no_grad():
         for size in (1.0, 1e-21):
             memory = zonal.Memory.empty(operator, 1, 2, 8, 8, torch.float32).absorb(size * k[:, :, :5], v[:, :, :5])
-            found.append(zonal.attention(size * q[:, :, 5:], size * k[:, :, 5:], v[:, :, 5:], operator, causal=True, memory=memory)[0])
+            found.append(
+                zonal.attention(
+                    size * q[:, :, 5:], size * k[:, :, 5:], v[:, :, 5:], operator, causal=True, memory=memory
+                )[0]
+            )
     assert torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-5)
 
 

@@ -24,7 +24,12 @@ from zonal.kernels import sparse_ops
 from zonal.kernels.cpp import build
 from zonal.kernels.cpp.build import BuildError
 
-BODIES = ("torch", pytest.param("kernel", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")))
+BODIES = (
+    "torch",
+    pytest.param(
+        "kernel", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+    ),
+)
 # of torch in float64, and of the kernel in float32 against float64
 TOLERANCE = {"torch": 1e-9, "kernel": 3e-5}
 FEW = LSH(tables=3, bits=2, reach=4, window=3)
@@ -38,7 +43,10 @@ SCORES: dict[str, Callable[[], Operator]] = {
     "sphere": lambda: Operator(score.NegativeDistance(metric.Sphere(), 0.3), link.Exp()),
     "hyperbolic": lambda: Operator(score.NegativeDistance(metric.Hyperbolic(), 0.5), link.Exp()),
     "rewa": lambda: m.rewa(weights=(1.0, 2.0, 0.5), gates=(1.0, 0.5, 0.3), temperature=0.3),
-    "adaptive": lambda: Operator(score.NegativeDistance(metric.Product((metric.Euclidean(), metric.Hyperbolic(scale=None)), adaptive=True), 0.5), link.Exp()),
+    "adaptive": lambda: Operator(
+        score.NegativeDistance(metric.Product((metric.Euclidean(), metric.Hyperbolic(scale=None)), adaptive=True), 0.5),
+        link.Exp(),
+    ),
     "operator": lambda: m.rewa_operator(rank=1, temperature=20.0),
 }
 
@@ -53,7 +61,15 @@ def typed(operator: Operator, data: Inputs, body: str) -> tuple[Operator, Inputs
 
 
 def call_of(operator: Operator, data: Inputs) -> Call:
-    return prepare(operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens)
+    return prepare(
+        operator,
+        data.q,
+        data.k,
+        data.v,
+        causal=data.causal,
+        key_padding_mask=data.key_padding_mask,
+        cu_seqlens=data.cu_seqlens,
+    )
 
 
 def gradients(y: Tensor, data: Inputs, operator: Operator) -> list[Tensor]:
@@ -69,7 +85,9 @@ def same(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
         assert torch.isfinite(a).all()
         if b.numel():
             error = (a.double() - b).abs().max().item()
-            assert error <= tolerance * (1 + b.abs().max().item()), f"item {index} (0 = output, then gradients) is off by {error:.3g}"
+            assert error <= tolerance * (1 + b.abs().max().item()), (
+                f"item {index} (0 = output, then gradients) is off by {error:.3g}"
+            )
 
 
 def met_of(call: Call, search: LSH) -> Tensor:
@@ -79,7 +97,13 @@ def met_of(call: Call, search: LSH) -> Tensor:
     asked, held = (hashing.codes(call.bound.score, sized, x, call.k.shape[3]) for x in (call.q, call.k))
     held = call.expand(held)
     met = torch.zeros(*call.q.shape[:3], call.k.shape[2], dtype=torch.bool)
-    for b, h, t, table in ((b, h, t, i) for b in range(met.shape[0]) for h in range(met.shape[1]) for t in range(met.shape[2]) for i in range(asked.shape[2])):
+    for b, h, t, table in (
+        (b, h, t, i)
+        for b in range(met.shape[0])
+        for h in range(met.shape[1])
+        for t in range(met.shape[2])
+        for i in range(asked.shape[2])
+    ):
         real = [
             s for s in range(int(seen.lo[t]), int(seen.hi[t]))
             if held[b, h, table, s] == asked[b, h, table, t] and (seen.key_mask is None or seen.key_mask[b, s])
@@ -94,7 +118,9 @@ def met_of(call: Call, search: LSH) -> Tensor:
 def on_candidates(operator: Operator, data: Inputs, search: LSH) -> Tensor:
     """The dense definition with all but the candidates forbidden."""
     call = call_of(operator, data)
-    log_kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k)).masked_fill(~met_of(call, search), float("-inf"))
+    log_kernel = definition.kernel(call.bound, call.coefficients, call.q, call.expand(call.k)).masked_fill(
+        ~met_of(call, search), float("-inf")
+    )
     top = call.bound.anchor
     assert isinstance(top, anchor.TopK)
     kept = log_kernel.masked_fill(log_kernel < top.least(log_kernel), float("-inf"))
@@ -163,7 +189,9 @@ def test_simhash_law() -> None:
     """One sign agrees with probability 1 - angle / pi, b of them with its b-th power."""
     search = LSH(tables=4000, bits=2)
     for angle in (0.2, 1.0, 2.5):
-        x = torch.tensor([[1.0, 0.0, 0.0], [torch.cos(torch.tensor(angle)).item(), torch.sin(torch.tensor(angle)).item(), 0.0]])
+        x = torch.tensor(
+            [[1.0, 0.0, 0.0], [torch.cos(torch.tensor(angle)).item(), torch.sin(torch.tensor(angle)).item(), 0.0]]
+        )
         (agree,) = hashing.cells(hashing.simhash(x, search, 0), search.tables)
         assert (agree[0] == agree[1]).double().mean().item() == pytest.approx((1 - angle / torch.pi) ** 2, abs=0.03)
 
@@ -194,7 +222,9 @@ def test_hyperbolic_points_share_cells_by_radius_and_direction() -> None:
 @pytest.mark.parametrize("name", ["softmax", "rewa"])
 def test_later_tokens_change_nothing(name: str, body: str) -> None:
     """Candidates included: what a query meets does not depend on later queries, keys or values, however large."""
-    operator, data = typed(with_top(name, LSH(tables=3, reach=4, window=2)), inputs(Case(queries=40, keys=40, key_dim=7)), body)
+    operator, data = typed(
+        with_top(name, LSH(tables=3, reach=4, window=2)), inputs(Case(queries=40, keys=40, key_dim=7)), body
+    )
     with torch.no_grad():
         before = data.run(operator, "sparse")
         for x in (data.q, data.k, data.v):
@@ -204,7 +234,15 @@ def test_later_tokens_change_nothing(name: str, body: str) -> None:
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine"))])
+@pytest.mark.parametrize(
+    "native",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+        ),
+    ],
+)
 def test_self_and_window_are_always_met(native: bool) -> None:
     search = LSH(tables=1, bits=16, reach=1, window=5)
     operator = m.softmax().replace(anchor=anchor.TopK(2, search))
@@ -222,7 +260,9 @@ def clustered(tokens: int, clusters: int, noise: float = 0.3, heads: int = 2, di
     generator = torch.Generator().manual_seed(0)
     centre = 1.5 * torch.randn(1, heads, clusters, dim, generator=generator)
     base = centre.gather(2, torch.randint(clusters, (1, heads, tokens, 1), generator=generator).expand(-1, -1, -1, dim))
-    return base + noise * torch.randn(base.shape, generator=generator), base + noise * torch.randn(base.shape, generator=generator)
+    return base + noise * torch.randn(base.shape, generator=generator), base + noise * torch.randn(
+        base.shape, generator=generator
+    )
 
 
 @pytest.mark.parametrize("name", ["softmax", "rewa"])
@@ -243,7 +283,11 @@ def test_coverage_counts() -> None:
     met = torch.tensor([[True, False, True, True], [True] * 4])
     rows = coverage(log_kernel, met, 2)
     weight = log_kernel[0].double().softmax(-1)
-    assert {name: x.tolist() for name, x in rows.items() if name not in ("mass", "exact_mass")} == {"recall": [1.0], "met": [3.0], "seen": [4.0]}
+    assert {name: x.tolist() for name, x in rows.items() if name not in ("mass", "exact_mass")} == {
+        "recall": [1.0],
+        "met": [3.0],
+        "seen": [4.0],
+    }
     assert rows["mass"].item() == pytest.approx((weight[2] + weight[3]).item())
     assert coverage(log_kernel, ~met, 2)["recall"].tolist() == [0.0]
     with pytest.raises(ArgumentError, match=r"coverage: log_kernel and a bool met of one shape"):
@@ -264,7 +308,16 @@ def test_explain_measures_a_sample() -> None:
 
 def test_the_seed_decides() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 8).unbind(0)
-    runs = [zonal.attention(q, k, v, m.softmax().replace(anchor=anchor.TopK(8, LSH(tables=2, reach=8, window=4, seed=seed))), path="sparse") for seed in (0, 0, 1)]
+    runs = [
+        zonal.attention(
+            q,
+            k,
+            v,
+            m.softmax().replace(anchor=anchor.TopK(8, LSH(tables=2, reach=8, window=4, seed=seed))),
+            path="sparse",
+        )
+        for seed in (0, 0, 1)
+    ]
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
 
@@ -294,7 +347,9 @@ def test_equal_keys_are_all_kept_and_smooth(body: str) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_keys_that_are_not_numbers_spoil_no_earlier_row(body: str) -> None:
-    operator, data = typed(with_top("softmax", LSH(tables=2, reach=4, window=3)), inputs(Case(queries=30, keys=30)), body)
+    operator, data = typed(
+        with_top("softmax", LSH(tables=2, reach=4, window=3)), inputs(Case(queries=30, keys=30)), body
+    )
     with torch.no_grad():
         clean = data.run(operator, "sparse")
         for bad in (float("nan"), float("inf")):
@@ -321,7 +376,9 @@ def test_after_a_memory() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 8).unbind(0)
     whole = zonal.attention(q, k, v, operator, causal=True, path="dense")
     _, memory = zonal.attention(q[:, :, :25], k[:, :, :25], v[:, :, :25], operator, causal=True, return_memory=True)
-    y, after = zonal.attention(q[:, :, 25:], k[:, :, 25:], v[:, :, 25:], operator, causal=True, memory=memory, path="sparse")
+    y, after = zonal.attention(
+        q[:, :, 25:], k[:, :, 25:], v[:, :, 25:], operator, causal=True, memory=memory, path="sparse"
+    )
     assert torch.allclose(y, whole[:, :, 25:], atol=1e-5)
     assert after.count == 40
 
@@ -330,11 +387,17 @@ def test_after_a_memory() -> None:
     ("operator", "message"),
     [
         (m.softmax(), r"anchor Row weighs every key"),
-        (m.softmax().replace(anchor=anchor.TopK(4)), r"declares no search.*Use path='dense' or path='tiled' or path='streaming', or path='auto'"),
+        (
+            m.softmax().replace(anchor=anchor.TopK(4)),
+            r"declares no search.*Use path='dense' or path='tiled' or path='streaming', or path='auto'",
+        ),
         (m.yat().replace(anchor=anchor.TopK(4, LSH())), r"link Yat may be large at far keys"),
         (m.softmax(prior=prior.ALiBi()).replace(anchor=anchor.TopK(4, LSH())), r"log priors"),
         (m.rewa(dot=0.1).replace(anchor=anchor.TopK(4, LSH())), r"a distance beside a dot product has no hash family"),
-        (Operator(score.NegativeDistance(metric.FisherRao()), link.Exp(), anchor.TopK(4, LSH())), r"metric FisherRao has no hash family"),
+        (
+            Operator(score.NegativeDistance(metric.FisherRao()), link.Exp(), anchor.TopK(4, LSH())),
+            r"metric FisherRao has no hash family",
+        ),
     ],
 )
 def test_refusals(operator: Operator, message: str) -> None:
@@ -400,7 +463,16 @@ def test_opcheck(name: str) -> None:
     q, k, factors = native_sparse.points(call.bound.score, call.q.detach(), call.k.detach())
     found = candidates.candidates(call, FEW, True)
     kinds = [native_sparse.KINDS.index(kind) for kind in factors.kinds]
-    arguments = (q.detach().requires_grad_(), k.detach().requires_grad_(), call.v.detach().requires_grad_(), *found, kinds, list(factors.sizes), list(factors.eps), 4)
+    arguments = (
+        q.detach().requires_grad_(),
+        k.detach().requires_grad_(),
+        call.v.detach().requires_grad_(),
+        *found,
+        kinds,
+        list(factors.sizes),
+        list(factors.eps),
+        4,
+    )
     torch.library.opcheck(sparse_ops.sparse, arguments)
 
 

@@ -29,15 +29,22 @@ RULES: dict[str, PlanAnchor] = {
 }
 
 
-def draw(queries: int = 11, keys: int = 7, heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    queries: int = 11, keys: int = 7, heads: int = 2, dim: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = ((1, heads, queries, dim), (1, heads, keys, dim), (1, heads, keys, 3))
-    return tuple(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+    return tuple(
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+    )  # type: ignore[return-value]
 
 
 def masses(queries: int = 11, keys: int = 7, heads: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return tuple((0.2 + torch.rand(1, heads, n, generator=generator, dtype=torch.float64)).requires_grad_() for n in (queries, keys))  # type: ignore[return-value]
+    return tuple(
+        (0.2 + torch.rand(1, heads, n, generator=generator, dtype=torch.float64)).requires_grad_()
+        for n in (queries, keys)
+    )  # type: ignore[return-value]
 
 
 def plan_of(q: Tensor, k: Tensor, operator: zonal.Operator, path: str, **given: Tensor) -> Tensor:
@@ -60,14 +67,18 @@ def test_plans_are_those_of_pot(name: str, path: str) -> None:
             expected = ot.bregman.sinkhorn_log(a, b, cost, 1.0, numItermax=10_000, stopThr=1e-15)
         else:
             reference = None if name == "unbalanced" else np.ones_like(cost)  # None: that of the masses
-            expected = ot.unbalanced.sinkhorn_unbalanced(a, b, cost, 1.0, (1.0, 0.5), c=reference, numItermax=10_000, stopThr=1e-15)
+            expected = ot.unbalanced.sinkhorn_unbalanced(
+                a, b, cost, 1.0, (1.0, 0.5), c=reference, numItermax=10_000, stopThr=1e-15
+            )
         assert np.abs(weights[0, head].numpy() * a[:, None] - expected).max() < 1e-12
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rho", [(1.0, 0.5), (None, 2.0), (0.3, None), (None, None), (0.0, 1.0), (None, 0.0)])
 @pytest.mark.parametrize("reference", ["masses", "kernel"])
-def test_the_plan_of_the_probe_is_that_of_the_anchor(rho: tuple[float | None, float | None], reference: Literal["masses", "kernel"]) -> None:
+def test_the_plan_of_the_probe_is_that_of_the_anchor(
+    rho: tuple[float | None, float | None], reference: Literal["masses", "kernel"]
+) -> None:
     """One definition: ``probe.EntropicPlan`` on log K, and W of ``anchor.UnbalancedPlan`` on q and k, dense and tiled, with a key that is padding."""
     q, k, _ = draw()
     mu, nu = masses()
@@ -90,7 +101,10 @@ def test_the_mass_of_a_plan_near_the_kernel_grows_with_the_tokens() -> None:
     log_kernel = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     twice = log_kernel.repeat(2, 2)
     for reference, grows in (("masses", False), ("kernel", True)):
-        once, again = (probe.EntropicPlan(rho=(1.0, 0.5), reference=reference).observe(each).log.exp().sum() for each in (log_kernel, twice))  # type: ignore[arg-type]
+        once, again = (
+            probe.EntropicPlan(rho=(1.0, 0.5), reference=reference).observe(each).log.exp().sum()
+            for each in (log_kernel, twice)
+        )  # type: ignore[arg-type]
         assert bool(again > 1.2 * once) is grows
         assert grows or torch.isclose(once, again)
 
@@ -133,7 +147,10 @@ def test_compiled_passes_equal_the_definition(name: str) -> None:
         found = []
         for operator, dtype, path in ((exact, torch.float64, "dense"), (single, torch.float32, "tiled")):
             tensors = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-            assert dtype == torch.float64 or transport.without_kernel(prepare(operator, *tensors, causal=False, cu_seqlens=edges)) is None
+            assert (
+                dtype == torch.float64
+                or transport.without_kernel(prepare(operator, *tensors, causal=False, cu_seqlens=edges)) is None
+            )
             y = zonal.attention(*tensors, operator, cu_seqlens=edges, path=path)
             found.append([y, *torch.autograd.grad(y.square().sum(), tensors)])  # type: ignore[union-attr]
         for a, b in zip(*found, strict=True):
@@ -147,7 +164,10 @@ def test_sums_are_what_is_asked_for() -> None:
     softmax = plan_of(q, k, m.softmax(), "tiled").mean(2) * 30
     assert softmax.max() > 1.5
     assert softmax.min() < 0.5
-    balanced, bounded = (plan_of(q, k, m.softmax().replace(anchor=rule), "tiled") for rule in (RULES["balanced"], anchor.BoundedPlan(tolerance=1e-12, low=0.5, high=1.5)))
+    balanced, bounded = (
+        plan_of(q, k, m.softmax().replace(anchor=rule), "tiled")
+        for rule in (RULES["balanced"], anchor.BoundedPlan(tolerance=1e-12, low=0.5, high=1.5))
+    )
     assert torch.allclose(balanced.mean(2) * 30, torch.ones(1, 2, 30, dtype=torch.float64), atol=1e-11)
     share = bounded.mean(2) * 30
     assert share.max() < 1.5 + 1e-10
@@ -167,9 +187,13 @@ def test_gauges() -> None:
     bias = 3 * torch.randn(1, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     balanced = m.softmax().replace(anchor=RULES["balanced"])
     for path in ("dense", "tiled"):
-        assert torch.allclose(zonal.attention(q, k, v, balanced, key_bias=bias, path=path), zonal.attention(q, k, v, balanced), atol=1e-10)
+        assert torch.allclose(
+            zonal.attention(q, k, v, balanced, key_bias=bias, path=path), zonal.attention(q, k, v, balanced), atol=1e-10
+        )
         free = m.softmax().replace(anchor=anchor.UnbalancedPlan(rho=(None, 0.0)))
-        assert torch.allclose(zonal.attention(q, k, v, free, path=path), zonal.attention(q, k, v, m.softmax()), atol=1e-12)
+        assert torch.allclose(
+            zonal.attention(q, k, v, free, path=path), zonal.attention(q, k, v, m.softmax()), atol=1e-12
+        )
         near = m.softmax().replace(anchor=anchor.UnbalancedPlan(tolerance=1e-10, rho=(1e5, 1e5)))
         assert torch.allclose(zonal.attention(q, k, v, near, path=path), zonal.attention(q, k, v, balanced), atol=1e-4)
 
@@ -329,7 +353,9 @@ def test_hierarchy_is_the_closest_conditional(sizes: tuple[int, ...]) -> None:
         tie = torch.where(apart, -(100 * child + 10 * node[:, None] + node[None]) * 1000, tie)
     _, label = tie.unique(return_inverse=True)
     basis = torch.nn.functional.one_hot(label).double().permute(2, 0, 1)
-    assert torch.allclose(torch.einsum("nts,ts->n", basis, weights)[label] / basis.sum((1, 2))[label], weights, atol=1e-12)
+    assert torch.allclose(
+        torch.einsum("nts,ts->n", basis, weights)[label] / basis.sum((1, 2))[label], weights, atol=1e-12
+    )
     # directions along the ties whose rows sum to zero
     rows = basis.sum(-1).T  # (t, n)
     _, _, right = torch.linalg.svd(rows)
@@ -341,7 +367,9 @@ def test_hierarchy_is_the_closest_conditional(sizes: tuple[int, ...]) -> None:
 
 def test_hierarchy_of_one_block_is_softmax() -> None:
     q, k, v = draw(9, 9)
-    assert torch.allclose(zonal.attention(q, k, v, m.hierarchical((16,)), path="tiled"), zonal.attention(q, k, v, m.softmax()), atol=1e-12)
+    assert torch.allclose(
+        zonal.attention(q, k, v, m.hierarchical((16,)), path="tiled"), zonal.attention(q, k, v, m.softmax()), atol=1e-12
+    )
 
 
 def test_hierarchy_needs_scores_of_means() -> None:
@@ -365,13 +393,19 @@ ALONE: dict[str, tuple[int, int, dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("case", ALONE)
-@pytest.mark.parametrize("spec", ["sinkhorn", "hyperbolic_transport", "sinkhorn(bounds=(0.5, 1.5))", "sinkhorn(rho=(None, 0.5))"])
+@pytest.mark.parametrize(
+    "spec", ["sinkhorn", "hyperbolic_transport", "sinkhorn(bounds=(0.5, 1.5))", "sinkhorn(rho=(None, 0.5))"]
+)
 def test_queries_with_one_key_have_finite_gradients(spec: str, case: str, biased: bool) -> None:
     """The system of the gradient is singular there, for one key gets all; tiles give what the definition gives, and nothing to scores that decide nothing."""
     queries, keys, given = ALONE[case]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, n, 6, generator=generator, dtype=torch.float64) for n in (queries, keys, keys))
-    bias = torch.randn(1, 2, keys, generator=generator, dtype=torch.float64) if biased else torch.zeros(1, 2, keys, dtype=torch.float64)
+    bias = (
+        torch.randn(1, 2, keys, generator=generator, dtype=torch.float64)
+        if biased
+        else torch.zeros(1, 2, keys, dtype=torch.float64)
+    )
     found = {}
     for path, dtype in (("dense", torch.float64), ("tiled", torch.float64), ("tiled", torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, bias)]

@@ -15,7 +15,10 @@ CASES = [(spec, path) for spec, paths in PATHS.items() for path in paths]
 
 def gradients(spec: str, path: str, dtype: torch.dtype, zeros: str, kv_heads: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, heads, 9, 8, generator=generator).to(torch.bfloat16).to(dtype) for heads in (2, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(1, heads, 9, 8, generator=generator).to(torch.bfloat16).to(dtype)
+        for heads in (2, kv_heads, kv_heads)
+    )
     for name, x in (("q", q), ("k", k)):
         if name in zeros:
             x[:, :, 2:5] = 0
@@ -31,7 +34,12 @@ def gradients(spec: str, path: str, dtype: torch.dtype, zeros: str, kv_heads: in
 def test_zero_vectors_have_gradients_of_zero(spec: str, path: str, zeros: str, kv_heads: int) -> None:
     """The derivative of a cosine at a vector of zeros is that of nothing; others have the definition's gradient, none is infinite."""
     exact = gradients(spec, "dense", torch.float64, zeros, kv_heads)
-    for dtype, rounding in ((torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 5e-3)):
+    for dtype, rounding in (
+        (torch.float64, 1e-9),
+        (torch.float32, 1e-4),
+        (torch.bfloat16, 0.02),
+        (torch.float16, 5e-3),
+    ):
         found = gradients(spec, path, dtype, zeros, kv_heads)
         for name, one, other in zip("qkv", exact, found, strict=True):
             assert other.isfinite().all()

@@ -82,7 +82,9 @@ every_map = pytest.mark.parametrize("features", MAPS.values(), ids=MAPS)
 
 
 def units(*shape: int, seed: int = 0) -> Tensor:
-    return nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1)
+    return nn.functional.normalize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1
+    )
 
 
 def at_angle(x: float, dim: int = DIM) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,9 @@ def test_gradients(features: FeatureMap) -> None:
     buffers = features.prepare(DIM, 2, seed=3, dtype=torch.float64)
     x = units(2, 3, DIM)
     for side in ("query", "key"):
-        grad = torch.randn(2, 3, features.dimension(DIM), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        grad = torch.randn(
+            2, 3, features.dimension(DIM), generator=torch.Generator().manual_seed(5), dtype=torch.float64
+        )
         found, of_buffers = features.learned_vjp(x, grad, buffers, side)
         assert torch.allclose(found, features.vjp(x, grad, buffers, side), atol=1e-13)
         assert set(of_buffers) == set(features.learned)
@@ -137,10 +141,14 @@ def test_gradients(features: FeatureMap) -> None:
             return float((features.write(moved, values, side) * grad).sum())  # type: ignore[arg-type]
 
         step = 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-        assert float((found * step).sum()) == pytest.approx((at(x + step, buffers) - at(x - step, buffers)) / 2, rel=1e-5, abs=1e-12)
+        assert float((found * step).sum()) == pytest.approx(
+            (at(x + step, buffers) - at(x - step, buffers)) / 2, rel=1e-5, abs=1e-12
+        )
         for name, value in of_buffers.items():
             step = 1e-6 * torch.randn(value.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-            slope = (at(x, {**buffers, name: buffers[name] + step}) - at(x, {**buffers, name: buffers[name] - step})) / 2
+            slope = (
+                at(x, {**buffers, name: buffers[name] + step}) - at(x, {**buffers, name: buffers[name] - step})
+            ) / 2
             assert float((value * step).sum()) == pytest.approx(slope, rel=1e-5, abs=1e-12)
 
 
@@ -152,7 +160,10 @@ def test_seeds(features: FeatureMap, tmp_path: Path) -> None:
     # what is drawn differs; a function of the declaration alone would be left out
     assert not first or any(not torch.equal(first[name], other[name]) for name in first)
     single = features.prepare(DIM, 2, seed=3)
-    assert all(torch.equal(single[name], value.float() if value.is_floating_point() else value) for name, value in first.items())
+    assert all(
+        torch.equal(single[name], value.float() if value.is_floating_point() else value)
+        for name, value in first.items()
+    )
     store.save_tensors(tmp_path / "map.safetensors", first, {"kind": "map", "features": features.config()})
     loaded, header = store.load_tensors(tmp_path / "map.safetensors", "map")
     x = units(2, 4, DIM)
@@ -193,7 +204,11 @@ def z_score(features: FeatureMap, x: float, wanted: float, count: int = 20000) -
 
 ANGLES = (-0.7, 0.0, 0.4, 0.8)
 # the expectation of anchors drawn from the sphere is the kernel they are said to tend to, whatever it is meant for
-SAMPLED = [name for name, of in MAPS.items() if of.claim.kind == "unbiased" or name in ("anchors", "anchors-orthogonal", "slay")]
+SAMPLED = [
+    name
+    for name, of in MAPS.items()
+    if of.claim.kind == "unbiased" or name in ("anchors", "anchors-orthogonal", "slay")
+]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -230,7 +245,16 @@ def test_exact(name: str) -> None:
     assert torch.allclose(got, features.kernel(q @ k.mT, DIM), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [link.SquaredAffine(0.3), link.PolynomialSquare((0.1, -0.4, 0.8), floor=0.05), link.Identity(), link.Gegenbauer((3.0,), 5)], ids=repr)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        link.SquaredAffine(0.3),
+        link.PolynomialSquare((0.1, -0.4, 0.8), floor=0.05),
+        link.Identity(),
+        link.Gegenbauer((3.0,), 5),
+    ],
+    ids=repr,
+)
 def test_polynomial_links(kernel: link.Link) -> None:
     features = Polynomial.of(kernel)
     q, k = units(1, 30, DIM), units(1, 30, DIM, seed=1)
@@ -253,7 +277,9 @@ def test_nystrom_is_exact_on_its_landmarks() -> None:
     features = Nystrom(8, link.Yat(1.0))
     buffers = features.prepare(DIM, dtype=torch.float64)
     at = buffers["anchors"]
-    assert torch.allclose(features.query(at, buffers) @ features.key(at, buffers).mT, features.kernel(at @ at.mT, DIM), atol=1e-9)
+    assert torch.allclose(
+        features.query(at, buffers) @ features.key(at, buffers).mT, features.kernel(at @ at.mT, DIM), atol=1e-9
+    )
 
 
 def test_low_rank_square_is_its_formula() -> None:
@@ -263,7 +289,9 @@ def test_low_rank_square_is_its_formula() -> None:
     assert torch.allclose(p @ p.mT, torch.eye(3, dtype=torch.float64).expand(2, 3, 3), atol=1e-12)
     inside = (q @ p.mT) @ (k @ p.mT).mT
     rest = (1 - (q @ p.mT).square().sum(-1))[..., None] * (1 - (k @ p.mT).square().sum(-1))[..., None, :]
-    assert torch.allclose(features.query(q, buffers) @ features.key(k, buffers).mT, (inside + 0.1).square() + rest / 2, atol=1e-12)
+    assert torch.allclose(
+        features.query(q, buffers) @ features.key(k, buffers).mT, (inside + 0.1).square() + rest / 2, atol=1e-12
+    )
     assert features.dimension(DIM) == 4 * 5 // 2 + 1
 
 
@@ -302,7 +330,10 @@ def test_nystrom_can_be_negative() -> None:
     assert worst(Nystrom(4)) < -1e-9
 
 
-@pytest.mark.parametrize("name", ["maclaurin", "tensor-sketch", "fourier", "nystrom", "sketched", "slay-sketch", "slay-hadamard", "polynomial"])
+@pytest.mark.parametrize(
+    "name",
+    ["maclaurin", "tensor-sketch", "fourier", "nystrom", "sketched", "slay-sketch", "slay-hadamard", "polynomial"],
+)
 def test_signed_maps_are_refused_under_a_sum(name: str) -> None:
     features = MAPS[name]
     with pytest.raises(PathError, match="grow without bound"):
@@ -341,7 +372,11 @@ def test_orthogonal_draws_are_orthogonal() -> None:
 def test_landmarks_from_keys() -> None:
     """k-means finds clusters, PCA finds the plane that keys lie in."""
     centres = torch.eye(DIM, dtype=torch.float64)[:3]
-    keys = nn.functional.normalize(centres.repeat(40, 1) + 0.05 * torch.randn(120, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=-1)
+    keys = nn.functional.normalize(
+        centres.repeat(40, 1)
+        + 0.05 * torch.randn(120, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        dim=-1,
+    )
     found = Anchors(3, "kmeans").prepare(DIM, 2, dtype=torch.float64, keys=keys)["anchors"]
     assert torch.allclose((found @ centres.T).max(1).values, torch.ones(2, 3, dtype=torch.float64), atol=0.01)
     plane = torch.cat([units(2, 50, 3), torch.zeros(2, 50, 2, dtype=torch.float64)], -1)

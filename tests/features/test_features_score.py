@@ -100,7 +100,10 @@ def test_a_model_made_for_its_shapes_leaves_nothing_behind(spec: str) -> None:
     assert layer(torch.randn(1, 5, 24)).isfinite().all()
 
 
-@pytest.mark.parametrize("spec", ["slay(scale='small')", "hedgehog(size=16)", "polynomial_square(degree=2, d_qk=6)", "squared_affine(d_qk=4)"])
+@pytest.mark.parametrize(
+    "spec",
+    ["slay(scale='small')", "hedgehog(size=16)", "polynomial_square(degree=2, d_qk=6)", "squared_affine(d_qk=4)"],
+)
 def test_a_model_trains_and_generates_from_its_memory(spec: str) -> None:
     torch.manual_seed(0)
     model = CausalLM(ModelConfig(30, 32, (spec,), 4, rotary=True))
@@ -137,7 +140,11 @@ def test_mistakes_are_said() -> None:
         zonal.attention(q, k, v, m.slay(dim=16))
     with pytest.raises(PathError, match="grow without bound"):
         m.slay(polynomial="tensor_sketch")
-    assert not Operator(Features(features.Slay(polynomial=features.TensorSketch(8), draws=4), dim=8), link.Identity(), Row(allow_signed=True)).tags.positive
+    assert not Operator(
+        Features(features.Slay(polynomial=features.TensorSketch(8), draws=4), dim=8),
+        link.Identity(),
+        Row(allow_signed=True),
+    ).tags.positive
     with pytest.raises(ArgumentError, match="must be a FeatureMap"):
         Features("slay")  # type: ignore[arg-type]
     page = str(zonal.explain(m.slay(dim=8), (1, 4, 64, 8), causal=True))

@@ -47,7 +47,9 @@ def test_the_measure(causal: bool) -> None:
             x = data.k[h, :past] @ data.q[h, t]
             exact = x**2 / (2.01 - 2 * x)
             own = {name: value[h : h + 1] for name, value in buffers.items()}
-            values = (features.key(data.k[h : h + 1, :past], own) @ features.query(data.q[h : h + 1, t : t + 1], own).mT)[0, :, 0]
+            values = (
+                features.key(data.k[h : h + 1, :past], own) @ features.query(data.q[h : h + 1, t : t + 1], own).mT
+            )[0, :, 0]
             wanted.append(exact @ data.v[h, :past] / exact.sum())
             got.append(values @ data.v[h, :past] / values.sum())
             negative += int((values < 0).sum())
@@ -85,7 +87,16 @@ def test_samples(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "eps", "size", "bound"),
-    [(8, 0.01, 64, 0.57), (8, 0.01, 512, 0.34), (8, 1.0, 512, 0.03), (16, 0.01, 256, 0.36), (32, 0.01, 512, 0.35), (32, 0.01, 1024, 0.25), (64, 0.01, 2048, 0.25), (64, 1.0, 64, 0.81)],
+    [
+        (8, 0.01, 64, 0.57),
+        (8, 0.01, 512, 0.34),
+        (8, 1.0, 512, 0.03),
+        (16, 0.01, 256, 0.36),
+        (32, 0.01, 512, 0.35),
+        (32, 0.01, 1024, 0.25),
+        (64, 0.01, 2048, 0.25),
+        (64, 1.0, 64, 0.81),
+    ],
 )
 def test_mercer_bound(dim: int, eps: float, size: int, bound: float) -> None:
     assert mercer_bound(link.Yat(eps), dim, size) == pytest.approx(bound, abs=0.006)
@@ -105,9 +116,15 @@ def test_no_map_beats_the_bound() -> None:
     data = sample("iid", 8, 256, 8, 0)
     x = data.q @ data.k.mT
     wanted = kernel_value(link.Yat(1.0), x)
-    for features in (Polynomial.of(fit_square(link.Yat(1.0), 2, dim=8).link), Polynomial.of(fit_square(link.Yat(1.0), 4, dim=8).link), Nystrom(64, link.Yat(1.0))):
+    for features in (
+        Polynomial.of(fit_square(link.Yat(1.0), 2, dim=8).link),
+        Polynomial.of(fit_square(link.Yat(1.0), 4, dim=8).link),
+        Nystrom(64, link.Yat(1.0)),
+    ):
         buffers = features.prepare(8, 8, seed=1, dtype=torch.float64)
-        error = float((features.query(data.q, buffers) @ features.key(data.k, buffers).mT - wanted).norm() / wanted.norm())
+        error = float(
+            (features.query(data.q, buffers) @ features.key(data.k, buffers).mT - wanted).norm() / wanted.norm()
+        )
         assert error > 0.97 * mercer_bound(link.Yat(1.0), 8, features.dimension(8))
 
 
@@ -155,7 +172,10 @@ def test_what_delta_does() -> None:
 def test_more_nodes_cannot_mend_the_variance() -> None:
     """Ten times the accuracy of the quadrature leaves the error of positive features where it was."""
     data = sample("iid", 2, 256, 16, 0)
-    coarse, fine = Slay(polynomial=square(), draws=8, nodes=2), Slay(polynomial=square(), draws=8, nodes=5, rule="minimax")
+    coarse, fine = (
+        Slay(polynomial=square(), draws=8, nodes=2),
+        Slay(polynomial=square(), draws=8, nodes=5, rule="minimax"),
+    )
     assert fine.claim.error is not None
     assert coarse.claim.error is not None
     assert fine.claim.error < 0.1 * coarse.claim.error

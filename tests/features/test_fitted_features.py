@@ -92,7 +92,9 @@ def test_a_model_keeps_its_landmarks() -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
     for layer in layers:
         keys: list[Tensor] = []
-        handle = layer.key.register_forward_hook(lambda module, inputs, output, keys=keys: keys.append(output.unflatten(2, (2, -1)).transpose(1, 2)))
+        handle = layer.key.register_forward_hook(
+            lambda module, inputs, output, keys=keys: keys.append(output.unflatten(2, (2, -1)).transpose(1, 2))
+        )
         with pytest.raises(ArgumentError, match="have seen none"):
             model(ids)
         handle.remove()
@@ -112,7 +114,9 @@ def test_fits_that_mean_nothing() -> None:
     with pytest.raises(ArgumentError, match="chooses nothing from keys"):
         m.softmax().fit(k)
     open_map = m.of_features(Anchors(5, "kmeans"))
-    with pytest.raises(ArgumentError, match=r"\(batch, key heads, tokens, dim\) are required, received shape \(20, 6\)"):
+    with pytest.raises(
+        ArgumentError, match=r"\(batch, key heads, tokens, dim\) are required, received shape \(20, 6\)"
+    ):
         open_map.fit(k[0, 0])
     with pytest.raises(ArgumentError, match="at least 5 keys a head are required, received 3"):
         open_map.fit(k[:1, :, :3])

@@ -18,11 +18,17 @@ def relative_error(rule: str, count: int, eps: float, points: int = 30001) -> Te
     found = quadrature(rule, count, eps)  # type: ignore[arg-type]
     y = torch.logspace(math.log10(eps), math.log10(4 + eps), points, dtype=torch.float64)
     x = (2 + eps - y) / 2
-    terms = [math.exp(log_w) * (2 * s * x).exp() if s < 50 else (log_w + 2 * s * x).exp() for s, log_w in zip(found.nodes, found.log_weights, strict=True)]
+    terms = [
+        math.exp(log_w) * (2 * s * x).exp() if s < 50 else (log_w + 2 * s * x).exp()
+        for s, log_w in zip(found.nodes, found.log_weights, strict=True)
+    ]
     return y * torch.stack(terms).sum(0) - 1
 
 
-@pytest.mark.parametrize(("count", "eps", "error"), [(1, 1.0, 0.351), (2, 1.0, 0.104), (4, 0.1, 0.534), (2, 0.01, 0.971), (8, 0.01, 0.871), (64, 0.1, 8e-6)])
+@pytest.mark.parametrize(
+    ("count", "eps", "error"),
+    [(1, 1.0, 0.351), (2, 1.0, 0.104), (4, 0.1, 0.534), (2, 0.01, 0.971), (8, 0.01, 0.871), (64, 0.1, 8e-6)],
+)
 def test_laguerre(count: int, eps: float, error: float) -> None:
     """The largest error stands at x = 1 and falls like (1 + eps)^(-2R), so slowly that 8 nodes miss 87% at eps = 0.01."""
     found = quadrature("laguerre", count, eps)
@@ -34,7 +40,17 @@ def test_laguerre(count: int, eps: float, error: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "eps", "error"), [(5, 1e-3, 0.058), (8, 1e-3, 0.003), (3, 1e-2, 0.15), (5, 1e-2, 0.013), (2, 0.1, 0.15), (3, 0.1, 0.026), (1, 1.0, 0.18), (2, 1.0, 0.0096)]
+    ("count", "eps", "error"),
+    [
+        (5, 1e-3, 0.058),
+        (8, 1e-3, 0.003),
+        (3, 1e-2, 0.15),
+        (5, 1e-2, 0.013),
+        (2, 0.1, 0.15),
+        (3, 0.1, 0.026),
+        (1, 1.0, 0.18),
+        (2, 1.0, 0.0096),
+    ],
 )
 def test_minimax(count: int, eps: float, error: float) -> None:
     """Nonnegative nodes; no worse than a search by hand found; 2R + 1 equal peaks, which only the best has."""
@@ -84,7 +100,10 @@ def missed(kernel: link.Link, fitted: link.Link, x: Tensor, weight: Tensor) -> f
     return float(((weight * (got - wanted).square()).sum() / (weight * wanted.square()).sum()).sqrt())
 
 
-@pytest.mark.parametrize(("eps", "dim", "degree", "error"), [(0.01, 32, 2, 0.266), (0.01, 8, 4, 0.346), (1.0, 8, 4, 0.0751), (1.0, 16, 2, 0.216), (1.0, 8, 6, 0.0206)])
+@pytest.mark.parametrize(
+    ("eps", "dim", "degree", "error"),
+    [(0.01, 32, 2, 0.266), (0.01, 8, 4, 0.346), (1.0, 8, 4, 0.0751), (1.0, 16, 2, 0.216), (1.0, 8, 6, 0.0206)],
+)
 def test_fit(eps: float, dim: int, degree: int, error: float) -> None:
     """The error is what it says, no nearby polynomial does better, and the result is positive."""
     kernel = link.Yat(eps)
@@ -97,7 +116,9 @@ def test_fit(eps: float, dim: int, degree: int, error: float) -> None:
             moved = list(found.link.polynomial)
             moved[j] += step
             assert missed(kernel, link.PolynomialSquare(tuple(moved), found.link.floor), x, weight) > found.error
-    assert missed(kernel, link.PolynomialSquare(found.link.polynomial, found.link.floor + 1e-3), x, weight) > found.error
+    assert (
+        missed(kernel, link.PolynomialSquare(found.link.polynomial, found.link.floor + 1e-3), x, weight) > found.error
+    )
     assert Polynomial.of(found.link).positive
 
 
@@ -127,7 +148,9 @@ def test_fit_to_rows(degree: int) -> None:
     value = kernel.value(x, kernel.coefficients({}))
     assert torch.allclose((weights.sqrt() * value).sum(-1), torch.ones(4, 200, dtype=torch.float64))
     assert bool((weights.triu(1) == 0).all())
-    by_rows, by_pairs = (fit_square(kernel, degree, angles=x, weights=w).link for w in (weights, torch.ones_like(x).tril()))
+    by_rows, by_pairs = (
+        fit_square(kernel, degree, angles=x, weights=w).link for w in (weights, torch.ones_like(x).tril())
+    )
     errors = [fidelity(Polynomial.of(found), {}, data, kernel).error for found in (by_rows, by_pairs)]
     assert errors[0] < 0.85 * errors[1]
 
@@ -135,7 +158,9 @@ def test_fit_to_rows(degree: int) -> None:
 def test_weights_are_counts() -> None:
     """An angle of weight 2 stands for two angles, one of weight 0 for none."""
     x = torch.tensor([0.1, 0.1, 0.5, -0.3, 0.9], dtype=torch.float64)
-    twice = fit_square(link.Yat(1.0), 2, angles=torch.tensor([0.1, 0.5, -0.3, 0.9, 0.7]), weights=torch.tensor([2.0, 1, 1, 1, 0]))
+    twice = fit_square(
+        link.Yat(1.0), 2, angles=torch.tensor([0.1, 0.5, -0.3, 0.9, 0.7]), weights=torch.tensor([2.0, 1, 1, 1, 0])
+    )
     assert twice.link.polynomial == pytest.approx(fit_square(link.Yat(1.0), 2, angles=x).link.polynomial, rel=1e-5)
 
 
@@ -159,7 +184,10 @@ def test_bad_fits() -> None:
         (lambda: fit_square(link.Yat(), 2, angles=torch.zeros(5)), "is zero or not finite"),
         (lambda: fit_square(link.Yat(), 2, dim=8, weights=torch.ones(5)), "pass both"),
         (lambda: fit_square(link.Yat(), 2, angles=torch.ones(4), weights=torch.ones(5)), "as many as angles"),
-        (lambda: fit_square(link.Yat(), 2, angles=torch.ones(2), weights=torch.tensor([1.0, -1.0])), "weights must be finite"),
+        (
+            lambda: fit_square(link.Yat(), 2, angles=torch.ones(2), weights=torch.tensor([1.0, -1.0])),
+            "weights must be finite",
+        ),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrong()

@@ -28,7 +28,14 @@ from zonal.mechanisms.slay import slay_features
 
 @pytest.mark.parametrize(
     ("polynomial", "expected"),
-    [("anchors", Anchors(4)), ("exact", square()), ("nystrom", Nystrom(4)), ("tensor_sketch", TensorSketch(4)), ("maclaurin", RandomMaclaurin(4)), ("none", None)],
+    [
+        ("anchors", Anchors(4)),
+        ("exact", square()),
+        ("nystrom", Nystrom(4)),
+        ("tensor_sketch", TensorSketch(4)),
+        ("maclaurin", RandomMaclaurin(4)),
+        ("none", None),
+    ],
 )
 def test_every_factor(polynomial: str, expected: FeatureMap | None) -> None:
     found = slay_features("small", 0.1, polynomial, size=4, draws=6)  # type: ignore[arg-type]
@@ -39,10 +46,14 @@ def test_scales_are_the_presets() -> None:
     for scale in ("small", "medium", "large"):
         assert slay_features(scale) == Slay.preset(scale)
     assert slay_features(learn=True).learned == ("polynomial_anchors", "node0_right_omega", "node1_right_omega")
-    assert slay_features(learn=True, anew=True).learned == tuple(f"node{r}_{side}" for r in (0, 1) for side in ("left_anchors", "right_omega"))
+    assert slay_features(learn=True, anew=True).learned == tuple(
+        f"node{r}_{side}" for r in (0, 1) for side in ("left_anchors", "right_omega")
+    )
 
 
-def algorithm_1(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drawn: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+def algorithm_1(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drawn: dict[str, torch.Tensor], eps: float
+) -> torch.Tensor:
     """The paper's algorithm 1, line by line, for one head; eq. 9 and 10, and the anchors of table 1."""
     nodes, weights = np.polynomial.laguerre.laggauss(2)
     s_r, w_r = nodes / (2 + eps), weights / (2 + eps)
@@ -54,7 +65,9 @@ def algorithm_1(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drawn: dict[s
         omega = drawn[f"node{r}_right_omega"][0]
         for side, x in enumerate((q, k)):
             prf = torch.exp((2 * s_r[r]) ** 0.5 * x @ omega.T - s_r[r]) / len(omega) ** 0.5  # 4: eq. 9
-            psi[side].append(w_r[r] ** 0.5 * torch.einsum("tp,td->tpd", poly[side], prf).flatten(1))  # 5: eq. 10, S the identity
+            psi[side].append(
+                w_r[r] ** 0.5 * torch.einsum("tp,td->tpd", poly[side], prf).flatten(1)
+            )  # 5: eq. 10, S the identity
     psi_q, psi_k = (torch.cat(found, 1) for found in psi)  # 7
     return psi_q @ (psi_k.T @ v) / (psi_q @ psi_k.sum(0))[:, None]  # 8
 
@@ -66,7 +79,9 @@ def test_it_is_the_papers_algorithm(eps: float) -> None:
     operator = mechanisms.slay("small", eps=eps)
     drawn = {name: x.double() for name, x in slay_features("small", eps).start(6).items()}
     with torch.no_grad():
-        assert torch.allclose(zonal.attention(q, k, v, operator), algorithm_1(q[0, 0], k[0, 0], v[0, 0], drawn, eps), rtol=1e-9)
+        assert torch.allclose(
+            zonal.attention(q, k, v, operator), algorithm_1(q[0, 0], k[0, 0], v[0, 0], drawn, eps), rtol=1e-9
+        )
 
 
 @pytest.mark.parametrize("fusion", ["tensor", "hadamard", "sketch"])
@@ -115,7 +130,9 @@ def test_polynomial_of_data() -> None:
     assert own.link.polynomial == pytest.approx(wanted.polynomial, rel=1e-6)  # type: ignore[attr-defined]
     q, k, v = (x[None] for x in data)
     yat = zonal.attention(q, k, v, mechanisms.yat(eps=1.0), causal=True)
-    own_error, general_error = (float((zonal.attention(q, k, v, of, causal=True) - yat).norm()) for of in (own, general))
+    own_error, general_error = (
+        float((zonal.attention(q, k, v, of, causal=True) - yat).norm()) for of in (own, general)
+    )
     assert own_error < 0.9 * general_error
     again = mechanisms.resolve(own.spec)
     assert (again.link, again.qk_dim, again.spec) == (own.link, 8, own.spec)
@@ -151,7 +168,10 @@ def test_polynomials_that_cannot_be(arguments: dict[str, object], message: str) 
         (lambda: mechanisms.slay(scale=3), "unknown scale 3"),  # type: ignore[arg-type]
         (lambda: mechanisms.hedgehog(size=7), "an even size"),
         (lambda: mechanisms.squared_affine(d_qk=0), "qk_dim must be a whole number >= 1"),
-        (lambda: zonal.attention(*torch.full((3, 1, 1, 4, 64), 20.0).unbind(0), mechanisms.performer()), "the sums that rows are divided by would vanish"),
+        (
+            lambda: zonal.attention(*torch.full((3, 1, 1, 4, 64), 20.0).unbind(0), mechanisms.performer()),
+            "the sums that rows are divided by would vanish",
+        ),
     ],
 )
 def test_sizes_and_denominators_that_cannot_be(make: Callable[[], object], message: str) -> None:

@@ -35,7 +35,9 @@ def pair(distance: float) -> tuple[Tensor, Tensor]:
 def test_the_mean_is_the_kernel(name: str, signed: bool) -> None:
     """Over 4000 heads, each with draws of its own, within 4.5 standard errors."""
     declared = KAPPAS[name].config()
-    features = Stationary(**{key: value for key, value in declared.items() if key not in ("type", "signed")}, signed=signed)
+    features = Stationary(
+        **{key: value for key, value in declared.items() if key not in ("type", "signed")}, signed=signed
+    )
     buffers = features.prepare(5, 4000, dtype=torch.float64)
     for distance in (0.3, 1.0, 2.5):
         u, v = pair(distance)
@@ -54,7 +56,9 @@ def test_matern_by_bessel_functions(smoothness: float) -> None:
     for distance in (0.1, 0.5, 2.0):
         u, v = pair(distance)
         r = math.sqrt(2 * smoothness) * distance / 0.7
-        assert features.apart(u, v).item() == pytest.approx(2 ** (1 - smoothness) / gamma(smoothness) * r**smoothness * kv(smoothness, r), rel=1e-9)
+        assert features.apart(u, v).item() == pytest.approx(
+            2 ** (1 - smoothness) / gamma(smoothness) * r**smoothness * kv(smoothness, r), rel=1e-9
+        )
 
 
 def test_softmax_over_features() -> None:

@@ -31,7 +31,11 @@ def test_features_are_the_polynomial(dim: int, degree: int, lowest: int) -> None
     assert features(q).shape[-1] == features.dimension(dim) == sum(features.sizes(dim))
     assert torch.allclose(got, expected, rtol=1e-11)
     weight = draw(3, 2, seed=3).detach()
-    for a, b in zip(torch.autograd.grad((got * weight).sum(), (q, k, c)), torch.autograd.grad((expected * weight).sum(), (q, k, c)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad((got * weight).sum(), (q, k, c)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, c)),
+        strict=True,
+    ):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-11)
 
 
@@ -59,7 +63,11 @@ def test_moments(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
     got = moments(k, v, features)
     assert torch.allclose(got, expected, rtol=1e-11)
     weight = draw(*got.shape, seed=2).detach()
-    for a, b in zip(torch.autograd.grad((got * weight).sum(), (k, v)), torch.autograd.grad((expected * weight).sum(), (k, v)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad((got * weight).sum(), (k, v)),
+        torch.autograd.grad((expected * weight).sum(), (k, v)),
+        strict=True,
+    ):
         assert torch.allclose(a, b, rtol=1e-10)
 
 
@@ -90,7 +98,14 @@ def test_which_link_is_served(of: link.Link, expected: SymmetricPowers | None) -
     assert feature_map(of) == expected
 
 
-@pytest.mark.parametrize(("of", "params"), [(link.SquaredAffine(0.3), {}), (link.PolynomialSquare((0.2, -0.5, 1.0)), {}), (link.Gegenbauer((2.5,), 5), {"weight": torch.randn(2, 4)})])
+@pytest.mark.parametrize(
+    ("of", "params"),
+    [
+        (link.SquaredAffine(0.3), {}),
+        (link.PolynomialSquare((0.2, -0.5, 1.0)), {}),
+        (link.Gegenbauer((2.5,), 5), {"weight": torch.randn(2, 4)}),
+    ],
+)
 def test_served_link_is_its_features(of: link.Link, params: dict[str, torch.Tensor]) -> None:
     c = of.coefficients(params)
     features = feature_map(of)
@@ -98,7 +113,9 @@ def test_served_link_is_its_features(of: link.Link, params: dict[str, torch.Tens
     q, k = (torch.nn.functional.normalize(draw(2, 1, 9, 6, seed=s), dim=-1) for s in (0, 1))
     scale = features.scale(of.monomials(c), 6)
     got = (features(q) * scale[:, None]) @ features(k).mT
-    assert torch.allclose(got.expand(2, scale.shape[0], 9, 9), of.value((q @ k.mT).expand(2, scale.shape[0], 9, 9), c), atol=1e-12)
+    assert torch.allclose(
+        got.expand(2, scale.shape[0], 9, 9), of.value((q @ k.mT).expand(2, scale.shape[0], 9, 9), c), atol=1e-12
+    )
 
 
 def test_bad_degree() -> None:

@@ -50,7 +50,13 @@ def here() -> bool:
     return isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction)
 
 
-def replaced(ops: ModuleType, name: str, kernel: type[torch.autograd.Function], execution: ModuleType, refusal: Callable[..., Any]) -> AbstractContextManager[Any]:
+def replaced(
+    ops: ModuleType,
+    name: str,
+    kernel: type[torch.autograd.Function],
+    execution: ModuleType,
+    refusal: Callable[..., Any],
+) -> AbstractContextManager[Any]:
     """Inside, calls on the CPU go to the Triton kernels. name: of the operation in ``ops``; refusal: in place of that of ``execution``."""
     stack = ExitStack()
     if here():

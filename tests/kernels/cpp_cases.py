@@ -44,7 +44,17 @@ def refusal(operator: Operator, case: Case) -> str | None:
 
 
 # what the kernel must run: with a bias of keys or without, for heads of any size that it takes, or of some
-LOG = ("softmax", "cosine", "softmax-window", "softmax-strict", "softmax-count", "rewa_functional", "rewa_functional-matern", "softmax-raw", "cosine-learned")
+LOG = (
+    "softmax",
+    "cosine",
+    "softmax-window",
+    "softmax-strict",
+    "softmax-count",
+    "rewa_functional",
+    "rewa_functional-matern",
+    "softmax-raw",
+    "cosine-learned",
+)
 SUMS = (
     "linear", "sko", "sko-fractional", "sko-reproducing", "yat", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog", "yat-raw",
     "rewa_functional-linear", "sko-chunk", "identity-count", "yat-two-sided", "linear-relu",
@@ -53,9 +63,24 @@ DISTANCES = ("distance", "distance-squared", "distance-count")
 FRAMES = ("rewa_categorical", "rewa_categorical-relation")
 RELATIONS = ("rewa_operator", "rewa_operator-path", "rewa_operator-chosen")
 NAMES = (*LOG, *SUMS, *DISTANCES, *FRAMES, *RELATIONS)
-SIZES = {**dict.fromkeys(DISTANCES, range(255)), **dict.fromkeys(FRAMES, range(65)), **dict.fromkeys(RELATIONS, (5, 7, 9))}
+SIZES = {
+    **dict.fromkeys(DISTANCES, range(255)),
+    **dict.fromkeys(FRAMES, range(65)),
+    **dict.fromkeys(RELATIONS, (5, 7, 9)),
+}
 # these meet every input, the others share them out between them
-EVERY = ("softmax", "cosine-learned", "softmax-window", "linear", "sko", "yat", "squared_affine", "sko-chunk", "yat-two-sided", "identity-count")
+EVERY = (
+    "softmax",
+    "cosine-learned",
+    "softmax-window",
+    "linear",
+    "sko",
+    "yat",
+    "squared_affine",
+    "sko-chunk",
+    "yat-two-sided",
+    "identity-count",
+)
 SHARES = 4
 
 
@@ -68,7 +93,11 @@ def selected() -> dict[str, tuple[str, Case]]:
         for number, (row, case) in enumerate(rows.items()):
             bias = case.key_bias and name not in (*SUMS, *DISTANCES)
             case = fitted(operator, replace(case, log_decay=False, key_bias=bias))
-            if case not in seen and case.key_dim in SIZES.get(name, range(257)) and (name in EVERY or number % SHARES == place % SHARES):
+            if (
+                case not in seen
+                and case.key_dim in SIZES.get(name, range(257))
+                and (name in EVERY or number % SHARES == place % SHARES)
+            ):
                 seen.add(case)
                 found[f"{name}-{row}"] = name, case
     return found

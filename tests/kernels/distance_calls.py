@@ -89,7 +89,15 @@ _CASES = (
     Case("rewa_oscillatory", "one", "float16"),
 )
 CASES = {case.name: case for case in _CASES}
-LONG = {case.name: case for case in (Case(name, shape, dtype) for name in ("rewa", "rewa-gates-dot", "rewa_oscillatory") for shape in LARGE for dtype in DTYPES)}
+LONG = {
+    case.name: case
+    for case in (
+        Case(name, shape, dtype)
+        for name in ("rewa", "rewa-gates-dot", "rewa_oscillatory")
+        for shape in LARGE
+        for dtype in DTYPES
+    )
+}
 
 
 def inputs(case: Case) -> Inputs:
@@ -104,7 +112,9 @@ def inputs(case: Case) -> Inputs:
         return x.to(DTYPES[case.dtype])
 
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
-    if case.shape == "clustered":  # three places, and opposite to them; near, on themselves, at zero, and so far that a radius is cut
+    if (
+        case.shape == "clustered"
+    ):  # three places, and opposite to them; near, on themselves, at zero, and so far that a radius is cut
         place = torch.arange(rules.keys)
         k = k[:, :, place % 3] * (1 - 2 * (place % 2))[:, None] + 1e-4 * draw(rules.kv_heads, rules.keys, rules.key_dim)
         k[:, :, 7], k[:, :, 9] = 0, 100 * k[:, :, 9]
@@ -126,21 +136,43 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
     """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
     rules = case.rules
     if rules.cuts and path == "tiled":
-        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
+        memory = Memory.empty(
+            data.operator,
+            rules.batch,
+            rules.kv_heads,
+            rules.key_dim,
+            rules.value_dim,
+            dtype=data.q.dtype,
+            device=data.q.device,
+        )
         parts = []
         for start, stop in zip(rules.cuts[:-1], rules.cuts[1:], strict=True):
             part = slice(start, stop)
             q, k, v = (x[:, :, part] for x in (data.q, data.k, data.v))
-            y, memory = zonal.attention(q, k, v, data.operator, memory=memory, return_memory=True, causal=True, path=path)
+            y, memory = zonal.attention(
+                q, k, v, data.operator, memory=memory, return_memory=True, causal=True, path=path
+            )
             parts.append(y)
         y = torch.cat(parts, 2)
     else:
-        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, causal=rules.causal, path=path)
+        y = zonal.attention(
+            data.q,
+            data.k,
+            data.v,
+            data.operator,
+            key_padding_mask=data.mask,
+            cu_seqlens=data.edges,
+            causal=rules.causal,
+            path=path,
+        )
     assert isinstance(y, Tensor)
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
     leaves = [data.q, data.k, data.v, *data.operator.parameters()]
     found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
-    return [x.detach().cpu() for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))]
+    return [
+        x.detach().cpu()
+        for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))
+    ]
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:

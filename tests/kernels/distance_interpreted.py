@@ -32,4 +32,13 @@ def spoil(broken: bool) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:], calls, calls.CASES | calls.LONG, "tiled", KERNEL, interpreted, spoil, lambda case: case.shape in ("gqa", "long-96"))
+    run(
+        sys.argv[1:],
+        calls,
+        calls.CASES | calls.LONG,
+        "tiled",
+        KERNEL,
+        interpreted,
+        spoil,
+        lambda case: case.shape in ("gqa", "long-96"),
+    )

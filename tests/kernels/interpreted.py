@@ -29,7 +29,11 @@ def mend() -> None:
 
     Its patches of the language are also made once and not at each call of a function, which is most of its time.
     """
-    patch_tensor, patch_language, dot = interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter.InterpreterBuilder.create_dot
+    patch_tensor, patch_language, dot = (
+        interpreter._patch_lang_tensor,
+        interpreter._patch_lang,
+        interpreter.InterpreterBuilder.create_dot,
+    )
     patched: set[frozenset[int]] = set()
 
     class Kept:
@@ -41,7 +45,9 @@ def mend() -> None:
         scope.set_attr(kind, "__index__", lambda self: int(self.handle.data.item()))
 
     def language(function: object) -> Kept:
-        seen = frozenset(id(module) for module in (tl, tl.core) if any(module is value for value in function.__globals__.values()))
+        seen = frozenset(
+            id(module) for module in (tl, tl.core) if any(module is value for value in function.__globals__.values())
+        )
         if seen not in patched:
             patched.add(seen)
             patch_language(function)
@@ -59,7 +65,9 @@ def on(device: torch.device, data: Inputs) -> Inputs:
     """The inputs there, with the same strides."""
     moved = {}
     for name, x in vars(data).items():
-        moved[name] = None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+        moved[name] = (
+            None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+        )
     return Inputs(**moved)
 
 
@@ -74,7 +82,12 @@ def run(case: Case, data: Inputs) -> list[Tensor]:
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty that hands out NaN."""
-    return torch.full(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, float("nan"), dtype=dtype, device=device)
+    return torch.full(
+        shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape,
+        float("nan"),
+        dtype=dtype,
+        device=device,
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -92,13 +105,21 @@ def main(arguments: list[str]) -> None:
     right = tiles.functions
     for name in names:
         broken = name.endswith(BROKEN)
-        tiles.functions = (lambda link: right(replace(link, triton=link.triton.replace("polynomial_square", "horner")))) if broken else right
+        tiles.functions = (
+            (lambda link: right(replace(link, triton=link.triton.replace("polynomial_square", "horner"))))
+            if broken
+            else right
+        )
         case = (CASES | REST | OFF | LARGE)[name.removesuffix(f"-{BROKEN}")]
         data = inputs(case)
         there = on(device, data)
         got = run(case, there)
         wrong = failure(case, data, got)
-        if wrong is None and case.repeats and not all(torch.equal(a, b) for a, b in zip(got, run(case, there), strict=True)):
+        if (
+            wrong is None
+            and case.repeats
+            and not all(torch.equal(a, b) for a, b in zip(got, run(case, there), strict=True))
+        ):
             wrong = f"{name}: another run gave other bits"
         sys.stdout.write(json.dumps({"name": name, "device": device.type, "wrong": wrong}) + "\n")
 

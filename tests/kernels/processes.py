@@ -15,14 +15,25 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.cuda.is_available()
-no_device = pytest.mark.skipif(not CUDA, reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)")
+no_device = pytest.mark.skipif(
+    not CUDA, reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)"
+)
 
 
 def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own: whether triton interprets is settled when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1" if interpret else "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850
+    )
 
 
 def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *options: str) -> dict[str, str | None]:
@@ -35,7 +46,9 @@ def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *opti
     cache = factory.mktemp("triton")
 
     def part(index: int) -> list[dict]:
-        done = python(str(ROOT / "tests" / "kernels" / script), *options, *names[index::count], interpret=not CUDA, cache=cache)
+        done = python(
+            str(ROOT / "tests" / "kernels" / script), *options, *names[index::count], interpret=not CUDA, cache=cache
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -43,7 +56,9 @@ def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *opti
         with ThreadPoolExecutor(count) as pool:
             found = list(pool.map(part, range(count)))
     else:
-        found = shared("-".join([script, *options]), [lambda index=index: part(index) for index in range(count)], factory)
+        found = shared(
+            "-".join([script, *options]), [lambda index=index: part(index) for index in range(count)], factory
+        )
     rows = [row for each in found for row in each]
     assert {row["device"] for row in rows} == {"cuda" if CUDA else "cpu"}
     return {row["name"]: row["wrong"] for row in rows}
@@ -91,7 +106,11 @@ def ahead(module: str, wanted: dict[tuple[Any, ...], set[str]], factory: pytest.
 
 def fitting(compiled: list[dict], variant: tuple[Any, ...], titles: set[str]) -> list[dict]:
     """The rows of a variant: the kernels named, none of which spills or takes more than its device has."""
-    rows = {row["kernel"]: row for row in compiled if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant}
+    rows = {
+        row["kernel"]: row
+        for row in compiled
+        if tuple(row[name] for name in ("link", "mask", "dtype", "dim", "device")) == variant
+    }
     assert set(rows) == titles
     for row in rows.values():
         assert row["spills"] == row["stack"] == 0, row

@@ -97,7 +97,9 @@ def inputs(case: Case) -> Inputs:
 
     q, k = draw(rules.heads, rules.queries, rules.key_dim), draw(rules.kv_heads, rules.keys, rules.key_dim)
     v = draw(rules.kv_heads, rules.keys, rules.value_dim)
-    if case.operator == "steep":  # keys along three directions: G grows to some hundred thousand ridges, and beside them P stays at one over it
+    if (
+        case.operator == "steep"
+    ):  # keys along three directions: G grows to some hundred thousand ridges, and beside them P stays at one over it
         basis = torch.linalg.qr(torch.randn(rules.key_dim, rules.key_dim, generator=generator))[0]
         k = k[..., :3] @ basis[:3] * rules.key_dim**0.25
         v = k @ torch.randn(rules.key_dim, rules.value_dim, generator=generator) + 0.1 * v
@@ -116,7 +118,15 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
     """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
     rules = case.rules
     if rules.cuts and path == "chunked":
-        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device)
+        memory = Memory.empty(
+            data.operator,
+            rules.batch,
+            rules.kv_heads,
+            rules.key_dim,
+            rules.value_dim,
+            dtype=data.q.dtype,
+            device=data.q.device,
+        )
         parts = []
         for start, stop in itertools.pairwise(rules.cuts):
             part = slice(start, stop)
@@ -127,12 +137,24 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
             parts.append(y)
         y = torch.cat(parts, 2)
     else:
-        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, causal=True, path=path)
+        y = zonal.attention(
+            data.q,
+            data.k,
+            data.v,
+            data.operator,
+            key_padding_mask=data.mask,
+            cu_seqlens=data.edges,
+            causal=True,
+            path=path,
+        )
     assert isinstance(y, Tensor)
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y.device)
     leaves = [data.q, data.k, data.v, *data.operator.parameters()]
     found = torch.autograd.grad((y.double() * weight).sum(), leaves, allow_unused=True)
-    return [x.detach().cpu() for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))]
+    return [
+        x.detach().cpu()
+        for x in (y, *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)))
+    ]
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:

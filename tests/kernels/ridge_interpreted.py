@@ -38,7 +38,9 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(ridge_ops, "ridge", KERNEL, native_ridge, lambda call, remembers=False: native_ridge.cuda_refusal(call)) as stack:
+    with replaced(
+        ridge_ops, "ridge", KERNEL, native_ridge, lambda call, remembers=False: native_ridge.cuda_refusal(call)
+    ) as stack:
         if not own:
             stack.enter_context(patch.object(sizes, "ridge_block", lambda dim: 16))
         yield
@@ -51,4 +53,14 @@ def spoil(broken: bool) -> None:
 
 if __name__ == "__main__":
     repeats = {("gqa", "ska-1"), ("long-24", "ska-1")}
-    run(sys.argv[1:], calls, calls.CASES | calls.LONG, "chunked", KERNEL, interpreted, spoil, lambda case: (case.shape, case.operator) in repeats, round_products)
+    run(
+        sys.argv[1:],
+        calls,
+        calls.CASES | calls.LONG,
+        "chunked",
+        KERNEL,
+        interpreted,
+        spoil,
+        lambda case: (case.shape, case.operator) in repeats,
+        round_products,
+    )

@@ -18,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 RUNTIMES = ("libasan.so", "libubsan.so")
-TESTS = (*(f"tests/kernels/test_{name}.py" for name in ("cpp", "sums", "ridge", "distance", "decode", "mixer")), "tests/execution/test_sparse.py")
+TESTS = (
+    *(f"tests/kernels/test_{name}.py" for name in ("cpp", "sums", "ridge", "distance", "decode", "mixer")),
+    "tests/execution/test_sparse.py",
+)
 # what runs processes of its own, or compiles by torch, says nothing about the kernels
 CHOSEN = "not compiles and not compiler and not export and not opcheck and not broken and not cache"
 
@@ -28,10 +31,17 @@ def main(arguments: list[str]) -> int:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         sys.exit("sanitize: g++ is required, none was found. Install it, or name it in CXX.")
-    found = [subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip() for name in RUNTIMES]
+    found = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in RUNTIMES
+    ]
     missing = [name for name in found if not Path(name).is_absolute()]
     if missing:
-        sys.exit(f"sanitize: {compiler} has no {', '.join(missing)}. Install the sanitizers of this compiler (Debian: libgcc-dev).")
+        sys.exit(
+            f"sanitize: {compiler} has no {', '.join(missing)}. Install the sanitizers of this compiler (Debian: libgcc-dev)."
+        )
     with tempfile.TemporaryDirectory(prefix="zonal-sanitize-") as folder:
         wrapper = Path(folder) / "g++"
         # another compiler by its own words, so that a cache keeps its libraries apart; the compiler itself runs without the sanitizers

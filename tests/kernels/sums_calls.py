@@ -21,7 +21,9 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "sq-chunk": lambda: m.squared_affine().replace(prior=prior.ChunkCausal(5)),
     "sko": lambda: m.sko(degrees=(2.0,), manifold_dim=6),
     "sko-1": lambda: m.sko(degrees=(1.0,), manifold_dim=6),
-    "square": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.7), floor=0.01, learn=True), anchor.Row()),
+    "square": lambda: Operator(
+        score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.7), floor=0.01, learn=True), anchor.Row()
+    ),
     "linear": m.linear,
     "identity": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
     "ssd": ssd,
@@ -86,7 +88,9 @@ LARGE: dict[str, Shape] = {
     "long-packed": Shape(packed=(0, 1, 130, 1400, 1401, 3000), queries=3000, keys=3000, key_dim=32, value_dim=32),
     "long-bidirectional": Shape(causal=False, queries=900, keys=3000, key_dim=64, value_dim=64),
     "long-memory": Shape(queries=3000, keys=3000, key_dim=32, value_dim=32, cuts=(0, 1000, 3000), heads=2),
-    "long-decay": Shape(queries=3000, keys=3000, key_dim=64, value_dim=64, cuts=(0, 1000, 3000), heads=4, kv_heads=2, decay=True),
+    "long-decay": Shape(
+        queries=3000, keys=3000, key_dim=64, value_dim=64, cuts=(0, 1000, 3000), heads=4, kv_heads=2, decay=True
+    ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -121,17 +125,31 @@ def _cases() -> dict[str, Case]:
     found += [Case(operator, "decay-memory") for operator in ("identity", "ssd")]
     # in 16 bits a row of few and small weights is rounded, and its gradient against its own sum is what that leaves: other anchors, other maps
     found += [Case("sq", "level", dtype) for dtype in ("bfloat16", "float16")]
-    found += [Case("sq-count", "causal", "bfloat16"), Case("ssd", "decay-memory", "bfloat16"), Case("sq-count", "packed", "float16"), Case("linear", "memory", "float16")]
+    found += [
+        Case("sq-count", "causal", "bfloat16"),
+        Case("ssd", "decay-memory", "bfloat16"),
+        Case("sq-count", "packed", "float16"),
+        Case("linear", "memory", "float16"),
+    ]
     return {case.name: case for case in found}
 
 
 def _rest() -> dict[str, Case]:
     """More of both, for a device: the interpreter takes half a second for each."""
     found = [Case("sq", shape) for shape in SHAPES if shape not in ("short", "one", "broad")]
-    found += [Case(operator, shape) for operator in OPERATORS for shape in ("causal", "memory") if (operator, shape) != ("sq-chunk", "memory")]
+    found += [
+        Case(operator, shape)
+        for operator in OPERATORS
+        for shape in ("causal", "memory")
+        if (operator, shape) != ("sq-chunk", "memory")
+    ]
     found += [Case(operator, "decay") for operator in ("sq-raw", "linear")]
     found += [Case(operator, "packed") for operator in ("sq-count", "linear", "sq-chunk", "square")]
-    found += [Case(operator, shape, dtype) for dtype in ("bfloat16", "float16") for operator, shape in (("sq-count", "gqa"), ("linear", "memory"), ("ssd", "decay-memory"))]
+    found += [
+        Case(operator, shape, dtype)
+        for dtype in ("bfloat16", "float16")
+        for operator, shape in (("sq-count", "gqa"), ("linear", "memory"), ("ssd", "decay-memory"))
+    ]
     return {case.name: case for case in found if case.name not in CASES}
 
 
@@ -216,7 +234,16 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
     state = None
     if rules.cuts and path == "chunked":
-        memory = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device, kind=kind)
+        memory = Memory.empty(
+            data.operator,
+            rules.batch,
+            rules.kv_heads,
+            rules.key_dim,
+            rules.value_dim,
+            dtype=data.q.dtype,
+            device=data.q.device,
+            kind=kind,
+        )
         parts = []
         for start, stop in itertools.pairwise(rules.cuts):
             part = slice(start, stop)
@@ -227,16 +254,44 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
             parts.append(y)
         y, state = torch.cat(parts, 2), memory.state  # type: ignore[attr-defined]
     else:
-        y = zonal.attention(data.q, data.k, data.v, data.operator, key_padding_mask=data.mask, cu_seqlens=data.edges, log_decay=data.log_decay, key_bias=data.key_bias, **options)
+        y = zonal.attention(
+            data.q,
+            data.k,
+            data.v,
+            data.operator,
+            key_padding_mask=data.mask,
+            cu_seqlens=data.edges,
+            log_decay=data.log_decay,
+            key_bias=data.key_bias,
+            **options,
+        )
         if rules.cuts:
-            empty = Memory.empty(data.operator, rules.batch, rules.kv_heads, rules.key_dim, rules.value_dim, dtype=data.q.dtype, device=data.q.device, kind=kind)
+            empty = Memory.empty(
+                data.operator,
+                rules.batch,
+                rules.kv_heads,
+                rules.key_dim,
+                rules.value_dim,
+                dtype=data.q.dtype,
+                device=data.q.device,
+                kind=kind,
+            )
             state = empty.absorb(data.k, data.v, data.mask, data.log_decay, data.key_bias).state  # type: ignore[attr-defined]
     assert isinstance(y, Tensor)
     generator = torch.Generator().manual_seed(1)
     loss = (y.double() * torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
     if state is not None:
-        loss = loss + (state.double() * torch.randn(state.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
-    leaves = [data.q, data.k, data.v, *(x for x in (data.log_decay, data.key_bias) if x is not None), *data.operator.parameters()]
+        loss = (
+            loss
+            + (state.double() * torch.randn(state.shape, generator=generator, dtype=torch.float64).to(y.device)).sum()
+        )
+    leaves = [
+        data.q,
+        data.k,
+        data.v,
+        *(x for x in (data.log_decay, data.key_bias) if x is not None),
+        *data.operator.parameters(),
+    ]
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
     return [x.detach().cpu() for x in (y, *(() if state is None else (state,)), *gradients)]
@@ -244,9 +299,20 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     """Where ``got`` is further from float64 than twice the dense path in the same type and a floor of rounding; None if nowhere."""
-    truth, reference = attended(case, data.to(torch.float64, "cpu"), "dense"), attended(case, data.to(DTYPES[case.dtype], "cpu"), "dense")
+    truth, reference = (
+        attended(case, data.to(torch.float64, "cpu"), "dense"),
+        attended(case, data.to(DTYPES[case.dtype], "cpu"), "dense"),
+    )
     rules = case.rules
-    names = ["y", *(["state"] if rules.cuts else []), "dq", "dk", "dv", *(["decays"] if rules.decay else []), *(["biases"] if rules.bias else [])]
+    names = [
+        "y",
+        *(["state"] if rules.cuts else []),
+        "dq",
+        "dk",
+        "dv",
+        *(["decays"] if rules.decay else []),
+        *(["biases"] if rules.bias else []),
+    ]
     for index, (a, b, t) in enumerate(zip(got, reference, truth, strict=True)):
         name = names[index] if index < len(names) else f"parameter {index - len(names)}"
         if not t.numel():
@@ -260,7 +326,9 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
         # on some processors numpy, which the interpreter multiplies with, is 1.2 times 32 roundings off
         floor = 48 * terms * torch.finfo(torch.float32).eps * size
         if case.dtype != "float32":  # weights, features and what is read are rounded to it
-            floor += (2 if name == "y" else 1 if rules.level else 6) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
+            floor += (
+                (2 if name == "y" else 1 if rules.level else 6) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
+            )
         if error > 2 * allowed + floor:
             return f"{case.name}: {name} is off by {error:.3g}, the dense path in the same type by {allowed:.3g}, of {size:.3g}"
     return None

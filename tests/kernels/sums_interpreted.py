@@ -45,7 +45,9 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(sums_ops, "feature_sums", KERNEL, native_sums, lambda call, kind=None: native_sums.cuda_refusal(call)) as stack:
+    with replaced(
+        sums_ops, "feature_sums", KERNEL, native_sums, lambda call, kind=None: native_sums.cuda_refusal(call)
+    ) as stack:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))
@@ -66,4 +68,14 @@ def spoil(broken: bool) -> None:
 
 if __name__ == "__main__":
     cases = calls.CASES | calls.REST | calls.LONG
-    run(sys.argv[1:], calls, cases, "chunked", KERNEL, interpreted, spoil, lambda case: case.shape in ("gqa", "long-32"), round_products)
+    run(
+        sys.argv[1:],
+        calls,
+        cases,
+        "chunked",
+        KERNEL,
+        interpreted,
+        spoil,
+        lambda case: case.shape in ("gqa", "long-32"),
+        round_products,
+    )

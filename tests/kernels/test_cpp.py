@@ -31,6 +31,7 @@ from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 
+
 def test_the_table_says_all() -> None:
     """Of the matrix, no other operator is run."""
     others = [name for name in KINDS if name not in NAMES]
@@ -71,9 +72,16 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
             continue
         size = max(1.0, t.abs().max().item())
         error, allowed = (a.double() - t).abs().max().item(), (b.double() - t).abs().max().item()
-        floor = (64 if index else 16) * torch.finfo(torch.float32).eps * size * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
+        floor = (
+            (64 if index else 16)
+            * torch.finfo(torch.float32).eps
+            * size
+            * (got[0][..., 0].numel() ** 0.5 if index > 3 else 1)
+        )
         floor += 0 if dtype == torch.float32 else torch.finfo(dtype).eps * size
-        assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch's tiles {allowed:.3g}, size {size:.3g}"
+        assert error <= 2 * allowed + floor, (
+            f"item {index}: error {error:.3g}, torch's tiles {allowed:.3g}, size {size:.3g}"
+        )
 
 
 @pytest.mark.parametrize("selection", SELECTED)
@@ -108,7 +116,10 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
         kernel = library.load(code, source)
         for name in ("zonal_forward", "zonal_backward"):
             getattr(kernel, name)._zonal = source
-    q, k, v = (torch.randn(1, 2, 40, dim, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_() for i in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 40, dim, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_()
+        for i in range(3)
+    )
     spec = ops.encode(ops.TileSpec(code, "raw"))
     for factor in (0.5, 0.0):
         ran.clear()
@@ -126,7 +137,20 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["q", "k"])
 @pytest.mark.parametrize(
-    "name", ["softmax", "cosine", "sko", "yat", "squared_affine", "polynomial_square", "softmax-count", "yat-raw", "identity-count", "distance", "distance-squared"]
+    "name",
+    [
+        "softmax",
+        "cosine",
+        "sko",
+        "yat",
+        "squared_affine",
+        "polynomial_square",
+        "softmax-count",
+        "yat-raw",
+        "identity-count",
+        "distance",
+        "distance-squared",
+    ],
 )
 def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> None:
     """A NaN key poisons the queries that see it, a NaN query itself, and nothing else; with and without gradients."""
@@ -199,7 +223,11 @@ def test_the_same_bits_again(threads: int) -> None:
     try:
         torch.set_num_threads(threads)
         operator, tensors = m.sko(degrees=(2.0, 3.0)), sample()
-        assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(run(operator, tensors), run(operator, tensors), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for _ in range(3)
+            for a, b in zip(run(operator, tensors), run(operator, tensors), strict=True)
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -374,10 +402,14 @@ def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.M
     operator, tensors = m.sko(degrees=(2.0,)), sample(40)
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     fake = empty_cache.parent / "g++"
-    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo fake 1.0; exit 0; }\necho "error: out of order" >&2\nexit 3\n')
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo fake 1.0; exit 0; }\necho "error: out of order" >&2\nexit 3\n'
+    )
     fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CXX", str(fake))
-    with pytest.warns(UserWarning, match=r"torch's tiles run in place .* failed on link 'polynomial' \(exit 3\): error: out of order"):
+    with pytest.warns(
+        UserWarning, match=r"torch's tiles run in place .* failed on link 'polynomial' \(exit 3\): error: out of order"
+    ):
         assert torch.allclose(zonal.attention(*tensors, operator, causal=True, path="tiled"), expected, atol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -403,14 +435,34 @@ class Angle(metric.Metric):
     [
         (lambda: prepare(m.sko(degrees=(16.0,), manifold_dim=1), *sample(9), causal=True), "no formula"),
         (lambda: prepare(m.softmax(prior=prior.ALiBi()), *sample(9), causal=True), "log priors"),
-        (lambda: prepare(m.softmax(), *sample(9), causal=True, key_bias=torch.full((2, 4, 9), float("-inf"))), "log priors"),
+        (
+            lambda: prepare(m.softmax(), *sample(9), causal=True, key_bias=torch.full((2, 4, 9), float("-inf"))),
+            "log priors",
+        ),
         (lambda: prepare(m.yat(), *sample(9), causal=True, key_bias=torch.zeros(2, 4, 9)), "log priors"),
         (lambda: prepare(m.yat(), *sample(9, torch.float64), causal=True), "float64"),
-        (lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True), "1 to 256, this call has 300 and 300"),
-        (lambda: prepare(Operator(score.NegativeDistance(Angle()), link.Exp(), anchor.Row()), *sample(9), causal=True), "no dot product"),
-        (lambda: prepare(Operator(score.NegativeDistance(), link.PolynomialSquare(), anchor.Row()), *sample(9), causal=True), "with score NegativeDistance"),
         (
-            lambda: prepare(Operator(score.NegativeDistance(), link.Exp(), anchor.Row()), *(torch.randn(1, 1, 4, 255) for _ in range(3)), causal=True),
+            lambda: prepare(m.yat(), *(torch.randn(1, 1, 4, 300) for _ in range(3)), causal=True),
+            "1 to 256, this call has 300 and 300",
+        ),
+        (
+            lambda: prepare(
+                Operator(score.NegativeDistance(Angle()), link.Exp(), anchor.Row()), *sample(9), causal=True
+            ),
+            "no dot product",
+        ),
+        (
+            lambda: prepare(
+                Operator(score.NegativeDistance(), link.PolynomialSquare(), anchor.Row()), *sample(9), causal=True
+            ),
+            "with score NegativeDistance",
+        ),
+        (
+            lambda: prepare(
+                Operator(score.NegativeDistance(), link.Exp(), anchor.Row()),
+                *(torch.randn(1, 1, 4, 255) for _ in range(3)),
+                causal=True,
+            ),
             "must be 1 to 254 and 1 to 256",
         ),
     ],

@@ -38,14 +38,24 @@ KINDS: dict[str, Callable[[], Operator]] = {
     "polynomial_square": lambda: m.polynomial_square(degree=4, d_qk=8),
     "sko-2": lambda: m.sko(degrees=(2.0,)),
     "sko-3": lambda: m.sko(degrees=(3.0, 2.0), manifold_dim=4),
-    "degree-6": lambda: Operator(score.Cosine(learn_temperature=True), link.PolynomialSquare((0.2, 0.5, 0.3, 0.4), floor=0.01, learn=True), anchor.Row()),
+    "degree-6": lambda: Operator(
+        score.Cosine(learn_temperature=True),
+        link.PolynomialSquare((0.2, 0.5, 0.3, 0.4), floor=0.01, learn=True),
+        anchor.Row(),
+    ),
     "linear": m.linear,
     "identity-count": lambda: Operator(score.Dot(), link.Identity(), anchor.Count()),
     "slay": lambda: m.slay(scale="small"),
     "hedgehog": lambda: m.hedgehog(size=6),
 }
 # (heads, key heads, key dim, value dim): grouped queries, odd sizes, and values that fill vectors
-SHAPES = {"odd": (4, 4, 5, 3), "grouped": (6, 2, 7, 33), "one key head": (4, 1, 8, 24), "two numbers": (2, 2, 2, 8), "one number": (2, 1, 1, 1)}
+SHAPES = {
+    "odd": (4, 4, 5, 3),
+    "grouped": (6, 2, 7, 33),
+    "one key head": (4, 1, 8, 24),
+    "two numbers": (2, 2, 2, 8),
+    "one number": (2, 1, 1, 1),
+}
 PIECES = (1, 1, 3, 16, 1, 2, 8, 1, 7)
 
 
@@ -56,14 +66,26 @@ def draw(shape: tuple[int, int, int, int], tokens: int, batch: int = 2) -> list[
     return [torch.randn(batch, n, tokens, d, generator=generator, dtype=torch.float64) for n, d in sizes]
 
 
-def pieces(operator: Operator, tensors: list[Tensor], sizes: tuple[int, ...], path: str = "streaming", memory: Memory | None = None) -> tuple[Tensor, Memory]:
+def pieces(
+    operator: Operator,
+    tensors: list[Tensor],
+    sizes: tuple[int, ...],
+    path: str = "streaming",
+    memory: Memory | None = None,
+) -> tuple[Tensor, Memory]:
     """The tokens in pieces, each after the memory of those before it."""
     q, k, v = tensors
-    memory = Memory.empty(operator, k.shape[0], k.shape[1], k.shape[3], v.shape[3], dtype=k.dtype) if memory is None else memory
+    memory = (
+        Memory.empty(operator, k.shape[0], k.shape[1], k.shape[3], v.shape[3], dtype=k.dtype)
+        if memory is None
+        else memory
+    )
     found = []
     for start, stop in itertools.pairwise((0, *itertools.accumulate(sizes))):
         part = slice(start, stop)
-        y, memory = zonal.attention(q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path=path)
+        y, memory = zonal.attention(
+            q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path=path
+        )
         found.append(y)
     return torch.cat(found, 2), memory
 
@@ -72,7 +94,9 @@ def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
     """What a row's rounding is multiplied by, (B, H, T, 1): sums from features cancel where a positive polynomial nearly vanishes (docs/paths.md)."""
     if not operator.tags.normalises or isinstance(operator.link, link.Identity):
         return torch.ones(())
-    mean = zonal.attention(q, k, torch.ones_like(k[..., :1]), operator.replace(anchor=anchor.Count()), causal=True, path="dense")
+    mean = zonal.attention(
+        q, k, torch.ones_like(k[..., :1]), operator.replace(anchor=anchor.Count()), causal=True, path="dense"
+    )
     return torch.where(mean > 0, 1 + 1 / mean, 1)
 
 
@@ -94,7 +118,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", KINDS)
-def test_steps_equal_the_definition(name: str, shape: str, dtype: torch.dtype, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_the_definition(
+    name: str, shape: str, dtype: torch.dtype, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and the state left, with at most twice the error of torch's steps, and a floor of rounding."""
     operator = randomised(KINDS[name]()).float()
     exact = draw(SHAPES[shape], sum(PIECES))
@@ -103,7 +129,11 @@ def test_steps_equal_the_definition(name: str, shape: str, dtype: torch.dtype, s
     double = copy.deepcopy(operator).double()
     with torch.no_grad():
         truth = zonal.attention(exact[0], exact[1], exact[2], double, causal=True, path="dense")
-        state = Memory.empty(double, 2, *(exact[1].shape[i] for i in (1, 3)), exact[2].shape[3], dtype=torch.float64).absorb(exact[1], exact[2]).state
+        state = (
+            Memory.empty(double, 2, *(exact[1].shape[i] for i in (1, 3)), exact[2].shape[3], dtype=torch.float64)
+            .absorb(exact[1], exact[2])
+            .state
+        )
         y, memory = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
         monkeypatch.setenv(availability.VARIABLE, "off")
@@ -137,7 +167,9 @@ def test_steps_are_what_chunked_and_the_verbs_give(name: str) -> None:
         for other in (after, absorbed):
             assert torch.allclose(memory.state, other.state, atol=1e-4, rtol=1e-5)  # type: ignore[attr-defined]
         more = [x[:, :, :5] for x in tensors]
-        assert torch.allclose(pieces(operator, more, (5,), memory=after)[0], pieces(operator, more, (1, 4), memory=memory)[0], atol=1e-4)
+        assert torch.allclose(
+            pieces(operator, more, (5,), memory=after)[0], pieces(operator, more, (1, 4), memory=memory)[0], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
@@ -150,8 +182,12 @@ def test_features_are_those_of_memories(degree: int, dim: int) -> None:
             continue  # no link leaves the constant out
         x = torch.randn(1, 1, 1, dim, generator=torch.Generator().manual_seed(dim))
         size = features.dimension(dim)
-        decoder = Decoder(DecodeSpec((1, 1, 1, dim, 1), degree, lowest, "raw", False, True), torch.ones(1), torch.ones(1, size))
-        _, state = decoder(x, x, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, size, 1), 0, torch.zeros(1, dtype=torch.int64))
+        decoder = Decoder(
+            DecodeSpec((1, 1, 1, dim, 1), degree, lowest, "raw", False, True), torch.ones(1), torch.ones(1, size)
+        )
+        _, state = decoder(
+            x, x, torch.ones(1, 1, 1, 1), torch.zeros(1, 1, size, 1), 0, torch.zeros(1, dtype=torch.int64)
+        )
         assert torch.allclose(state.flatten(), features(x).flatten(), rtol=1e-6, atol=1e-7)
 
 
@@ -208,7 +244,10 @@ def test_saved_and_loaded_in_the_middle(name: str, tmp_path: Path) -> None:
         _, memory = pieces(operator, first, (1,) * 20)
         expected, _ = pieces(operator, rest, (1,) * 10, memory=memory)
         memory.save(tmp_path / "memory.safetensors")
-        for loaded in (Memory.load(tmp_path / "memory.safetensors"), Memory.load(tmp_path / "memory.safetensors", operator)):
+        for loaded in (
+            Memory.load(tmp_path / "memory.safetensors"),
+            Memory.load(tmp_path / "memory.safetensors", operator),
+        ):
             assert torch.equal(pieces(operator, rest, (1,) * 10, memory=loaded)[0], expected)
 
 
@@ -272,13 +311,17 @@ def test_tracers_modes_and_masks_go_the_usual_way(steps: list[int]) -> None:
         assert steps.pop() == 1
         expected, _ = zonal.attention(q, k, v, operator, causal=True, memory=memory)
         assert steps.pop() == 1
-        compiled = torch.compile(lambda *x: zonal.attention(*x, operator, causal=True, memory=memory)[0], backend="eager")
+        compiled = torch.compile(
+            lambda *x: zonal.attention(*x, operator, causal=True, memory=memory)[0], backend="eager"
+        )
         assert torch.allclose(compiled(q, k, v), expected, atol=1e-6)
         mask = torch.ones(2, 1, dtype=torch.bool)
         y, _ = zonal.attention(q, k, v, operator, causal=True, memory=memory, key_padding_mask=mask)
         assert torch.allclose(y, expected, atol=1e-6)
         bias = torch.zeros(2, 2, 1)
-        assert torch.allclose(zonal.attention(q, k, v, operator, causal=True, memory=memory, key_bias=bias)[0], expected, atol=1e-6)
+        assert torch.allclose(
+            zonal.attention(q, k, v, operator, causal=True, memory=memory, key_bias=bias)[0], expected, atol=1e-6
+        )
         faded, after = zonal.attention(q, k, v, operator, causal=True, memory=memory, log_decay=bias)
         assert torch.allclose(faded, expected, atol=1e-6)
         assert after.kind == "decayed"
@@ -343,7 +386,13 @@ def test_bad_input_is_refused_as_ever(change: Callable, words: str, steps: list[
 
 
 def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reason(operator: Operator, tokens: int = 1, kind: str = "features", dtype: torch.dtype = torch.float32, **arguments: Tensor) -> str:
+    def reason(
+        operator: Operator,
+        tokens: int = 1,
+        kind: str = "features",
+        dtype: torch.dtype = torch.float32,
+        **arguments: Tensor,
+    ) -> str:
         q, k, v = (x.to(dtype) for x in draw((2, 2, 5, 6), tokens))
         return str(native_decode.refusal(prepare(operator, q, k, v, causal=True, **arguments), kind))
 
@@ -410,7 +459,9 @@ def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_generates_the_same_with_and_without(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model(ModelConfig(50, 32, ("sq", "linear", "sko(degrees=(2.0,))"), 4, kv_heads=2, conv=3, rotary=True), seed=0)
+    model = build_model(
+        ModelConfig(50, 32, ("sq", "linear", "sko(degrees=(2.0,))"), 4, kv_heads=2, conv=3, rotary=True), seed=0
+    )
     prompt = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(0))
 
     def logits() -> Tensor:
@@ -435,8 +486,14 @@ def test_the_planner_streams_few_tokens_after_sums() -> None:
         assert page.path == page.plan.estimates[0].path == "streaming"
     q, k, v = (x.float() for x in draw((2, 2, 5, 6), 1))
     call = prepare(m.squared_affine(), q, k, v, causal=True)
-    short, long = (Memory.empty(m.squared_affine(), 2, 2, 5, 6).absorb(k.expand(-1, -1, n, -1), v.expand(-1, -1, n, -1)) for n in (10, 5000))
-    assert plan.choose(call, memory=short, constants=DEFAULT_CPU).estimates[0] == plan.choose(call, memory=long, constants=DEFAULT_CPU).estimates[0]
+    short, long = (
+        Memory.empty(m.squared_affine(), 2, 2, 5, 6).absorb(k.expand(-1, -1, n, -1), v.expand(-1, -1, n, -1))
+        for n in (10, 5000)
+    )
+    assert (
+        plan.choose(call, memory=short, constants=DEFAULT_CPU).estimates[0]
+        == plan.choose(call, memory=long, constants=DEFAULT_CPU).estimates[0]
+    )
 
 
 @pytest.mark.parametrize("positive", [True, False])

@@ -73,12 +73,22 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def fitting(name: str, case: Case) -> bool:
     """Whether the points are some that the metric takes."""
     size = case.key_dim - 2 * (name == "rewa-adaptive")
-    return {"matrices": size in (9, 16, 256), "rewa-adaptive": size == 3, "other-order": size >= 4}.get(name, size >= 3) and not case.key_bias
+    return {"matrices": size in (9, 16, 256), "rewa-adaptive": size == 3, "other-order": size >= 4}.get(
+        name, size >= 3
+    ) and not case.key_bias
 
 
 # some distances with every input, every distance with some inputs
-EVERY, SOME = ("plane", "rewa-gates-dot", "rewa_oscillatory"), ("causal-gqa-odd", "bidirectional", "left-padding", "packed", "documents", "d 256")
-PAIRS = [(name, case) for name in KINDS for case in ({**CASES, **LARGE} if name in EVERY else SOME) if fitting(name, {**CASES, **LARGE}[case])]
+EVERY, SOME = (
+    ("plane", "rewa-gates-dot", "rewa_oscillatory"),
+    ("causal-gqa-odd", "bidirectional", "left-padding", "packed", "documents", "d 256"),
+)
+PAIRS = [
+    (name, case)
+    for name in KINDS
+    for case in ({**CASES, **LARGE} if name in EVERY else SOME)
+    if fitting(name, {**CASES, **LARGE}[case])
+]
 
 
 def everything(operator: Operator, data, path: str) -> list[Tensor]:
@@ -103,7 +113,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the kernel was asked for."""
     calls: list[str] = []
     original = distance_library._Arguments.run
-    monkeypatch.setattr(distance_library._Arguments, "run", lambda self, name: calls.append(name) or original(self, name))
+    monkeypatch.setattr(
+        distance_library._Arguments, "run", lambda self, name: calls.append(name) or original(self, name)
+    )
     return calls
 
 
@@ -120,7 +132,10 @@ def test_kernel_equals_definition(name: str, case: str, ran: list[str]) -> None:
 def test_both_widths_of_vectors(name: str, source: str, ran: list[str]) -> None:
     operator = randomised(KINDS[name]()).float()
     data = inputs(LARGE["d 97, P 80"]).to(torch.float32)
-    close(everything(operator, data, "tiled"), everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"))
+    close(
+        everything(operator, data, "tiled"),
+        everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"),
+    )
     assert distance_library.source() == source
     assert len(ran) == 2
 
@@ -132,7 +147,11 @@ def test_bfloat16(name: str, ran: list[str]) -> None:
     data = inputs(LARGE["causal 127"]).to(torch.bfloat16)
     got = everything(operator, data, "tiled")
     assert all(x.dtype == torch.bfloat16 for x in got[:4])
-    close(got, everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"), eps=2 * torch.finfo(torch.bfloat16).eps)
+    close(
+        got,
+        everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"),
+        eps=2 * torch.finfo(torch.bfloat16).eps,
+    )
     assert len(ran) == 2
 
 
@@ -151,7 +170,9 @@ def distances(kind: metric.Metric, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
     # under the raw anchor y = e^(-d / t); a temperature of about d keeps it from vanishing
     temperature = found.clamp_min(1e-3)[:, None, None, None]
     y, factor = distance_library.forward(q, k, ones, -weights / temperature, nothing, None, None, raw)
-    dq, dk, *_ = distance_library.backward(-temperature / y, q, k, ones, y, factor, -weights / temperature, nothing, None, None, raw, False)
+    dq, dk, *_ = distance_library.backward(
+        -temperature / y, q, k, ones, y, factor, -weights / temperature, nothing, None, None, raw, False
+    )
     return found, dq[:, 0, 0], dk[:, 0, 0]
 
 
@@ -159,7 +180,9 @@ def exact(kind: metric.Metric, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Te
     """The same by the metric in float64."""
     q, k = (x.double()[:, None].requires_grad_() for x in (q, k))
     found = kind.pair(q, k)
-    return found.detach().flatten(), *(x[:, 0] for x in kind.pair_vjp(q.detach(), k.detach(), found.detach(), torch.ones_like(found)))
+    return found.detach().flatten(), *(
+        x[:, 0] for x in kind.pair_vjp(q.detach(), k.detach(), found.detach(), torch.ones_like(found))
+    )
 
 
 @pytest.mark.parametrize("radius", [0.01, 0.3, 3.0, 30.0])
@@ -173,7 +196,11 @@ def test_float32_has_five_digits(kind: metric.Metric, radius: float, source: str
 
     for dim in (3, 24):
         q = radius * torch.nn.functional.normalize(draw(60, dim), dim=-1)
-        others = [radius * (0.5 + torch.rand(60, 1, generator=generator)) * torch.nn.functional.normalize(draw(60, dim), dim=-1)]
+        others = [
+            radius
+            * (0.5 + torch.rand(60, 1, generator=generator))
+            * torch.nn.functional.normalize(draw(60, dim), dim=-1)
+        ]
         others += [sign * (q + gap * radius * draw(60, dim)) for sign in (1, -1) for gap in (0.1, 1e-2, 1e-3, 1e-5)]
         for k in others:
             found, truth = distances(kind, q, k), exact(kind, q, k)
@@ -193,7 +220,11 @@ def test_the_same_points(kind: metric.Metric) -> None:
     assert not dk.any()
     line = torch.logspace(-6, 3, 50)[:, None].expand(-1, 3 if isinstance(kind, metric.Product) else 1)
     for other in (1.5 * x, -x, 1e9 * x, torch.zeros_like(x), x.roll(1, 0)):
-        assert all(part.isfinite().all() for pair in ((x, other), (other, x), (line, -line), (line, 2 * line)) for part in distances(kind, *pair))
+        assert all(
+            part.isfinite().all()
+            for pair in ((x, other), (other, x), (line, -line), (line, 2 * line))
+            for part in distances(kind, *pair)
+        )
 
 
 def test_zero_vectors_have_no_direction() -> None:
@@ -212,7 +243,9 @@ def test_clustered_points(name: str) -> None:
     """Every query beside many keys, on some and opposite to others: what a trained layer may make of its tokens."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(1, 2, 3, 9, generator=generator, dtype=torch.float64)
-    x = centres[:, :, torch.arange(60) % 3] * (1 - 2 * (torch.arange(60) % 2))[:, None] + 1e-4 * torch.randn(1, 2, 60, 9, generator=generator, dtype=torch.float64)
+    x = centres[:, :, torch.arange(60) % 3] * (1 - 2 * (torch.arange(60) % 2))[:, None] + 1e-4 * torch.randn(
+        1, 2, 60, 9, generator=generator, dtype=torch.float64
+    )
     x[:, :, 30:] = x[:, :, :30]
     x[:, :, 7] = 0
     operator = KINDS[name]().float()
@@ -252,7 +285,9 @@ def test_a_poisoned_token(name: str, bad: float, where: str) -> None:
 
 
 def sample(tokens: int = 100, heads: int = 2) -> list[Tensor]:
-    return [torch.randn(1, heads, tokens, 9, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    return [
+        torch.randn(1, heads, tokens, 9, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)
+    ]
 
 
 def run(operator: Operator, tensors: list[Tensor], path: str = "tiled") -> list[Tensor]:
@@ -268,7 +303,9 @@ def test_a_memory_of_keys(name: str, ran: list[str]) -> None:
     whole = zonal.attention(*tensors, operator, causal=True, path="dense")
     memory, parts = zonal.Memory.empty(operator, 1, 2, 9, 9, torch.float32), []
     for span in (slice(0, 17), slice(17, 18), slice(18, 40)):
-        y, memory = zonal.attention(*(x[:, :, span] for x in tensors), operator, causal=True, memory=memory, return_memory=True, path="tiled")
+        y, memory = zonal.attention(
+            *(x[:, :, span] for x in tensors), operator, causal=True, memory=memory, return_memory=True, path="tiled"
+        )
         parts.append(y)
     assert (torch.cat(parts, 2) - whole).abs().max() < 1e-5
     assert len(ran) == 3
@@ -303,7 +340,9 @@ def test_a_broken_kernel_is_seen() -> None:
         for part in (terms, metric.Hyperbolic(scale=1.01).terms(9))
     ]  # fmt: skip
     truth = [x.requires_grad_() for x in (q.double(), k.double(), v.double())]
-    exact = torch.autograd.grad(zonal.attention(*truth, by(metric.Hyperbolic()), causal=True, path="dense").sum(), truth)
+    exact = torch.autograd.grad(
+        zonal.attention(*truth, by(metric.Hyperbolic()), causal=True, path="dense").sum(), truth
+    )
     close(list(found[0][:3]), list(exact))
     with pytest.raises(AssertionError):
         close(list(found[1][:3]), list(exact))
@@ -374,7 +413,9 @@ def test_opcheck(learned: bool) -> None:
     coefficients = torch.rand(2, 3).requires_grad_(learned)
     spec = DistanceSpec(TileSpec(FORMULAS["exp"], "row"), terms, 1)
     assert distance_ops.decode(distance_ops.encode(spec)) == spec
-    torch.library.opcheck(distance_ops.distance, (q, k, v, weights, coefficients, mask, None, distance_ops.encode(spec), learned))
+    torch.library.opcheck(
+        distance_ops.distance, (q, k, v, weights, coefficients, mask, None, distance_ops.encode(spec), learned)
+    )
 
 
 def test_second_derivatives_are_refused() -> None:

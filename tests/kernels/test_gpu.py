@@ -14,7 +14,10 @@ from zonal.execution.call import prepare
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device, and torch sees none here (`make test-gpu` where there is one)",
+    ),
 ]
 
 OPERATORS = {
@@ -78,7 +81,12 @@ def test_a_decoding_step_with_split_keys(name: str) -> None:
 def test_the_planner_chooses_and_runs() -> None:
     q, k, v = inputs(torch.bfloat16)
     operator = mechanisms.sko().cuda()
-    close(zonal.attention(q, k, v, operator, causal=True), zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense"), 2e-2, "y")
+    close(
+        zonal.attention(q, k, v, operator, causal=True),
+        zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense"),
+        2e-2,
+        "y",
+    )
 
 
 def test_the_operator_is_one_of_torch() -> None:
@@ -109,7 +117,9 @@ def test_sums_over_features_equal_the_dense_path(dtype: torch.dtype) -> None:
     def attend() -> Tensor:
         memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []
         for part in (slice(0, 2500), slice(2500, 3000)):
-            y, memory = zonal.attention(q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked")
+            y, memory = zonal.attention(
+                q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked"
+            )
             parts.append(y)
         return torch.cat(parts, 2)
 
@@ -146,7 +156,9 @@ def test_ridge_read_outs_equal_the_dense_path(power: int, dtype: torch.dtype) ->
     def attend() -> Tensor:
         memory, parts = Memory.empty(operator, 1, 2, 64, 64, dtype=dtype, device=q.device), []
         for part in (slice(0, 500), slice(500, 700)):
-            y, memory = zonal.attention(q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked")
+            y, memory = zonal.attention(
+                q[:, :, part], k[:, :, part], v[:, :, part], operator, causal=True, memory=memory, path="chunked"
+            )
             parts.append(y)
         return torch.cat(parts, 2)
 
@@ -157,7 +169,9 @@ def test_ridge_read_outs_equal_the_dense_path(power: int, dtype: torch.dtype) ->
     shadow, wide = copy.deepcopy(operator).double(), [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = zonal.attention(wide[0], wide[1], wide[2], shadow, causal=True, path="dense")
     close(y, exact, TOLERANCE[dtype], "y")
-    for index, (a, b) in enumerate(zip(found, torch.autograd.grad(exact, [*wide, *shadow.parameters()], dy.double()), strict=True)):
+    for index, (a, b) in enumerate(
+        zip(found, torch.autograd.grad(exact, [*wide, *shadow.parameters()], dy.double()), strict=True)
+    ):
         close(a, b, 3 * TOLERANCE[dtype], f"gradient {index}")
     assert torch.equal(y, attend())
 

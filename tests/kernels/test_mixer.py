@@ -8,7 +8,9 @@ from zonal.kernels import mixer_ops
 from zonal.kernels.cpp import library, mixer_library
 from zonal.nn import GatedNorm, Mamba2, ShortConvolution, compiled
 
-pytestmark = pytest.mark.skipif("no C++ compiler" in str(compiled.refusal(torch.zeros(1))), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    "no C++ compiler" in str(compiled.refusal(torch.zeros(1))), reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture
@@ -21,7 +23,9 @@ def ran(monkeypatch):
             called.append(name)
             return getattr(load(mixer_library.CODE, mixer_library.SOURCE), name)
 
-    monkeypatch.setattr(library, "load", lambda code, source="tile": Spied() if source == mixer_library.SOURCE else load(code, source))
+    monkeypatch.setattr(
+        library, "load", lambda code, source="tile": Spied() if source == mixer_library.SOURCE else load(code, source)
+    )
     return called
 
 
@@ -44,7 +48,9 @@ def make(kind, *arguments):
 
 def gradients(outputs, inputs):
     torch.manual_seed(3)
-    return torch.autograd.grad(torch.stack([(y * torch.randn(y.shape, dtype=torch.float64)).sum() for y in outputs]).sum(), inputs)
+    return torch.autograd.grad(
+        torch.stack([(y * torch.randn(y.shape, dtype=torch.float64)).sum() for y in outputs]).sum(), inputs
+    )
 
 
 def compare(module, other, call, tensors):
@@ -69,7 +75,13 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("case", "width", "activation", "bias"),
-    [(case, 4, "silu", True) for case in CASES] + [("padded-tail", 4, None, False), ("tail", 3, "silu", False), ("plain", 2, None, True), ("padded-tail", 7, "silu", True)],
+    [(case, 4, "silu", True) for case in CASES]
+    + [
+        ("padded-tail", 4, None, False),
+        ("tail", 3, "silu", False),
+        ("plain", 2, None, True),
+        ("padded-tail", 7, "silu", True),
+    ],
 )
 def test_convolution_is_that_of_float64(case, width, activation, bias, ran):
     options, tailed = CASES[case]
@@ -98,7 +110,9 @@ def test_packed_documents(lengths, width):
 def test_parts_are_those_of_the_whole(sizes, heads, ran):
     module = make(ShortConvolution, 37, 4, "silu", True)
     options = {"key_padding_mask": torch.stack([MASK, MASK.flip(0)])}
-    compare(module, twin(module), lambda m, x: [*m.parts(x, sizes, heads=heads, **options)[0]], (torch.randn(2, 150, 37),))
+    compare(
+        module, twin(module), lambda m, x: [*m.parts(x, sizes, heads=heads, **options)[0]], (torch.randn(2, 150, 37),)
+    )
     x = torch.randn(2, 150, 37)
     first, *others = module.parts(x, sizes, heads=heads)[0]
     assert first.shape == (2, 150, heads, sizes[0] // heads)
@@ -106,7 +120,9 @@ def test_parts_are_those_of_the_whole(sizes, heads, ran):
     # a part that nobody uses has no gradient, and the first's may lie head by head
     x.requires_grad_()
     wanted = torch.autograd.grad(module(x)[0][..., : sizes[0]].square().sum(), x)[0]
-    found = torch.autograd.grad(module.parts(x, sizes, heads=heads)[0][0].transpose(1, 2).contiguous().square().sum(), x)[0]
+    found = torch.autograd.grad(
+        module.parts(x, sizes, heads=heads)[0][0].transpose(1, 2).contiguous().square().sum(), x
+    )[0]
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     assert ran
 
@@ -137,7 +153,9 @@ def test_numbers_far_out_stay_numbers():
     assert y.isnan().sum() == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"key_padding_mask": torch.stack([MASK, MASK.flip(0)])}], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    "options", [{}, {"key_padding_mask": torch.stack([MASK, MASK.flip(0)])}], ids=["plain", "padded"]
+)
 def test_a_layer_without_kernels_is_the_same(options, monkeypatch, ran):
     torch.manual_seed(0)
     layer, x = Mamba2(32, state=8, head_dim=16, groups=2), torch.randn(2, 150, 32)
@@ -163,8 +181,15 @@ def test_operators_are_torchs_own_kind():
     x, taps = torch.randn(2, 9, 13, requires_grad=True), torch.randn(13, 4, requires_grad=True)
     tail, bias = torch.randn(2, 3, 13, requires_grad=True), torch.randn(13, requires_grad=True)
     torch.library.opcheck(mixer_ops.short_convolution, (x, tail, taps, bias, None, None, None, True, 2, [8, 2, 3]))
-    torch.library.opcheck(mixer_ops.short_convolution, (x, None, taps, None, None, None, torch.arange(9, dtype=torch.int32), False, 1, [13]))
-    y, v, z = torch.randn(2, 9, 3, 4, requires_grad=True), torch.randn(2, 9, 3, 4, requires_grad=True), torch.randn(2, 9, 12, requires_grad=True)
+    torch.library.opcheck(
+        mixer_ops.short_convolution,
+        (x, None, taps, None, None, None, torch.arange(9, dtype=torch.int32), False, 1, [13]),
+    )
+    y, v, z = (
+        torch.randn(2, 9, 3, 4, requires_grad=True),
+        torch.randn(2, 9, 3, 4, requires_grad=True),
+        torch.randn(2, 9, 12, requires_grad=True),
+    )
     skip, gain = torch.randn(3, requires_grad=True), torch.randn(12, requires_grad=True)
     torch.library.opcheck(mixer_ops.gated_norm, (y, v, z, skip, gain, 2, 1e-5))
     torch.library.opcheck(mixer_ops.gated_norm, (y, None, z, None, gain, 1, 1e-5))
@@ -181,7 +206,9 @@ def test_second_derivatives_are_refused():
 def test_a_fault_in_the_kernel_is_found(monkeypatch):
     """Taps the wrong way round: the comparison above must see it."""
     original = mixer_library.convolution
-    monkeypatch.setattr(compiled.mixer_library, "convolution", lambda x, tail, taps, *rest: original(x, tail, taps.flip(1), *rest))
+    monkeypatch.setattr(
+        compiled.mixer_library, "convolution", lambda x, tail, taps, *rest: original(x, tail, taps.flip(1), *rest)
+    )
     module = make(ShortConvolution, 8, 4, "silu", True)
     with pytest.raises(AssertionError, match="not close"):
         compare(module, twin(module), lambda m, x: [m(x)[0]], (torch.randn(1, 40, 8),))

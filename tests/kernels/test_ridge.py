@@ -54,7 +54,15 @@ KINDS: dict[str, Callable[[], Operator]] = {
 
 
 def call_of(operator: Operator, data: Inputs) -> Call:
-    return prepare(operator, data.q, data.k, data.v, causal=data.causal, key_padding_mask=data.key_padding_mask, cu_seqlens=data.cu_seqlens)
+    return prepare(
+        operator,
+        data.q,
+        data.k,
+        data.v,
+        causal=data.causal,
+        key_padding_mask=data.key_padding_mask,
+        cu_seqlens=data.cu_seqlens,
+    )
 
 
 def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
@@ -64,7 +72,9 @@ def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
     return [y.detach(), *(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))]
 
 
-def assert_as_good(got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
+def assert_as_good(
+    got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32
+) -> None:
     """At most twice the error of torch's blocks in the same precision, and a floor: P starts at 1 / rho = 10, and sums over heads may cancel."""
     for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
         assert a.dtype == b.dtype
@@ -85,12 +95,16 @@ CALLS = [
     for name in KINDS
     for case_name, case in {**CASES, **LARGE}.items()
     for dtype in (torch.float32, torch.bfloat16)
-    if not case.key_bias and tied(KINDS[name](), case) and (name in CHOSEN or (dtype == torch.float32 and case_name != "made again"))
+    if not case.key_bias
+    and tied(KINDS[name](), case)
+    and (name in CHOSEN or (dtype == torch.float32 and case_name != "made again"))
 ]
 
 
 @pytest.mark.parametrize(("name", "case_name", "dtype"), CALLS)
-def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_equals_definition(
+    name: str, case_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and every gradient, with at most twice the error of torch's blocks in the same precision."""
     case = {**CASES, **LARGE}[case_name]
     operator, data = randomised(KINDS[name]()).float(), inputs(case).to(dtype)
@@ -98,7 +112,9 @@ def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype,
     truth = everything(double, exact, exact.run(double, "dense"))
     called: list[str] = []
     original = native_ridge.chunked
-    monkeypatch.setattr(native_ridge, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named))
+    monkeypatch.setattr(
+        native_ridge, "chunked", lambda *given, **named: called.append("kernel") or original(*given, **named)
+    )
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called == ["kernel"]
     monkeypatch.setenv(availability.VARIABLE, "off")
@@ -109,7 +125,9 @@ def test_kernel_equals_definition(name: str, case_name: str, dtype: torch.dtype,
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ridge off by a hundredth is seen."""
     original = ridge_library.forward
-    monkeypatch.setattr(ridge_library, "forward", lambda q, k, v, scale, ridge, *more: original(q, k, v, scale, ridge * 1.01, *more))
+    monkeypatch.setattr(
+        ridge_library, "forward", lambda q, k, v, scale, ridge, *more: original(q, k, v, scale, ridge * 1.01, *more)
+    )
     operator, data = m.ska(power=1), inputs(LARGE["causal 333"]).to(torch.float32)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
@@ -130,7 +148,9 @@ def few_directions(tokens: int, dim: int, rank: int, noise: float = 0.0, seed: i
     k = weights @ basis[:rank] + noise * torch.randn(1, 2, tokens, dim, generator=generator, dtype=torch.float64)
     k = k / k.norm(dim=-1, keepdim=True)
     q = torch.randn(1, 2, tokens, dim, generator=generator, dtype=torch.float64) / dim**0.5
-    v = k @ torch.randn(dim, 8, generator=generator, dtype=torch.float64) + 0.1 * torch.randn(1, 2, tokens, 8, generator=generator, dtype=torch.float64)
+    v = k @ torch.randn(dim, 8, generator=generator, dtype=torch.float64) + 0.1 * torch.randn(
+        1, 2, tokens, 8, generator=generator, dtype=torch.float64
+    )
     return [q.float(), k.float(), v.float()]
 
 
@@ -138,7 +158,9 @@ def doubled(operator: Operator, tensors: list[Tensor]) -> Tensor:
     call = prepare(operator, *tensors, causal=True)
     seen, heads = call.visibility, tensors[0].shape[1]
     rho = call.bound.anchor.ridge(call.bound.anchor_params, heads)  # type: ignore[attr-defined]
-    return ridge_ops.ridge(*tensors, torch.ones(heads), rho, None, seen.lo, seen.hi, None, None, None, None, None, [0] * heads, 0.0, 1)[1]
+    return ridge_ops.ridge(
+        *tensors, torch.ones(heads), rho, None, seen.lo, seen.hi, None, None, None, None, None, [0] * heads, 0.0, 1
+    )[1]
 
 
 @pytest.mark.parametrize(("rank", "noise", "eps"), [(5, 0.0, 0.1), (5, 0.0, 1e-4), (5, 1e-3, 1e-3), (24, 0.0, 1e-4)])
@@ -165,7 +187,10 @@ def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, powe
 
 @pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("path", ["chunked", "auto"])
-@pytest.mark.parametrize(("tokens", "dim", "eps", "power"), [(2, 80, 1e-3, 0), (9, 80, 1e-3, 0), (70, 80, 1e-3, 0), (2, 80, 0.1, 0), (6, 80, 1e-3, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "eps", "power"),
+    [(2, 80, 1e-3, 0), (9, 80, 1e-3, 0), (70, 80, 1e-3, 0), (2, 80, 0.1, 0), (6, 80, 1e-3, 1)],
+)
 def test_long_keys_over_a_small_ridge_lose_no_digits(
     tokens: int, dim: int, eps: float, power: int, path: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,13 +225,20 @@ def test_a_million_tokens_along_few_directions() -> None:
     """Against the sums of all tokens in float64: what is read at the end has not drifted."""
     tokens, dim = 1 << 20, 8
     generator = torch.Generator().manual_seed(0)
-    k = torch.nn.functional.pad(torch.nn.functional.normalize(torch.randn(1, 1, tokens, 3, generator=generator), dim=-1), (0, dim - 3))
-    v, q = torch.randn(1, 1, tokens, 4, generator=generator) + k[..., :1], torch.randn(1, 1, 16, dim, generator=generator)
+    k = torch.nn.functional.pad(
+        torch.nn.functional.normalize(torch.randn(1, 1, tokens, 3, generator=generator), dim=-1), (0, dim - 3)
+    )
+    v, q = (
+        torch.randn(1, 1, tokens, 4, generator=generator) + k[..., :1],
+        torch.randn(1, 1, 16, dim, generator=generator),
+    )
     operator = m.ska(power=1, key_limit=None)
     every = torch.cat([torch.zeros(1, 1, tokens - 16, dim), q], 2)
     with torch.no_grad():
         y = zonal.attention(every, k, v, operator, causal=True, path="chunked")[:, :, -1:]
-        memory = Memory.empty(operator, 1, 1, dim, 4, dtype=torch.float64).absorb(k[:, :, :-1].double(), v[:, :, :-1].double())
+        memory = Memory.empty(operator, 1, 1, dim, 4, dtype=torch.float64).absorb(
+            k[:, :, :-1].double(), v[:, :, :-1].double()
+        )
         expected = memory.read(q[:, :, -1:].double())
     assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
@@ -239,7 +271,9 @@ def test_nan_stays_where_it_is(where: str) -> None:
 def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, the memory at the end and all gradients through it."""
     operator = randomised(KINDS[name]()).float()
-    data = inputs(Case(heads=4, kv_heads=2, queries=300, keys=300, key_dim=4, value_dim=6, padding="random")).to(torch.float32)
+    data = inputs(Case(heads=4, kv_heads=2, queries=300, keys=300, key_dim=4, value_dim=6, padding="random")).to(
+        torch.float32
+    )
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
 
     def run(operator: Operator, data: Inputs) -> tuple[Tensor, RidgeStatistics]:
@@ -264,7 +298,11 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     truth = gradients(double, exact, exact.run(double, "dense"), run(double, exact)[1])
     called: list[int] = []
     original = native_ridge.chunked
-    monkeypatch.setattr(native_ridge, "chunked", lambda call, memory, **named: called.append(call.shape[3]) or original(call, memory, **named))
+    monkeypatch.setattr(
+        native_ridge,
+        "chunked",
+        lambda call, memory, **named: called.append(call.shape[3]) or original(call, memory, **named),
+    )
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory)
     assert called == [b - a for a, b in itertools.pairwise(cuts)]
@@ -278,23 +316,40 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 
 
 @pytest.mark.parametrize("cuts", [tuple(range(41)), (0, 7, 23, 24, 40)])
-@pytest.mark.parametrize("name", ["ridge", "ridge-constant", "ska-0", "ska-1", "ska-2", "mixed", "unlimited", "limited", "mapped", "with itself"])
+@pytest.mark.parametrize(
+    "name",
+    ["ridge", "ridge-constant", "ska-0", "ska-1", "ska-2", "mixed", "unlimited", "limited", "mapped", "with itself"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_equal_the_definition(name: str, cuts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_the_definition(
+    name: str, cuts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token by token and a few at once, from an empty memory; the memory given is not changed, and the one left is torch's."""
     operator = randomised(KINDS[name]()).float()
     data = inputs(Case(heads=4, kv_heads=2, queries=40, keys=40, key_dim=5, value_dim=6, strided=True)).to(dtype)
     exact = data.to(torch.float64)
     called: list[int] = []
     original = native_ridge_decode._step
-    monkeypatch.setattr(native_ridge_decode, "_step", lambda kept, memory, q, k, v: called.append(q.shape[2]) or original(kept, memory, q, k, v))
+    monkeypatch.setattr(
+        native_ridge_decode,
+        "_step",
+        lambda kept, memory, q, k, v: called.append(q.shape[2]) or original(kept, memory, q, k, v),
+    )
     memory: Memory = Memory.empty(operator, 2, 2, 5, 6, dtype=dtype)
     parts, memories = [], [memory]
     with torch.no_grad():
         expected = exact.run(copy.deepcopy(operator).double(), "dense")
         for start, stop in itertools.pairwise(cuts):
             part = slice(start, stop)
-            y, memory = zonal.attention(data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], operator, causal=True, memory=memory, path="streaming")
+            y, memory = zonal.attention(
+                data.q[:, :, part],
+                data.k[:, :, part],
+                data.v[:, :, part],
+                operator,
+                causal=True,
+                memory=memory,
+                path="streaming",
+            )
             parts.append(y)
             memories.append(memory)
         assert called == [b - a for a, b in itertools.pairwise(cuts)]
@@ -309,7 +364,9 @@ def test_steps_equal_the_definition(name: str, cuts: tuple[int, ...], dtype: tor
         for key, value in absorbed.tensors().items():
             assert torch.allclose(memory.tensors()[key].double(), value.double(), rtol=1e-6, atol=1e-6), key
         again = memories[len(memories) // 2].tensors()
-        middle = Memory.empty(operator, 2, 2, 5, 6, dtype=dtype).absorb(data.k[:, :, : cuts[len(memories) // 2]], data.v[:, :, : cuts[len(memories) // 2]])
+        middle = Memory.empty(operator, 2, 2, 5, 6, dtype=dtype).absorb(
+            data.k[:, :, : cuts[len(memories) // 2]], data.v[:, :, : cuts[len(memories) // 2]]
+        )
         for key, value in middle.tensors().items():
             assert torch.allclose(again[key].double(), value.double(), rtol=1e-6, atol=1e-6), key
 
@@ -321,7 +378,9 @@ def test_an_old_inverse_is_made_again_and_does_not_drift() -> None:
     memory: Memory = Memory.empty(operator, 1, 2, 12, 8)
     ages = []
     for t in range(q.shape[2]):
-        y, memory = zonal.attention(*(x[:, :, t : t + 1] for x in (q, k, v)), operator, causal=True, memory=memory, path="streaming")
+        y, memory = zonal.attention(
+            *(x[:, :, t : t + 1] for x in (q, k, v)), operator, causal=True, memory=memory, path="streaming"
+        )
         ages.append(memory.inverse.age)  # type: ignore[attr-defined]
     assert max(ages) == REMAKE
     assert ages[-1] == 300
@@ -335,11 +394,17 @@ def test_a_learned_ridge_that_changed_is_seen_by_the_next_step() -> None:
     memory: Memory = Memory.empty(operator, 2, 2, 4, 4)
     with torch.no_grad():
         _, memory = zonal.attention(q[:, :, :28], k[:, :, :28], v[:, :, :28], operator, causal=True, memory=memory)
-        _, memory = zonal.attention(q[:, :, 28:29], k[:, :, 28:29], v[:, :, 28:29], operator, causal=True, memory=memory, path="streaming")
+        _, memory = zonal.attention(
+            q[:, :, 28:29], k[:, :, 28:29], v[:, :, 28:29], operator, causal=True, memory=memory, path="streaming"
+        )
         for parameter in operator.parameters():
             parameter.add_(0.5)
-        y, _ = zonal.attention(q[:, :, 29:], k[:, :, 29:], v[:, :, 29:], operator, causal=True, memory=memory, path="streaming")
-        expected = zonal.attention(q.double(), k.double(), v.double(), copy.deepcopy(operator).double(), causal=True, path="dense")[:, :, 29:]
+        y, _ = zonal.attention(
+            q[:, :, 29:], k[:, :, 29:], v[:, :, 29:], operator, causal=True, memory=memory, path="streaming"
+        )
+        expected = zonal.attention(
+            q.double(), k.double(), v.double(), copy.deepcopy(operator).double(), causal=True, path="dense"
+        )[:, :, 29:]
     assert (y - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -363,7 +428,9 @@ def test_which_steps_are_refused() -> None:
 # -- its limits --------------------------------------------------------------------------------------------------------------
 
 
-def sample(tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0) -> list[Tensor]:
+def sample(
+    tokens: int = 200, dtype: torch.dtype = torch.float32, heads: int = 2, dim: int = 4, seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
@@ -391,7 +458,9 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_ridge.refusal(call) is None
     assert native_ridge.refusal(call, True) is None
     assert "one solve serves" in str(native_ridge.refusal(prepare(m.ska(), q, k, v, causal=False)))
-    assert "follows the keys" in str(native_ridge.refusal(prepare(m.ska(chunk=4, running_max=True), q, k, v, causal=True)))
+    assert "follows the keys" in str(
+        native_ridge.refusal(prepare(m.ska(chunk=4, running_max=True), q, k, v, causal=True))
+    )
     chunks = prepare(m.ska(chunk=4), q, k, v, causal=True)
     assert native_ridge.refusal(chunks) is None
     assert "whole chunks" in str(native_ridge.refusal(chunks, True))
@@ -415,7 +484,10 @@ def arguments(learned: bool = True, memory: bool = True, power: int = 1) -> tupl
     before = torch.randn(2, 2, 5, 4, generator=generator, dtype=torch.float64)
     parts = [before.mT @ before, before.mT @ before, before.mT @ before.roll(1, 2), before[:, :, -1]]
     parts = [x.detach().clone().requires_grad_(learned) for x in parts] if memory else [None] * 4
-    scale, rho = torch.full((2,), 0.7, dtype=torch.float64, requires_grad=learned), torch.full((2,), 0.3, dtype=torch.float64, requires_grad=learned)
+    scale, rho = (
+        torch.full((2,), 0.7, dtype=torch.float64, requires_grad=learned),
+        torch.full((2,), 0.3, dtype=torch.float64, requires_grad=learned),
+    )
     return q, k, v, scale, rho, mask, seen.lo, seen.hi, None, *parts, [power, power // 2], 1.0, 1
 
 
@@ -468,14 +540,19 @@ def test_a_training_step_compiles_without_a_break() -> None:
 
 
 def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:
-    times = [cost.MODELS["chunked"](zonal.explain(m.ska(power=1), (1, 8, n, 56), causal=True).problem, DEFAULT_CPU).seconds for n in (8192, 16384, 32768)]
+    times = [
+        cost.MODELS["chunked"](zonal.explain(m.ska(power=1), (1, 8, n, 56), causal=True).problem, DEFAULT_CPU).seconds
+        for n in (8192, 16384, 32768)
+    ]
     assert 1.9 < times[1] / times[0] < 2.05
     assert 1.9 < times[2] / times[1] < 2.05
 
 
 def test_the_kernel_is_priced_below_torchs_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds() -> float:
-        return cost.MODELS["chunked"](zonal.explain(m.ska(power=1), (1, 8, 4096, 56), causal=True).problem, DEFAULT_CPU).seconds
+        return cost.MODELS["chunked"](
+            zonal.explain(m.ska(power=1), (1, 8, 4096, 56), causal=True).problem, DEFAULT_CPU
+        ).seconds
 
     fast = seconds()
     monkeypatch.setenv(availability.VARIABLE, "off")

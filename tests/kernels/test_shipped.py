@@ -16,7 +16,15 @@ from zonal.algebra import link, metric
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.cli import build as command
-from zonal.execution import native, native_decode, native_distance, native_ridge, native_ridge_decode, native_sparse, native_sums
+from zonal.execution import (
+    native,
+    native_decode,
+    native_distance,
+    native_ridge,
+    native_ridge_decode,
+    native_sparse,
+    native_sums,
+)
 from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
 from zonal.kernels.cpp import (
@@ -83,7 +91,10 @@ def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkey
         patch.setenv("CXX", "/nowhere/g++")
         assert [name for name in ("exp", "yat") if build.carried(FORMULAS[name])] == ["yat"]
         assert "no good library" in zonal.explain(zonal.mechanisms.softmax(), (1, 1, 8, 4), causal=True).tiles
-        with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"), pytest.warns(UserWarning, match="is damaged"):
+        with (
+            pytest.raises(build.BuildError, match="no C\\+\\+ compiler"),
+            pytest.warns(UserWarning, match="is damaged"),
+        ):
             build.build(code)
     with pytest.warns(UserWarning, match="came with the package is damaged"):
         assert build.build(code).parent != as_installed
@@ -100,7 +111,9 @@ def test_a_library_that_does_not_load_is_compiled(as_installed: Path) -> None:
     assert build.built(code) == build.target(code)  # from now on
 
 
-def test_other_sources_flags_and_formulas_are_other_libraries(as_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_flags_and_formulas_are_other_libraries(
+    as_installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = FORMULAS["yat"]
     assert build.shipped(code) is not None
     assert build.shipped(replace(code, cpp_value="x")) is None
@@ -108,7 +121,9 @@ def test_other_sources_flags_and_formulas_are_other_libraries(as_installed: Path
     assert (build.shipped(code) is None) == recipe.is_x86()
 
 
-def test_build_says_which_it_would_use(as_installed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_says_which_it_would_use(
+    as_installed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "FORMULAS", {name: FORMULAS[name] for name in ("exp", "yat")})
     assert command.run(command.Build(), "zonal build") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -146,19 +161,32 @@ def refused(family: str) -> str | None:
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
     if family == "mixer":
         return compiled.refusal(q)
-    operator = {"ridge": m.ridge, "ridge_decode": m.ridge, "distance": m.rewa, "sparse": lambda: m.softmax().replace(anchor=TopK(2, search=LSH()))}.get(family, m.linear)()
+    operator = {
+        "ridge": m.ridge,
+        "ridge_decode": m.ridge,
+        "distance": m.rewa,
+        "sparse": lambda: m.softmax().replace(anchor=TopK(2, search=LSH())),
+    }.get(family, m.linear)()
     call = prepare(operator, q, k, v, causal=True)
     if family == "decode":
         return native_decode.refusal(call, "features")
     if family == "ridge_decode":
         return native_ridge_decode.refusal(call, "ridge")
-    asked = {"tile": native, "sums": native_sums, "ridge": native_ridge, "distance": native_distance, "sparse": native_sparse}
+    asked = {
+        "tile": native,
+        "sums": native_sums,
+        "ridge": native_ridge,
+        "distance": native_distance,
+        "sparse": native_sparse,
+    }
     return asked[family].refusal(call)
 
 
 @pytest.mark.filterwarnings("ignore::zonal.errors.MissingKernelsWarning")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_shipped_family_runs_without_a_compiler(family: str, families: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shipped_family_runs_without_a_compiler(
+    family: str, families: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own library is enough, and needed: without it the refusal names it."""
     name, source = FAMILIES[family]
     folder, code = tmp_path / "shipped", FORMULAS[name]
@@ -178,7 +206,9 @@ def test_every_shipped_family_runs_without_a_compiler(family: str, families: Pat
             clear()
         (folder / recipe.file_name(code, source(), build.flags(source()))).unlink()
         with torch.no_grad():
-            assert f"no good library of source {source()!r} for link {name!r} came with the package" in (refused(family) or "")
+            assert f"no good library of source {source()!r} for link {name!r} came with the package" in (
+                refused(family) or ""
+            )
     finally:
         for clear in caches:
             clear()

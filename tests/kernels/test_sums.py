@@ -55,7 +55,15 @@ NAMES = (
     "degree-6", "squared_affine-decay", "squared_affine-decay-count", "identity-count", "linear-relu",
 )  # fmt: skip
 # these meet every input, the others share them out between them
-EVERY = ("linear", "retention", "sko-fractional", "squared_affine", "squared_affine-chunk", "squared_affine-decay-count", "identity-count")
+EVERY = (
+    "linear",
+    "retention",
+    "sko-fractional",
+    "squared_affine",
+    "squared_affine-chunk",
+    "squared_affine-decay-count",
+    "identity-count",
+)
 SHARES = 4
 
 
@@ -68,8 +76,15 @@ def selected() -> dict[str, tuple[str, Case]]:
         for number, (row, case) in enumerate(rows.items()):
             case = fitted(operator, case)
             # a query that sees one key of nearly no weight has a gradient of zero, from large terms that cancel
-            cancels = name.startswith("squared_affine") and (case.keys == 1 or (name == "squared_affine-strict" and row in PAIRED))
-            if case not in seen and not cancels and not (name in HEAVY and row == "d 32") and (name in EVERY or number % SHARES == place % SHARES):
+            cancels = name.startswith("squared_affine") and (
+                case.keys == 1 or (name == "squared_affine-strict" and row in PAIRED)
+            )
+            if (
+                case not in seen
+                and not cancels
+                and not (name in HEAVY and row == "d 32")
+                and (name in EVERY or number % SHARES == place % SHARES)
+            ):
                 seen.add(case)
                 found[f"{name}-{row}"] = name, case
     return found
@@ -83,7 +98,9 @@ def test_the_table_says_all() -> None:
     for name in set(KINDS) - set(NAMES):
         operator = KINDS[name]().float()
         call = call_of(operator, inputs(fitted(operator, CASES["causal"])).to(torch.float32))
-        assert chunked_refusal(call) is not None or operator.tags.solves or native_sums.refusal(call) is not None, f"the kernel now runs {name}, too: add it to the table"
+        assert chunked_refusal(call) is not None or operator.tags.solves or native_sums.refusal(call) is not None, (
+            f"the kernel now runs {name}, too: add it to the table"
+        )
 
 
 def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
@@ -112,12 +129,24 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
 
 def test_every_polynomial_link_is_met() -> None:
     """The test above runs each of them, and most of its long cases read the state."""
-    assert {type(KINDS[name]().link).__name__ for name in NAMES} == {"Gegenbauer", "Identity", "PolynomialSquare", "SquaredAffine"}
-    read = {name for name, case in LARGE.items() if not case.packed and work(problem_of(call_of(m.squared_affine(), inputs(case).to(torch.float32)))).reads}
+    assert {type(KINDS[name]().link).__name__ for name in NAMES} == {
+        "Gegenbauer",
+        "Identity",
+        "PolynomialSquare",
+        "SquaredAffine",
+    }
+    read = {
+        name
+        for name, case in LARGE.items()
+        if not case.packed and work(problem_of(call_of(m.squared_affine(), inputs(case).to(torch.float32)))).reads
+    }
     assert read == {*LARGE} - {"documents"}
 
 
-@pytest.mark.parametrize(("degree", "lowest", "dim"), [(1, 1, 5), (1, 0, 3), (2, 0, 1), (2, 0, 2), (2, 0, 6), (2, 0, 7), (3, 0, 4), (4, 0, 5), (5, 0, 3), (6, 0, 3)])
+@pytest.mark.parametrize(
+    ("degree", "lowest", "dim"),
+    [(1, 1, 5), (1, 0, 3), (2, 0, 1), (2, 0, 2), (2, 0, 6), (2, 0, 7), (3, 0, 4), (4, 0, 5), (5, 0, 3), (6, 0, 3)],
+)
 def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> None:
     """The kernel's products, weighted and put in place, are SymmetricPowers' features; runs are what they say."""
     table = sums_library.tables(degree, lowest, dim)
@@ -210,9 +239,13 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_sums.refusal(call, "decayed") is None
     assert "'keys'" in str(native_sums.refusal(call, "keys"))
     assert native_sums.refusal(prepare(m.retention(), q, k, v, causal=True)) is None
-    assert "ALiBi" in str(native_sums.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True)))
+    assert "ALiBi" in str(
+        native_sums.refusal(prepare(m.squared_affine().replace(prior=prior.ALiBi()), q, k, v, causal=True))
+    )
     assert native_sums.refusal(prepare(KINDS["squared_affine-chunk"](), q, k, v, causal=True), "features") is None
-    assert "float64" in str(native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True)))
+    assert "float64" in str(
+        native_sums.refusal(prepare(m.squared_affine(), q.double(), k.double(), v.double(), causal=True))
+    )
     page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
     assert page.sums == "a compiled kernel"
     monkeypatch.setenv(availability.VARIABLE, "off")
@@ -236,10 +269,29 @@ def arguments(learned: bool = True, fading: bool = False) -> tuple:
     state = torch.randn(2, 2, 15, 5, generator=torch.Generator().manual_seed(2)).abs().requires_grad_(learned)
     scale = torch.full((2,), 0.7, requires_grad=learned)
     seen = call.visibility
-    decay = (-0.1 * mask[:, None] * torch.rand(2, 2, 23, dtype=torch.float64)).requires_grad_(learned) if fading else None
+    decay = (
+        (-0.1 * mask[:, None] * torch.rand(2, 2, 23, dtype=torch.float64)).requires_grad_(learned) if fading else None
+    )
     bias = torch.rand(2, 2, 23).requires_grad_(learned) if fading else None
     before = torch.ones(2, dtype=torch.float64)
-    return q, k, v, scale, coefficients, monomials, state, decay, bias, mask, seen.lo, seen.hi, None, before, sums_ops.encode(spec), 1
+    return (
+        q,
+        k,
+        v,
+        scale,
+        coefficients,
+        monomials,
+        state,
+        decay,
+        bias,
+        mask,
+        seen.lo,
+        seen.hi,
+        None,
+        before,
+        sums_ops.encode(spec),
+        1,
+    )
 
 
 def test_opcheck() -> None:
@@ -274,7 +326,9 @@ def test_checkpointing_autocast_and_inference_mode() -> None:
 def test_a_call_compiles_without_a_break() -> None:
     operator, tensors = m.squared_affine(learn_bias=True), sample(150)
     compiled = torch.compile(run, fullgraph=False, backend="aot_eager")
-    attended = torch.compile(lambda *x: zonal.attention(*x, operator, causal=True, path="chunked"), fullgraph=True, backend="aot_eager")
+    attended = torch.compile(
+        lambda *x: zonal.attention(*x, operator, causal=True, path="chunked"), fullgraph=True, backend="aot_eager"
+    )
     assert torch.allclose(attended(*tensors), run(operator, tensors)[0], atol=1e-6)
     for a, b in zip(run(operator, tensors), compiled(operator, tensors), strict=True):
         assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
@@ -312,6 +366,11 @@ def test_the_planner_counts_what_the_kernel_does(case_name: str) -> None:
 
 
 def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:
-    times = [cost.MODELS["chunked"](zonal.explain(m.squared_affine(), (1, 8, n, 16), causal=True).problem, DEFAULT_CPU).seconds for n in (8192, 16384, 32768)]
+    times = [
+        cost.MODELS["chunked"](
+            zonal.explain(m.squared_affine(), (1, 8, n, 16), causal=True).problem, DEFAULT_CPU
+        ).seconds
+        for n in (8192, 16384, 32768)
+    ]
     assert 1.9 < times[1] / times[0] < 2.05
     assert 1.9 < times[2] / times[1] < 2.05

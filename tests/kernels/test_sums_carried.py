@@ -39,16 +39,42 @@ class Fading:
     key_bias: Tensor | None
 
     @staticmethod
-    def of(tokens: int = 300, what: tuple[str, ...] = (), strength: float = 0.05, queries: int | None = None, padded: bool = True) -> "Fading":
-        data = inputs(Case(heads=4, kv_heads=2, queries=queries or tokens, keys=tokens, key_dim=4, value_dim=6, padding="random" if padded else ""))
+    def of(
+        tokens: int = 300,
+        what: tuple[str, ...] = (),
+        strength: float = 0.05,
+        queries: int | None = None,
+        padded: bool = True,
+    ) -> "Fading":
+        data = inputs(
+            Case(
+                heads=4,
+                kv_heads=2,
+                queries=queries or tokens,
+                keys=tokens,
+                key_dim=4,
+                value_dim=6,
+                padding="random" if padded else "",
+            )
+        )
         generator = torch.Generator().manual_seed(5)
         decay = -strength * torch.rand(2, 2, tokens, generator=generator, dtype=torch.float64).square()
         decay[:, :, 70::90] *= 400  # a sudden forgetting
         bias = torch.randn(2, 2, tokens, generator=generator, dtype=torch.float64)
-        return Fading(data.q, data.k, data.v, data.key_padding_mask, decay if "decay" in what else None, bias if "bias" in what else None)
+        return Fading(
+            data.q,
+            data.k,
+            data.v,
+            data.key_padding_mask,
+            decay if "decay" in what else None,
+            bias if "bias" in what else None,
+        )
 
     def to(self, dtype: torch.dtype) -> "Fading":
-        q, k, v, decay, bias = (None if x is None else x.detach().to(dtype).requires_grad_() for x in (self.q, self.k, self.v, self.log_decay, self.key_bias))
+        q, k, v, decay, bias = (
+            None if x is None else x.detach().to(dtype).requires_grad_()
+            for x in (self.q, self.k, self.v, self.log_decay, self.key_bias)
+        )
         assert q is not None
         assert k is not None
         assert v is not None
@@ -95,7 +121,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
         memory = Memory.empty(operator, 2, 2, 4, 6, dtype=data.q.dtype)
         parts = []
         for start, stop in itertools.pairwise(cuts):
-            y, memory = zonal.attention(**data.part(start, stop), operator=operator, causal=True, memory=memory, path="chunked")
+            y, memory = zonal.attention(
+                **data.part(start, stop), operator=operator, causal=True, memory=memory, path="chunked"
+            )
             parts.append(y)
         return torch.cat(parts, 2), memory
 
@@ -106,7 +134,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     truth = gradients(double, exact, exact.run(double, "dense"), exact.state(double))
     called: list[int] = []
     original = native_sums.chunked
-    monkeypatch.setattr(native_sums, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory))
+    monkeypatch.setattr(
+        native_sums, "chunked", lambda call, memory: called.append(call.shape[3]) or original(call, memory)
+    )
     y, memory = run(operator, data)
     got = gradients(operator, data, y, memory.state)  # type: ignore[attr-defined]
     assert called == [b - a for a, b in itertools.pairwise(cuts)]
@@ -125,8 +155,12 @@ def test_streaming_goes_on_from_the_kernels_memory() -> None:
     operator = m.squared_affine()
     q, k, v = sample(150)
     with torch.no_grad():
-        _, memory = zonal.attention(q[:, :, :149], k[:, :, :149], v[:, :, :149], operator, causal=True, return_memory=True, path="chunked")
-        y, _ = zonal.attention(q[:, :, 149:], k[:, :, 149:], v[:, :, 149:], operator, causal=True, memory=memory, path="streaming")
+        _, memory = zonal.attention(
+            q[:, :, :149], k[:, :, :149], v[:, :, :149], operator, causal=True, return_memory=True, path="chunked"
+        )
+        y, _ = zonal.attention(
+            q[:, :, 149:], k[:, :, 149:], v[:, :, 149:], operator, causal=True, memory=memory, path="streaming"
+        )
         expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")[:, :, 149:]
     assert (y - expected).abs().max() < 1e-4
 
@@ -136,18 +170,28 @@ def test_streaming_goes_on_from_the_kernels_memory() -> None:
 
 @pytest.mark.parametrize("strength", [1e-3, 0.05, 30.0])
 @pytest.mark.parametrize("what", [("decay",), ("bias",), ("decay", "bias")], ids="-".join)
-@pytest.mark.parametrize("name", ["squared_affine", "squared_affine-strict", "squared_affine-raw", "squared_affine-count", "linear-relu", "sko-3"])
-def test_decays_and_biases_of_tokens(name: str, what: tuple[str, ...], strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["squared_affine", "squared_affine-strict", "squared_affine-raw", "squared_affine-count", "linear-relu", "sko-3"],
+)
+def test_decays_and_biases_of_tokens(
+    name: str, what: tuple[str, ...], strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outputs and all gradients, log_decay's and key_bias's among them, from decays that hardly forget to ones that forget all at once."""
     operator = randomised(KINDS[name]()).float()
     # where all a query sees has faded below the smallest float its row is nothing: operators that may give a query's own key nothing are spared that
-    data = Fading.of(333, what, min(strength, 0.05) if name in ("squared_affine-strict", "linear-relu") else strength, queries=301).to(torch.float32)
+    data = Fading.of(
+        333, what, min(strength, 0.05) if name in ("squared_affine-strict", "linear-relu") else strength, queries=301
+    ).to(torch.float32)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
 
     def found(operator: Operator, data: Fading, path: str) -> list[Tensor]:
         y = data.run(operator, path)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)
-        return [y.detach(), *torch.autograd.grad((y * weight).sum(), [*data.leaves, *operator.parameters()], allow_unused=False)]
+        return [
+            y.detach(),
+            *torch.autograd.grad((y * weight).sum(), [*data.leaves, *operator.parameters()], allow_unused=False),
+        ]
 
     called: list[str] = []
     original = native_sums.chunked
@@ -160,14 +204,21 @@ def test_decays_and_biases_of_tokens(name: str, what: tuple[str, ...], strength:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("documents", [None, (0, 3, 120, 300)])
 @pytest.mark.parametrize("name", ["ssd", "squared_affine", "squared_affine-raw", "degree-6"])
-def test_heads_that_share_queries_and_keys(name: str, documents: tuple[int, ...] | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_share_queries_and_keys(
+    name: str, documents: tuple[int, ...] | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One head of queries and keys for five of values: gradients are sums over the heads, from parts that do not hang on the run."""
     operator = randomised(ssd() if name == "ssd" else KINDS[name]()).float()
     generator, batch = torch.Generator().manual_seed(3), 2 if documents is None else 1
     q, k = (torch.randn(batch, 1, 300, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    v, bias = torch.randn(batch, 5, 300, 6, generator=generator, dtype=torch.float64), torch.randn(batch, 5, 300, generator=generator, dtype=torch.float64)
+    v, bias = (
+        torch.randn(batch, 5, 300, 6, generator=generator, dtype=torch.float64),
+        torch.randn(batch, 5, 300, generator=generator, dtype=torch.float64),
+    )
     mask = torch.rand(batch, 300, generator=generator) > 0.2 if documents is None else None
-    data = Fading(q, k, v, mask, -0.1 * torch.rand(batch, 5, 300, generator=generator, dtype=torch.float64), bias).to(torch.float32)
+    data = Fading(q, k, v, mask, -0.1 * torch.rand(batch, 5, 300, generator=generator, dtype=torch.float64), bias).to(
+        torch.float32
+    )
     borders = None if documents is None else torch.tensor(documents)
 
     def found(operator: Operator, data: Fading, path: str, spread: bool) -> list[Tensor]:
@@ -180,7 +231,9 @@ def test_heads_that_share_queries_and_keys(name: str, documents: tuple[int, ...]
 
     shapes: list[tuple[int, ...]] = []
     original = sums_library.backward
-    monkeypatch.setattr(sums_library, "backward", lambda *given: shapes.append(tuple(given[2].shape)) or original(*given))
+    monkeypatch.setattr(
+        sums_library, "backward", lambda *given: shapes.append(tuple(given[2].shape)) or original(*given)
+    )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -199,13 +252,19 @@ def test_heads_that_share_go_on_from_a_memory() -> None:
     operator, generator = ssd(), torch.Generator().manual_seed(4)
     q, k = (torch.randn(1, 1, 150, 4, generator=generator) for _ in range(2))
     v, decay = torch.randn(1, 5, 150, 6, generator=generator), -0.1 * torch.rand(1, 5, 150, generator=generator)
-    expected = zonal.attention(q.expand(-1, 5, -1, -1), k.expand(-1, 5, -1, -1), v, operator, causal=True, log_decay=decay, path="dense")
+    expected = zonal.attention(
+        q.expand(-1, 5, -1, -1), k.expand(-1, 5, -1, -1), v, operator, causal=True, log_decay=decay, path="dense"
+    )
     for path in ("dense", "tiled", "chunked", "streaming"):
-        assert torch.allclose(zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), expected, atol=1e-4)
+        assert torch.allclose(
+            zonal.attention(q, k, v, operator, causal=True, log_decay=decay, path=path), expected, atol=1e-4
+        )
     memory, parts = Memory.empty(operator, 1, 5, 4, 6, kind="decayed"), []
     for start, stop in itertools.pairwise((0, 70, 71, 150)):
         at = slice(start, stop)
-        y, memory = zonal.attention(q[:, :, at], k[:, :, at], v[:, :, at], operator, causal=True, log_decay=decay[:, :, at], memory=memory)
+        y, memory = zonal.attention(
+            q[:, :, at], k[:, :, at], v[:, :, at], operator, causal=True, log_decay=decay[:, :, at], memory=memory
+        )
         parts.append(y)
     assert torch.allclose(torch.cat(parts, 2), expected, atol=1e-4)
 
@@ -218,7 +277,14 @@ def test_decays_within_documents() -> None:
     found = []
     for path, dtype in (("chunked", torch.float32), ("dense", torch.float32), ("dense", torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, decay)]
-        y = zonal.attention(*leaves[:3], operator, causal=True, cu_seqlens=torch.tensor([0, 3, 120, 400]), log_decay=leaves[3], path=path)
+        y = zonal.attention(
+            *leaves[:3],
+            operator,
+            causal=True,
+            cu_seqlens=torch.tensor([0, 3, 120, 400]),
+            log_decay=leaves[3],
+            path=path,
+        )
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     assert_as_good(*found)
 
@@ -246,10 +312,19 @@ def cancelling(gap: float, tokens: int, duplicates: bool) -> list[Tensor]:
     noise = torch.randn(1, 2, 1 if duplicates else tokens, 6, generator=generator, dtype=torch.float64)
     across = torch.nn.functional.normalize(noise, dim=-1).expand(1, 2, tokens, 6)
     x = -0.5 * (1 + gap)
-    k = torch.cat([torch.full((1, 2, tokens, 1), x, dtype=torch.float64), math.sqrt(1 - x * x) * across, torch.zeros(1, 2, tokens, 1, dtype=torch.float64)], -1)
+    k = torch.cat(
+        [
+            torch.full((1, 2, tokens, 1), x, dtype=torch.float64),
+            math.sqrt(1 - x * x) * across,
+            torch.zeros(1, 2, tokens, 1, dtype=torch.float64),
+        ],
+        -1,
+    )
     q = torch.zeros(1, 2, tokens, 8, dtype=torch.float64)
     q[..., 0] = 1
-    q[:, :, ::3] = torch.randn(1, 2, len(range(0, tokens, 3)), 8, generator=generator, dtype=torch.float64)  # a third are queries like any other
+    q[:, :, ::3] = torch.randn(
+        1, 2, len(range(0, tokens, 3)), 8, generator=generator, dtype=torch.float64
+    )  # a third are queries like any other
     return [q, k, torch.randn(1, 2, tokens, 5, generator=generator, dtype=torch.float64)]
 
 
@@ -272,7 +347,9 @@ def test_rows_that_cancel_are_summed_directly(gap: float, duplicates: bool) -> N
         return assert_as_good(*found)
     noise = 1e-5 * found[2][0].abs().max()
     for index, (a, b, t) in enumerate(zip(*found, strict=True)):
-        allowed = noise * (max(4 / gap, 32) if index else 1) * (64 if index > 1 else 1)  # each key's is a sum over 2048 queries
+        allowed = (
+            noise * (max(4 / gap, 32) if index else 1) * (64 if index > 1 else 1)
+        )  # each key's is a sum over 2048 queries
         assert (a - t).abs().max() <= 2 * (b - t).abs().max() + allowed, index
 
 
@@ -284,7 +361,19 @@ def test_only_rows_that_cancel_are_summed_directly() -> None:
     assert code is not None
     spec = sums_ops.SumsSpec(code, 2, 0, "row", True, positive=True)
     numbers = torch.full((2, 1), 0.5), torch.tensor([[0.25, 1.0, 1.0]]).repeat(2, 1)
-    apart = sums_library.forward(q, k, v, torch.ones(2), *numbers, sums_library.places(None, seen.lo, seen.hi, None, 1000), None, None, None, None, spec)[3]
+    apart = sums_library.forward(
+        q,
+        k,
+        v,
+        torch.ones(2),
+        *numbers,
+        sums_library.places(None, seen.lo, seen.hi, None, 1000),
+        None,
+        None,
+        None,
+        None,
+        spec,
+    )[3]
     rows = torch.arange(1000)
     assert apart[0, :, (rows % 3 > 0) & (rows >= 128)].all()
     assert not apart[0, :, rows % 3 == 0].any()
@@ -297,7 +386,9 @@ def test_rows_that_cancel_in_a_memory(gap: float) -> None:
     q, k, v = (x.float() for x in cancelling(gap, 600, False))
     with torch.no_grad():
         memory = Memory.empty(operator, 1, 2, 8, 5).absorb(k[:, :, :500], v[:, :, :500])
-        y, _ = zonal.attention(q[:, :, 500:], k[:, :, 500:], v[:, :, 500:], operator, causal=True, memory=memory, path="chunked")
+        y, _ = zonal.attention(
+            q[:, :, 500:], k[:, :, 500:], v[:, :, 500:], operator, causal=True, memory=memory, path="chunked"
+        )
         truth = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")[:, :, 500:]
     good = ~y.isnan()
     assert (y - truth)[good].abs().max() < 0.1 * truth.abs().max()
@@ -308,12 +399,16 @@ def test_rows_that_cancel_in_a_memory(gap: float) -> None:
 
 @pytest.mark.parametrize("fading", [False, True], ids=["sums", "fading sums"])
 @pytest.mark.parametrize("gap", [0.05, 0.02, 1e-3, 1e-5])
-def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(gap: float, fading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(
+    gap: float, fading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a memory, rows below 2^-16 of what bounds their terms are NaN in the kernel and in torch, and no others are; other rows agree."""
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5), anchor.Row())
     q, k, v = (x.float() for x in cancelling(gap, 512, False))
     decay = torch.full((1, 2, 512), -0.01) if fading else None
-    memory = Memory.empty(operator, 1, 2, 8, 5).absorb(k[:, :, :500], v[:, :, :500], log_decay=None if decay is None else decay[..., :500])
+    memory = Memory.empty(operator, 1, 2, 8, 5).absorb(
+        k[:, :, :500], v[:, :, :500], log_decay=None if decay is None else decay[..., :500]
+    )
     new, given = [x[:, :, 500:] for x in (q, k, v)], {} if decay is None else {"log_decay": decay[..., 500:]}
     found = []
     for kernels in ("on", "off"):

@@ -83,7 +83,9 @@ def test_vmap_equals_a_loop(name: str, dims: tuple[int | None, ...], path: str) 
 def test_parameters_of_their_own(name: str, mapped_mask: bool) -> None:
     """An ensemble: each element has its own learned parts, and their gradients; with one mask for all or one each."""
     operator, arguments = KINDS[name](), tokens((0, 0, 0))
-    parameters = {key: torch.stack([value.detach() + 0.1 * i for i in range(3)]) for key, value in operator.named_parameters()}
+    parameters = {
+        key: torch.stack([value.detach() + 0.1 * i for i in range(3)]) for key, value in operator.named_parameters()
+    }
     masks = torch.rand(3, 2, 21, generator=torch.Generator().manual_seed(1)) > 0.3
 
     class Call(torch.nn.Module):
@@ -104,7 +106,12 @@ def test_parameters_of_their_own(name: str, mapped_mask: bool) -> None:
     mask = masks if mapped_mask else masks[0]
     got = vmap(gradient, in_dims=(0, 0, 0, 0, mask_dim))(parameters, *arguments, mask)
     rows = [
-        gradient({key: value[i] for key, value in parameters.items()}, *element(arguments, (0, 0, 0), i), masks[i] if mapped_mask else mask) for i in range(3)
+        gradient(
+            {key: value[i] for key, value in parameters.items()},
+            *element(arguments, (0, 0, 0), i),
+            masks[i] if mapped_mask else mask,
+        )
+        for i in range(3)
     ]
     same(got, rows, 1e-5)
     assert all(g.abs().max() > 1e-3 for g in got[0].values())
@@ -146,11 +153,17 @@ def test_other_transforms() -> None:
     leaf = q[0].clone().requires_grad_()
     assert torch.allclose(back(y)[0], torch.autograd.grad(run(leaf), leaf, y.detach())[0], atol=1e-6)
     few = q[0, :, :, :3].clone()
-    rows = jacrev(lambda x: zonal.attention(x, k[0, :, :, :3], v[0, :, :, :3], operator, causal=True, path="tiled").sum((0, 2)))(few)
-    expected = jacrev(lambda x: zonal.attention(x, k[0, :, :, :3], v[0, :, :, :3], operator, causal=True, path="dense").sum((0, 2)))(few)
+    rows = jacrev(
+        lambda x: zonal.attention(x, k[0, :, :, :3], v[0, :, :, :3], operator, causal=True, path="tiled").sum((0, 2))
+    )(few)
+    expected = jacrev(
+        lambda x: zonal.attention(x, k[0, :, :, :3], v[0, :, :, :3], operator, causal=True, path="dense").sum((0, 2))
+    )(few)
     assert torch.allclose(rows, expected, atol=1e-5)
     twice = torch.stack([q, q + 1])
-    assert torch.allclose(vmap(vmap(run))(twice), torch.stack([torch.stack([run(x) for x in part]) for part in twice]), atol=1e-6)
+    assert torch.allclose(
+        vmap(vmap(run))(twice), torch.stack([torch.stack([run(x) for x in part]) for part in twice]), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,10 +171,25 @@ def test_other_transforms() -> None:
     [
         (m.ridge, "auto", {}, "no path can run operator 'ridge' here .* Fold what is mapped into the batch"),
         (m.ridge, "dense", {}, "its solve asks whether it went well"),
-        (m.squared_affine, "chunked", {}, "which the transforms of torch.func do not know. Use path='dense' or path='tiled'"),
-        (lambda: m.softmax(prior=prior.ALiBi()), "tiled", {}, "torch's tiles do not know the transforms of torch.func, .*: log priors"),
+        (
+            m.squared_affine,
+            "chunked",
+            {},
+            "which the transforms of torch.func do not know. Use path='dense' or path='tiled'",
+        ),
+        (
+            lambda: m.softmax(prior=prior.ALiBi()),
+            "tiled",
+            {},
+            "torch's tiles do not know the transforms of torch.func, .*: log priors",
+        ),
         (m.softmax, "auto", {"return_memory": True}, "no meaning under torch.func's transforms"),
-        (m.softmax, "auto", {"log_decay": -torch.ones(3, 2, 2, 21)}, "log_decay must be <= 0, which cannot be looked at"),
+        (
+            m.softmax,
+            "auto",
+            {"log_decay": -torch.ones(3, 2, 2, 21)},
+            "log_decay must be <= 0, which cannot be looked at",
+        ),
         (m.softmax, "auto", {"cu_seqlens": torch.tensor([[0, 21]] * 3)}, "cu_seqlens must be the same for all"),
     ],
 )
@@ -179,7 +207,11 @@ def test_what_cannot_says_so(operator, path: str, arguments: dict[str, object], 
 def test_second_derivatives_are_refused() -> None:
     q, k, v = tokens((None, None, None))
     with pytest.raises(PathError, match="no second derivative"):
-        grad(lambda x: grad(lambda y: zonal.attention(y, k, v, m.softmax(), causal=True, path="tiled").square().sum())(x).sum())(q)
+        grad(
+            lambda x: grad(lambda y: zonal.attention(y, k, v, m.softmax(), causal=True, path="tiled").square().sum())(
+                x
+            ).sum()
+        )(q)
 
 
 def test_outside_of_transforms_nothing_changes() -> None:

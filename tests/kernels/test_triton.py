@@ -110,7 +110,10 @@ def test_package_imports_without_triton(tmp_path: Path) -> None:
 
 
 # a sample of what `python -m zonal.kernels.triton.compile` compiles: (link, mask, type, head size, device)
-AHEAD = {("horner", "all", "bfloat16", 128, 80): {"forward", "keys", "queries"}, ("yat", "causal", "float16", 128, 90): {"forward", "decode", "queries"}}
+AHEAD = {
+    ("horner", "all", "bfloat16", 128, 80): {"forward", "keys", "queries"},
+    ("yat", "causal", "float16", 128, 90): {"forward", "decode", "queries"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,10 @@ def test_the_committed_report() -> None:
     assert report["fit"]
     rows = report["kernels"]
     assert {(row["kernel"], row["dtype"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, dtype, dim, device) for kernel in KERNELS for dtype in ("bfloat16", "float16", "float32") for dim in (64, 80, 128) for device in (80, 90)
+        (kernel, dtype, dim, device)
+        for kernel in KERNELS
+        for dtype in ("bfloat16", "float16", "float32")
+        for dim in (64, 80, 128)
+        for device in (80, 90)
     }
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

@@ -109,9 +109,13 @@ def test_the_committed_report() -> None:
     report = json.loads((ROOT / "results" / "benchmarks" / "triton_distance_aot.json").read_text(encoding="utf-8"))
     assert report["triton"]
     rows = report["kernels"]
-    assert {(row["kernel"], row["dtype"], row["dim"]) for row in rows} == set(itertools.product(TITLES, ("bfloat16", "float16"), (96, 16)))
+    assert {(row["kernel"], row["dtype"], row["dim"]) for row in rows} == set(
+        itertools.product(TITLES, ("bfloat16", "float16"), (96, 16))
+    )
     assert {row["mask"] for row in rows} == {"causal", "window", "padding", "packed", "gqa", "all"}
     assert {row["link"] for row in rows} == {"rewa", "rewa-dot", "rewa_oscillatory"}
     spilled = [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]
-    assert {(row["link"], row["kernel"]) for row in spilled} <= set(itertools.product(("rewa-dot", "rewa_oscillatory"), ("keys", "queries")))
+    assert {(row["link"], row["kernel"]) for row in spilled} <= set(
+        itertools.product(("rewa-dot", "rewa_oscillatory"), ("keys", "queries"))
+    )
     assert max(row["stack"] for row in spilled) <= 128  # bytes a thread

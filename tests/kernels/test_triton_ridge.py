@@ -64,7 +64,9 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 64, dtype: 
     return prepare(operator, x, x, x, causal=True)
 
 
-@pytest.mark.parametrize(("dim", "reason"), [(24, None), (64, None), (65, "dimensions must be 1 to 64, this call has 65 and 65")])
+@pytest.mark.parametrize(
+    ("dim", "reason"), [(24, None), (64, None), (65, "dimensions must be 1 to 64, this call has 65 and 65")]
+)
 def test_who_is_refused_on_cuda(dim: int, reason: str | None) -> None:
     found = native_ridge.cuda_refusal(call_of(m.ska(power=1), dim=dim))
     assert found is None if reason is None else reason in str(found)
@@ -76,7 +78,9 @@ def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(tokens: int, power: int = 0, dim: int = 64) -> Problem:
-    return problem_of(call_of(m.ska(power=power).requires_grad_(False), tokens, dim, torch.float32), device=torch.device("cuda"))
+    return problem_of(
+        call_of(m.ska(power=power).requires_grad_(False), tokens, dim, torch.float32), device=torch.device("cuda")
+    )
 
 
 def test_the_planner_counts_what_the_kernels_do() -> None:
@@ -94,7 +98,10 @@ def test_the_planner_counts_what_the_kernels_do() -> None:
 
 def test_the_planner_crosses_over() -> None:
     """Blocks cost twice as much for twice as much, and less than the dense path where tokens are many."""
-    seconds = {tokens: {path: cost.MODELS[path](problem(tokens), DEFAULT_GPU).seconds for path in ("dense", "chunked")} for tokens in (65536, 131072)}
+    seconds = {
+        tokens: {path: cost.MODELS[path](problem(tokens), DEFAULT_GPU).seconds for path in ("dense", "chunked")}
+        for tokens in (65536, 131072)
+    }
     assert 1.85 < seconds[131072]["chunked"] / seconds[65536]["chunked"] < 2.1
     assert seconds[131072]["chunked"] < seconds[131072]["dense"] / 20
 
@@ -106,7 +113,18 @@ AHEAD = {
     ("ridge-2", "causal", "bfloat16", 56, 90): {"inverse", "read"},
     ("ridge-0", "gqa", "float32", 24, 80): {"read", "keys_back"},
 }
-TITLES = {"sums", "carry forwards", "carry backwards", "inverse", "factor", "read", "rows_back", "row_sums", "keys_back", "steps_back"}
+TITLES = {
+    "sums",
+    "carry forwards",
+    "carry backwards",
+    "inverse",
+    "factor",
+    "read",
+    "rows_back",
+    "row_sums",
+    "keys_back",
+    "steps_back",
+}
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,12 @@ def test_everything_is_there() -> None:
     assert {case.shape for case in CASES.values()} == set(SHAPES)
     assert {case.dtype for case in CASES.values()} == set(DTYPES)
     kinds = {"packed": "packed", "padding": "padding", "memory": "cuts", "decay": "decay"}
-    found = {(type(OPERATORS[case.operator]().anchor), kind) for case in CASES.values() for kind, name in kinds.items() if getattr(case.rules, name)}
+    found = {
+        (type(OPERATORS[case.operator]().anchor), kind)
+        for case in CASES.values()
+        for kind, name in kinds.items()
+        if getattr(case.rules, name)
+    }
     assert found == {(anchor, kind) for anchor in (Row, Count, Raw) for kind in kinds}
 
 
@@ -115,14 +120,18 @@ def test_the_planner_counts_what_the_kernels_do() -> None:
     assert absorbed == 65536 - 256
     assert reads == 65536 - 256
     assert 65536 * 128 <= pairs <= 65536 * 200
-    bidirectional = problem_of(prepare(m.squared_affine(), *(torch.empty(1, 8, 4000, 32, device="meta"),) * 3, causal=False), device=torch.device("cuda"))
+    bidirectional = problem_of(
+        prepare(m.squared_affine(), *(torch.empty(1, 8, 4000, 32, device="meta"),) * 3, causal=False),
+        device=torch.device("cuda"),
+    )
     assert work(bidirectional) == (4000.0, 4000.0, 0.0)
 
 
 def test_the_planner_crosses_over() -> None:
     """Tiles for short sequences, sums for long ones, where both kernels run; and sums cost twice as much for twice as much."""
     seconds = {
-        tokens: {path: cost.MODELS[path](problem(tokens, 64), DEFAULT_GPU).seconds for path in ("tiled", "chunked")} for tokens in (512, 65536, 131072)
+        tokens: {path: cost.MODELS[path](problem(tokens, 64), DEFAULT_GPU).seconds for path in ("tiled", "chunked")}
+        for tokens in (512, 65536, 131072)
     }
     assert seconds[512]["tiled"] < seconds[512]["chunked"]
     assert seconds[131072]["chunked"] < seconds[131072]["tiled"] / 5
@@ -166,6 +175,8 @@ def test_the_committed_report() -> None:
     names = ("kernel", "link", "mask", "dtype", "dim", "device")
     types, devices = ("bfloat16", "float16", "float32"), (80, 90)
     squares = itertools.product(TITLES, ["squared_affine"], ["packed", "decay"], types, (16, 32, 64), devices)
-    linear = itertools.product([title for title in TITLES if "pairs" not in title], ["ssd"], ["decay"], types, (64, 128), devices)
+    linear = itertools.product(
+        [title for title in TITLES if "pairs" not in title], ["ssd"], ["decay"], types, (64, 128), devices
+    )
     assert {tuple(row[name] for name in names) for row in rows} >= {*squares, *linear}
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

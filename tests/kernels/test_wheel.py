@@ -22,7 +22,10 @@ compiler_needed = pytest.mark.skipif(build.compiler() is None, reason="no C++ co
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))}, **more}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHONPATH"))},
+        **more,
+    }
 
 
 def wheel(folder: Path, **variables: str) -> tuple[Path, str]:
@@ -32,8 +35,22 @@ def wheel(folder: Path, **variables: str) -> tuple[Path, str]:
     shutil.copytree(ROOT / "zonal", source / "zonal", ignore=shutil.ignore_patterns("__pycache__", "shipped"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w", str(folder / "out"), str(source)]
-    done = subprocess.run(command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=800)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-v",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder / "out"),
+        str(source),
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     (made,) = (folder / "out").glob("*.whl")
     return made, done.stdout + done.stderr
@@ -53,7 +70,11 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @compiler_needed
 def test_every_library_is_in_and_whole(unpacked: Path) -> None:
     shipped = unpacked / recipe.SHIPPED.relative_to(ROOT)
-    jobs = [(formula, source, recipe.flags(source, recipe.is_x86())) for formula in FORMULAS.values() for source in recipe.sources(formula)]
+    jobs = [
+        (formula, source, recipe.flags(source, recipe.is_x86()))
+        for formula in FORMULAS.values()
+        for source in recipe.sources(formula)
+    ]
     assert {file.name for file in shipped.glob("*.so")} == {recipe.file_name(*job) for job in jobs}
     assert all(recipe.good(file) for file in shipped.glob("*.so"))
 
@@ -92,7 +113,9 @@ print(json.dumps({
 def test_the_kernel_runs_without_a_compiler(unpacked: Path, tmp_path: Path) -> None:
     """Right numbers, by the libraries of the wheel alone, on torch's own threads."""
     clean = environment(**NOWHERE, PATH="/nowhere", ZONAL_CACHE=str(tmp_path / "cache"), PYTHONPATH=str(unpacked))
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["file"].startswith(str(unpacked))
@@ -101,7 +124,11 @@ def test_the_kernel_runs_without_a_compiler(unpacked: Path, tmp_path: Path) -> N
     assert found["threads"] == [1, 3, 2]
     runtimes = {Path(name) for name in found["mapped"] if "omp" in Path(name).name}
     assert len(runtimes) == 1
-    assert {path.parent for path in map(Path, found["mapped"]) if path.name.split("-")[0] in FORMULAS and path.suffix == ".so"} == {unpacked / "zonal/kernels/cpp/shipped"}
+    assert {
+        path.parent
+        for path in map(Path, found["mapped"])
+        if path.name.split("-")[0] in FORMULAS and path.suffix == ".so"
+    } == {unpacked / "zonal/kernels/cpp/shipped"}
     assert not (tmp_path / "cache" / "kernels").exists()
 
 

@@ -19,7 +19,11 @@ LINKS: dict[str, tuple[link.Link, Formula, int]] = {
     "horner": (link.Gegenbauer((3.0,), 4), Formula("horner", triton=_LINKS + "horner", domain=(-1.0, 1.0)), 4),
     "yat": (link.Yat(0.1), Formula("yat", triton=_LINKS + "yat", domain=(-1.0, 1.0), constants=(0.1,)), 0),
     "euclidean": (link.Exp(), Formula("euclidean", triton=_LINKS + "euclidean", log=True, constants=(0.1,)), 0),
-    "squared_affine": (link.SquaredAffine(learn_bias=True), Formula("squared_affine", triton=_LINKS + "squared_affine"), 1),
+    "squared_affine": (
+        link.SquaredAffine(learn_bias=True),
+        Formula("squared_affine", triton=_LINKS + "squared_affine"),
+        1,
+    ),
     "polynomial_square": (
         link.PolynomialSquare((0.04, 1.0, 0.3), floor=0.01, learn=True),
         Formula("polynomial_square", triton=_LINKS + "polynomial_square", constants=(0.01,)),
@@ -125,21 +129,35 @@ class Case:
     def spec(self) -> TileSpec:
         rules = self.rules
         return TileSpec(
-            LINKS[self.link][1], self.anchor, rules.normalise, 1e-3, rules.causal, rules.include_self, rules.chunk, rules.left, rules.right
+            LINKS[self.link][1],
+            self.anchor,
+            rules.normalise,
+            1e-3,
+            rules.causal,
+            rules.include_self,
+            rules.chunk,
+            rules.left,
+            rules.right,
         )
 
 
 def _cases() -> dict[str, Case]:
     """Each link with each mask, under anchors that take turns, in float32; each mask in 16 bits; large, small and clustered scores."""
     kinds = list(ANCHORS)
-    found = [Case(name, kinds[(i + j) % len(kinds)], mask) for i, mask in enumerate(MASKS) for j, name in enumerate(LINKS)]
+    found = [
+        Case(name, kinds[(i + j) % len(kinds)], mask) for i, mask in enumerate(MASKS) for j, name in enumerate(LINKS)
+    ]
     for index, mask in enumerate(MASKS):
         name, kind = list(LINKS)[index % len(LINKS)], list(ANCHORS)[index % 5 % len(ANCHORS)]
         found.append(Case(name, kind, mask, torch.bfloat16))
         if index % 3 == 0:
             found.append(Case(name, kind, mask, torch.float16))
     found += [Case("squared_affine", "row", mask) for mask in ("gqa", "decode-window")]  # also run twice
-    found += [Case(name, "row", "strict", size=size) for name in ("exp", "euclidean", "yat", "squared_affine") for size in (1e-4, 10.0)]
+    found += [
+        Case(name, "row", "strict", size=size)
+        for name in ("exp", "euclidean", "yat", "squared_affine")
+        for size in (1e-4, 10.0)
+    ]
     return {case.name: case for case in found}
 
 
@@ -161,7 +179,11 @@ def _large() -> dict[str, Case]:
 
 def _off() -> dict[str, Case]:
     """Each of those masks with entries of two bytes and of four."""
-    found = [Case(("exp", "yat")[index % 2], "row", mask, dtype) for index, mask in enumerate(OFF_MASKS) for dtype in (torch.float32, torch.bfloat16)]
+    found = [
+        Case(("exp", "yat")[index % 2], "row", mask, dtype)
+        for index, mask in enumerate(OFF_MASKS)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     return {case.name: case for case in found}
 
 
@@ -196,7 +218,10 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
             x = torch.randn(rules.batch, heads, tokens, dim, generator=generator)
         return x.to(case.dtype)
 
-    q, k = draw(rules.heads, rules.queries, rules.key_dim) * case.size, draw(rules.kv_heads, rules.keys, rules.key_dim) * case.size
+    q, k = (
+        draw(rules.heads, rules.queries, rules.key_dim) * case.size,
+        draw(rules.kv_heads, rules.keys, rules.key_dim) * case.size,
+    )
     if case.link == "identity" and case.anchor == "row":
         q, k = q.abs(), k.abs()  # sums of signed scores may vanish
     # norms below eps; in 16 bits their gradients, a thousand times larger, would drown all others
@@ -236,16 +261,27 @@ def defined(case: Case, data: Inputs, dtype: torch.dtype) -> list[Tensor]:
     # prepared with a scale of 1, and given each head's own afterwards
     how = score.Cosine(eps=1e-3) if rules.normalise else score.Dot(scale=1.0)
     operator = Operator(how, _unbounded(LINKS[case.link][0]), ANCHORS[case.anchor], prior=priors)
-    leaves = [x.to(dtype).requires_grad_() for x in (data.q, data.k, data.v, data.scale, data.coefficients[:, :learned])]
+    leaves = [
+        x.to(dtype).requires_grad_() for x in (data.q, data.k, data.v, data.scale, data.coefficients[:, :learned])
+    ]
     bound = operator.bind(rules.heads, rules.kv_heads)
     q, k, v, scale, coefficients = (x.to(torch.promote_types(dtype, torch.float32)) for x in leaves)
     q = bound.score.prepare_query(q, bound.score_params, None) * scale[:, None, None]
     k = bound.score.prepare_key(k, bound.score_params).repeat_interleave(bound.groups, 1)
     seen = prior.visibility(
-        rules.queries, rules.keys, priors, causal=rules.causal, include_self=rules.include_self, key_padding_mask=data.key_mask,
+        rules.queries,
+        rules.keys,
+        priors,
+        causal=rules.causal,
+        include_self=rules.include_self,
+        key_padding_mask=data.key_mask,
         cu_seqlens=data.cu_seqlens,
     )
-    bound = replace(bound, link=LINKS[case.link][0], score=_Negative(LINKS[case.link][1].constants[0]) if case.link == "euclidean" else bound.score)
+    bound = replace(
+        bound,
+        link=LINKS[case.link][0],
+        score=_Negative(LINKS[case.link][1].constants[0]) if case.link == "euclidean" else bound.score,
+    )
     weights = definition.weights(bound, coefficients.T[:, :, None, None], q, k, seen, prior.Bias())
     y = (weights @ v.repeat_interleave(bound.groups, 1)).to(dtype)
     found = torch.autograd.grad(y, leaves, data.dy.to(y), allow_unused=True)
@@ -272,7 +308,14 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
     truth, reference = defined(case, data, torch.float64), defined(case, data, case.dtype)
     magnified = 1.0
     if case.link == "exp" and data.k.shape[2]:  # an absolute error of a score becomes a relative one
-        magnified = max(1.0, (data.q.double() @ data.k.double().repeat_interleave(data.q.shape[1] // data.k.shape[1], 1).mT).abs().max().item() / 8)
+        magnified = max(
+            1.0,
+            (data.q.double() @ data.k.double().repeat_interleave(data.q.shape[1] // data.k.shape[1], 1).mT)
+            .abs()
+            .max()
+            .item()
+            / 8,
+        )
     for name, a, b, t in zip(NAMES, got, reference, truth, strict=True):
         if not t.numel():
             continue

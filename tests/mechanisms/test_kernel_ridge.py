@@ -48,7 +48,11 @@ def test_kernels_that_need_not_be_positive_definite_are_refused(name: str, solvi
         zonal.attention(q, k, v, operator.replace(anchor=solving))
 
 
-@pytest.mark.parametrize("kernel", [metric.Euclidean(), metric.Sphere(), metric.Hyperbolic(), metric.Product()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [metric.Euclidean(), metric.Sphere(), metric.Hyperbolic(), metric.Product()],
+    ids=lambda k: type(k).__name__,
+)
 def test_distances_of_negative_type_are_not(kernel: metric.Metric) -> None:
     Operator(score.NegativeDistance(kernel), link.Exp(), anchor.Ridge()).check("test")
     with pytest.raises(ArgumentError, match=r"kernel_ridge: .*learn_bias"):
@@ -108,7 +112,9 @@ def test_a_decoder_in_float32_by_the_kernel() -> None:
         expected = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")
         memory, rows = Memory.empty(operator, 1, 2, 6, 6), []
         for start, stop in ((0, 20), *((t, t + 1) for t in range(20, 30))):
-            found = zonal.attention(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], operator, causal=True, memory=memory)
+            found = zonal.attention(
+                q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], operator, causal=True, memory=memory
+            )
             assert isinstance(found, tuple)
             memory = found[1]
             rows.append(found[0])

@@ -14,7 +14,11 @@ def test_a_value_comes_back_times_the_documented_gain(power, length, eps):
     operator = m.ska(power=power, eps=eps).double()
     keys, values = torch.eye(8, dtype=torch.float64)[None, None], torch.randn(1, 1, 8, 3, dtype=torch.float64)
     with torch.no_grad():
-        read = Memory.empty(operator, 1, 1, 8, 3, torch.float64).absorb(length * keys, values).read(length * keys[:, :, :4])
+        read = (
+            Memory.empty(operator, 1, 1, 8, 3, torch.float64)
+            .absorb(length * keys, values)
+            .read(length * keys[:, :, :4])
+        )
     gamma = 1 + 0.5 / (1 + torch.tensor(4.0, dtype=torch.float64).exp())
     kept = length**2 / (length**2 + eps)  # by the fit, and by each step
     assert torch.allclose(read, 1.5 * gamma**power * kept ** (power + 1) * values[:, :, power : 4 + power], rtol=1e-6)

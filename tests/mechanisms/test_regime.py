@@ -21,8 +21,14 @@ def test_every_operator_of_the_matrix_can_be_written_and_read(name):
 
 def test_a_regime_is_the_operator_of_its_parts():
     q, k, v = torch.randn(3, 2, 4, 9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind(0)
-    for spec, same in (("regime", m.softmax()), ("regime(score='cosine(temperature=0.1, learn_temperature=True)')", m.cosine()), ("regime(link='identity', anchor='raw', prior=('decay',))", m.retention())):
-        assert torch.equal(zonal.attention(q, k, v, m.resolve(spec), causal=True), zonal.attention(q, k, v, same, causal=True))
+    for spec, same in (
+        ("regime", m.softmax()),
+        ("regime(score='cosine(temperature=0.1, learn_temperature=True)')", m.cosine()),
+        ("regime(link='identity', anchor='raw', prior=('decay',))", m.retention()),
+    ):
+        assert torch.equal(
+            zonal.attention(q, k, v, m.resolve(spec), causal=True), zonal.attention(q, k, v, same, causal=True)
+        )
 
 
 def test_a_feature_map_stands_for_its_score():
@@ -30,7 +36,16 @@ def test_a_feature_map_stands_for_its_score():
     assert m.declaration(operator) == m.declaration(m.hedgehog(size=8))
 
 
-@pytest.mark.parametrize(("anchor", "readout", "start"), [("row", None, "default"), ("count", "head", "default"), ("raw", "head", "default"), ("ridge", None, "default"), ("koopman(power=1)", None, "orthogonal")])
+@pytest.mark.parametrize(
+    ("anchor", "readout", "start"),
+    [
+        ("row", None, "default"),
+        ("count", "head", "default"),
+        ("raw", "head", "default"),
+        ("ridge", None, "default"),
+        ("koopman(power=1)", None, "orthogonal"),
+    ],
+)
 def test_layers_do_what_the_anchor_needs(anchor, readout, start):
     operator = m.regime(score="cosine", anchor=anchor)
     assert (operator.readout, operator.layer_init) == (readout, start)

@@ -17,13 +17,22 @@ def degrees_of(operator: zonal.Operator) -> tuple[float, ...]:
 
 
 def tokens(heads: int, dim: int = 6, count: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = torch.randn(3, 2, heads, count, dim, generator=torch.Generator().manual_seed(heads), dtype=torch.float64).unbind(0)
+    q, k, v = torch.randn(
+        3, 2, heads, count, dim, generator=torch.Generator().manual_seed(heads), dtype=torch.float64
+    ).unbind(0)
     return q, k, v
 
 
 @pytest.mark.parametrize(
     ("heads", "spread"),
-    [(1, (5.0,)), (2, (3.0, 5.0)), (3, (3.0, 4.0, 5.0)), (4, (2.0, 3.0, 4.0, 5.0)), (6, (2.0, 3.0, 3.0, 4.0, 5.0, 5.0)), (8, (2.0, 3.0, 4.0, 5.0))],
+    [
+        (1, (5.0,)),
+        (2, (3.0, 5.0)),
+        (3, (3.0, 4.0, 5.0)),
+        (4, (2.0, 3.0, 4.0, 5.0)),
+        (6, (2.0, 3.0, 3.0, 4.0, 5.0, 5.0)),
+        (8, (2.0, 3.0, 4.0, 5.0)),
+    ],
 )
 def test_degrees_are_spread_over_any_number_of_heads(heads: int, spread: tuple[float, ...]) -> None:
     """A layer's operator says which head has which degree; a call of the bare operator computes the same."""
@@ -37,13 +46,17 @@ def test_degrees_are_spread_over_any_number_of_heads(heads: int, spread: tuple[f
     y = zonal.attention(q, k, v, bare, causal=True)
     assert torch.allclose(y, zonal.attention(q, k, v, bare.for_heads(heads), causal=True), atol=1e-6)
     for head in range(heads):
-        alone = zonal.attention(*(x[:, head : head + 1] for x in (q, k, v)), m.sko(degrees=(spread[head % len(spread)],)), causal=True)
+        alone = zonal.attention(
+            *(x[:, head : head + 1] for x in (q, k, v)), m.sko(degrees=(spread[head % len(spread)],)), causal=True
+        )
         assert torch.allclose(y[:, head : head + 1], alone, atol=1e-6)
 
 
 def test_explain_says_the_degrees_of_the_heads() -> None:
     text = str(zonal.explain(m.sko(), (1, 3, 64, 16), causal=True))
-    assert "evidence is a polynomial in the cosine, of degree 3, 4, 5 (by head, in turn) (degrees=(3.0, 4.0, 5.0))" in text
+    assert (
+        "evidence is a polynomial in the cosine, of degree 3, 4, 5 (by head, in turn) (degrees=(3.0, 4.0, 5.0))" in text
+    )
     assert "of degree 2, 3, 4, 5 (by head, in turn)" in str(zonal.explain(m.sko(), (1, 8, 64, 16), causal=True))
     assert "in the cosine, of degree 5 (degrees=(5.0,))" in str(zonal.explain(m.sko(), (1, 1, 64, 16), causal=True))
 
@@ -63,7 +76,9 @@ def test_the_sphere_of_the_head() -> None:
         q, k, v = tokens(4, dim)
         open_, given = m.sko(manifold_dim="head"), m.sko(manifold_dim=dim - 1)
         assert torch.equal(zonal.attention(q, k, v, open_, causal=True), zonal.attention(q, k, v, given, causal=True))
-        assert not torch.equal(zonal.attention(q, k, v, open_, causal=True), zonal.attention(q, k, v, m.sko(), causal=True))
+        assert not torch.equal(
+            zonal.attention(q, k, v, open_, causal=True), zonal.attention(q, k, v, m.sko(), causal=True)
+        )
         layer = Attention(4 * dim, 4, m.sko(manifold_dim="head"))
         assert isinstance(layer.operator.link, Gegenbauer)
         assert layer.operator.link.manifold_dim == dim - 1
@@ -110,7 +125,10 @@ def test_weights_of_the_theory_learn_in_units_of_their_size() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"degrees": 3.0}, r"degrees must be a tuple of one or more numbers from 0 to 64, such as \(3.0,\), received 3.0"),
+        (
+            {"degrees": 3.0},
+            r"degrees must be a tuple of one or more numbers from 0 to 64, such as \(3.0,\), received 3.0",
+        ),
         ({"degrees": ("a",)}, "degrees must be a tuple .* received \\('a',\\)"),
         ({"degrees": {2: 3}}, "degrees must be a tuple"),
         ({"degrees": ()}, "degrees must be a tuple"),

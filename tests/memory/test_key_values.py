@@ -48,13 +48,17 @@ def test_appending_leaves_graphs_valid() -> None:
 
 
 def test_keys_are_prepared_and_typed() -> None:
-    memory = Memory.empty(m.cosine(), 1, 2, 4, 3, torch.bfloat16).absorb(draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16())
+    memory = Memory.empty(m.cosine(), 1, 2, 4, 3, torch.bfloat16).absorb(
+        draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16()
+    )
     assert isinstance(memory, KeyValues)
     k, v, mask, decay, bias = memory.keys_and_values()
     # unit vectors would lose more by rounding than their keys had; keys that the score leaves alone are kept as they came
     assert (k.dtype, v.dtype) == (torch.float32, torch.bfloat16)
     assert torch.allclose(k.norm(dim=-1), torch.ones(1, 2, 5))
-    plain = Memory.empty(m.softmax(), 1, 2, 4, 3, torch.bfloat16).absorb(draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16())
+    plain = Memory.empty(m.softmax(), 1, 2, 4, 3, torch.bfloat16).absorb(
+        draw(1, 2, 5, 4).bfloat16(), draw(1, 2, 5, 3).bfloat16()
+    )
     assert isinstance(plain, KeyValues)
     assert plain.keys_and_values()[0].dtype == torch.bfloat16
     assert mask is None
@@ -74,7 +78,9 @@ def test_mask_decay_and_bias_appear_when_they_come() -> None:
     assert decays is not None
     assert biases is not None
     assert held.tolist() == [[True, True, True, False, True]]
-    assert torch.allclose(decays, torch.cat([torch.zeros(1, 2, 2), decay * mask[:, None], torch.zeros(1, 2, 1)], -1).double())
+    assert torch.allclose(
+        decays, torch.cat([torch.zeros(1, 2, 2), decay * mask[:, None], torch.zeros(1, 2, 1)], -1).double()
+    )
     assert torch.allclose(biases, torch.cat([torch.zeros(1, 2, 2), bias, torch.zeros(1, 2, 1)], -1))
 
 

@@ -35,12 +35,22 @@ def test_read_is_the_definition(name: str, padded: bool) -> None:
     # causal with one more, masked key: the query stands one past the last token
     q = queries()[:, :, :1]
     own = torch.zeros(BATCH, KV, 1, DIM, dtype=torch.float64)
-    mask = torch.cat([torch.ones(BATCH, TOKENS, dtype=torch.bool) if tokens.mask is None else tokens.mask, torch.zeros(BATCH, 1, dtype=torch.bool)], 1)
+    mask = torch.cat(
+        [
+            torch.ones(BATCH, TOKENS, dtype=torch.bool) if tokens.mask is None else tokens.mask,
+            torch.zeros(BATCH, 1, dtype=torch.bool),
+        ],
+        1,
+    )
     k, v = torch.cat([tokens.k, own], 2), torch.cat([tokens.v, own[..., :VALUE]], 2)
     free = any(isinstance(p, prior.Window | prior.ALiBi) for p in op.prior)
     if free:  # these count positions: the query stands at the last token itself
         k, v, mask = tokens.k, tokens.v, mask[:, :-1]
-    expected = zonal.attention(q, k, v, bare, causal=True, key_padding_mask=mask, path="dense") if not (free and op.anchor.solves) else None
+    expected = (
+        zonal.attention(q, k, v, bare, causal=True, key_padding_mask=mask, path="dense")
+        if not (free and op.anchor.solves)
+        else None
+    )
     got = tokens.into(empty(op)).read(q)
     if expected is None:
         expected = tokens.into(empty(op, "keys")).read(q)
@@ -101,13 +111,22 @@ def test_subtract_undoes_merge(name: str, padded: bool) -> None:
     merged = first.merge(second)
     assert merged.subtract_(first) is merged
     close(merged.read(q), rest.read(q), 0)
-    nothing = second.subtract(tokens.part(8, TOKENS).into(empty(op))) if second.count % 4 == 0 or op.prior == () else None
+    nothing = (
+        second.subtract(tokens.part(8, TOKENS).into(empty(op))) if second.count % 4 == 0 or op.prior == () else None
+    )
     if nothing is not None:
         assert nothing.count == 0
         assert nothing.read(q).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if EXPECTED[name] in ("keys", "ridge", "features") and "window" not in name and "decay" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in NAMES
+        if EXPECTED[name] in ("keys", "ridge", "features") and "window" not in name and "decay" not in name
+    ],
+)
 def test_subtract_the_end(name: str) -> None:
     """Where order allows it, the newest tokens can be taken out as well."""
     op, tokens, q = operator(name), span(), queries()
@@ -131,7 +150,13 @@ def test_the_end_of_what_fades_is_told_from_its_beginning(name: str, cut: int, t
     with pytest.raises(ArgumentError, match="border after these tokens is unknown"):
         tokens.part(0, 2 * cut - 4).into(empty(op)).subtract(a)
     pair.save(tmp_path / "pair")
-    for same in (pair, Memory.load(tmp_path / "pair"), pair.fork(), pair.gather([0, 1]), Memory.stack(list(pair.unbind()))):
+    for same in (
+        pair,
+        Memory.load(tmp_path / "pair"),
+        pair.fork(),
+        pair.gather([0, 1]),
+        Memory.stack(list(pair.unbind())),
+    ):
         close(same.subtract(a).read(q), b.read(q), 1e-8)
         with pytest.raises(ArgumentError, match="the other memory is the end of this one"):
             same.subtract(b)
@@ -148,13 +173,17 @@ def test_a_memory_is_printed_in_one_line_and_moves(name: str) -> None:
     op = operator(name)
     memory = span(tokens=8).into(empty(op))
     shown = repr(memory)
-    assert shown.startswith(f"{type(memory).__name__}(operator '{op.name}', 8 tokens, {memory.nbytes} bytes, form (batch 2, heads 2, ")
+    assert shown.startswith(
+        f"{type(memory).__name__}(operator '{op.name}', 8 tokens, {memory.nbytes} bytes, form (batch 2, heads 2, "
+    )
     assert "tensor" not in shown
     assert "\n" not in shown
     there = memory.to("meta")
     assert type(there) is type(memory)
     assert (there.count, there.form) == (8, memory.form._replace(device=torch.device("meta")))
-    assert {n: (x.shape, x.dtype) for n, x in there.tensors().items()} == {n: (x.shape, x.dtype) for n, x in memory.tensors().items()}
+    assert {n: (x.shape, x.dtype) for n, x in there.tensors().items()} == {
+        n: (x.shape, x.dtype) for n, x in memory.tensors().items()
+    }
     assert all(x.device.type == "meta" for x in there.tensors().values())
     assert torch.equal(memory.to("cpu").read(queries()), memory.read(queries()))
 
@@ -265,7 +294,9 @@ def test_statistics_are_single_or_better(name: str, dtype: torch.dtype) -> None:
     for value in memory.tensors().values():
         if value.is_floating_point():
             assert value.dtype == dtype if name == "softmax" else torch.finfo(value.dtype).bits >= 32
-    exact = Memory.empty(op.double(), BATCH, KV, DIM, VALUE, torch.float64).absorb(tokens.k.to(dtype).double(), tokens.v.to(dtype).double())
+    exact = Memory.empty(op.double(), BATCH, KV, DIM, VALUE, torch.float64).absorb(
+        tokens.k.to(dtype).double(), tokens.v.to(dtype).double()
+    )
     expected = exact.read(queries().to(dtype).double())
     assert (y.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps * (1 + expected.abs().max())
 
@@ -276,8 +307,15 @@ def test_what_padding_holds_is_no_decay(make) -> None:
     assert tokens.mask is not None
     decay = -draw(BATCH, KV, TOKENS, seed=5).abs()
     poisoned = decay.masked_fill(~tokens.mask[:, None], float("nan"))
-    close(empty(op).absorb(tokens.k, tokens.v, tokens.mask, poisoned).read(q), empty(op).absorb(tokens.k, tokens.v, tokens.mask, decay).read(q), 0)
-    y, expected = (zonal.attention(q, tokens.k, tokens.v, op, causal=True, key_padding_mask=tokens.mask, log_decay=x) for x in (poisoned, decay))
+    close(
+        empty(op).absorb(tokens.k, tokens.v, tokens.mask, poisoned).read(q),
+        empty(op).absorb(tokens.k, tokens.v, tokens.mask, decay).read(q),
+        0,
+    )
+    y, expected = (
+        zonal.attention(q, tokens.k, tokens.v, op, causal=True, key_padding_mask=tokens.mask, log_decay=x)
+        for x in (poisoned, decay)
+    )
     close(y, expected, 0)
 
 
@@ -291,7 +329,13 @@ def test_per_token_decay_and_key_bias() -> None:
     pieces = empty(op, "decayed")
     for start in range(0, TOKENS, 5):
         s = slice(start, start + 5)
-        pieces.absorb_(tokens.k[:, :, s], tokens.v[:, :, s], None if tokens.mask is None else tokens.mask[:, s], decay[..., s], bias[..., s])
+        pieces.absorb_(
+            tokens.k[:, :, s],
+            tokens.v[:, :, s],
+            None if tokens.mask is None else tokens.mask[:, s],
+            decay[..., s],
+            bias[..., s],
+        )
     close(pieces.read(q), all_keys.read(q))
     # a mask, a decay or a bias that only later tokens have
     mixed = empty(op, "keys").absorb(tokens.k, tokens.v)

@@ -27,10 +27,22 @@ def kv(tokens: int, memory: Memory, seed: int = 0) -> tuple[torch.Tensor, torch.
 
 Act = Callable[[Memory], object]
 BAD: list[tuple[str, Act, str]] = [
-    ("key shape", lambda a: a.absorb(torch.zeros(2, 2, 5, 9), torch.zeros(2, 2, 5, 3)), r"k must have shape .*\(2, 2, any, 4\), received \(2, 2, 5, 9\)"),
+    (
+        "key shape",
+        lambda a: a.absorb(torch.zeros(2, 2, 5, 9), torch.zeros(2, 2, 5, 3)),
+        r"k must have shape .*\(2, 2, any, 4\), received \(2, 2, 5, 9\)",
+    ),
     ("axes", lambda a: a.absorb(torch.zeros(2, 5, 4), torch.zeros(2, 2, 5, 3)), "k must have shape"),
-    ("value shape", lambda a: a.absorb(torch.zeros(2, 2, 5, 4), torch.zeros(2, 2, 6, 3)), r"v must have shape .*\(2, 2, 5, 3\), received \(2, 2, 6, 3\)"),
-    ("integers", lambda a: a.absorb(torch.zeros(2, 2, 5, 4, dtype=torch.int64), torch.zeros(2, 2, 5, 3)), "of a float type"),
+    (
+        "value shape",
+        lambda a: a.absorb(torch.zeros(2, 2, 5, 4), torch.zeros(2, 2, 6, 3)),
+        r"v must have shape .*\(2, 2, 5, 3\), received \(2, 2, 6, 3\)",
+    ),
+    (
+        "integers",
+        lambda a: a.absorb(torch.zeros(2, 2, 5, 4, dtype=torch.int64), torch.zeros(2, 2, 5, 3)),
+        "of a float type",
+    ),
     ("mask type", lambda a: a.absorb(*kv(5, a), torch.ones(2, 5)), "must be bool of shape"),
     ("mask shape", lambda a: a.absorb(*kv(5, a), torch.ones(2, 4, dtype=torch.bool)), r"\(batch, tokens\) = \(2, 5\)"),
     ("bias", lambda a: a.absorb(*kv(5, a), key_bias=torch.zeros(2, 2, 5)), "key_bias must be None"),
@@ -41,7 +53,11 @@ BAD: list[tuple[str, Act, str]] = [
     ("merge of forms", lambda a: a.merge(made(key_dim=5)), "one form.*key_dim 4.*key_dim 5"),
     ("merge of operators", lambda a: a.merge(made(m.ska(power=2))), "belong to one operator"),
     ("too much", lambda a: a.subtract(made(tokens=7)), "holds 7 tokens, this one only 6"),
-    ("no part", lambda a: a.merge(made()).subtract(made().absorb(*kv(1, a, 5)).subtract(made())), "border of these tokens is unknown|no part"),
+    (
+        "no part",
+        lambda a: a.merge(made()).subtract(made().absorb(*kv(1, a, 5)).subtract(made())),
+        "border of these tokens is unknown|no part",
+    ),
 ]
 
 

@@ -10,7 +10,20 @@ from zonal.errors import FileFormatError
 from zonal.memory import KeyValues, Memory
 from zonal.store import save_tensors
 
-NAMES = ["softmax", "softmax-window", "yat-decay", "squared_affine", "sko-fractional", "sko-chunk", "retention", "ridge", "ska-1", "ska-paper", "ska-fading", "ridge-yat"]
+NAMES = [
+    "softmax",
+    "softmax-window",
+    "yat-decay",
+    "squared_affine",
+    "sko-fractional",
+    "sko-chunk",
+    "retention",
+    "ridge",
+    "ska-1",
+    "ska-paper",
+    "ska-fading",
+    "ridge-yat",
+]
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,7 +35,11 @@ def filled(name: str, dtype: torch.dtype = torch.float64) -> Memory:
     parts = []
     for seed in (0, 1):
         mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(seed)) > 0.3
-        parts.append(Memory.empty(operator, 2, 2, 5, 3, dtype).absorb(draw(2, 2, 12, 5, seed=seed).to(dtype), draw(2, 2, 12, 3, seed=seed + 5).to(dtype), mask))
+        parts.append(
+            Memory.empty(operator, 2, 2, 5, 3, dtype).absorb(
+                draw(2, 2, 12, 5, seed=seed).to(dtype), draw(2, 2, 12, 3, seed=seed + 5).to(dtype), mask
+            )
+        )
     merged = parts[0].merge(parts[1])
     return merged.absorb(draw(2, 2, 2, 5, seed=8).to(dtype), draw(2, 2, 2, 3, seed=9).to(dtype))
 
@@ -34,13 +51,25 @@ def test_round_trip(name: str, dtype: torch.dtype, tmp_path) -> None:
     memory, path = filled(name, dtype), tmp_path / "a.memory"
     memory.save(path)
     assert [file.name for file in tmp_path.iterdir()] == ["a.memory"]
-    q, more = draw(2, 4, 3, 5, seed=3).to(dtype), (draw(2, 2, 6, 5, seed=4).to(dtype), draw(2, 2, 6, 3, seed=5).to(dtype))
+    q, more = (
+        draw(2, 4, 3, 5, seed=3).to(dtype),
+        (draw(2, 2, 6, 5, seed=4).to(dtype), draw(2, 2, 6, 3, seed=5).to(dtype)),
+    )
     for loaded in (Memory.load(path), Memory.load(path, memory.operator)):
-        assert (loaded.kind, loaded.count, loaded.nbytes, loaded.form) == (memory.kind, memory.count, memory.nbytes, memory.form)
+        assert (loaded.kind, loaded.count, loaded.nbytes, loaded.form) == (
+            memory.kind,
+            memory.count,
+            memory.nbytes,
+            memory.form,
+        )
         assert torch.equal(loaded.read(q), memory.read(q))
         assert torch.equal(loaded.absorb(*more).read(q), memory.absorb(*more).read(q))
         assert set(loaded.tensors()) == set(memory.tensors())
-        assert loaded.merge(memory).count == 2 * memory.count if memory.count % 4 == 0 or not any(isinstance(p, prior.ChunkCausal) for p in loaded.operator.prior) else True
+        assert (
+            loaded.merge(memory).count == 2 * memory.count
+            if memory.count % 4 == 0 or not any(isinstance(p, prior.ChunkCausal) for p in loaded.operator.prior)
+            else True
+        )
 
 
 def test_given_operator_is_the_live_one(tmp_path) -> None:
@@ -101,7 +130,9 @@ def test_shapes_that_do_not_fit_the_header(tmp_path) -> None:
             "memory": memory.kind, "operator": memory.operator.config(), "batch": 3, "heads": 2, "key_dim": 5, "value_dim": 3, "dtype": "float64",
             "count": memory.count, "plain": memory.plain(),
         }  # fmt: skip
-        named = {f"memory.{key}": x for key, x in memory.tensors().items()} | {f"operator.{key}": x for key, x in memory.operator.learned_parts.items()}
+        named = {f"memory.{key}": x for key, x in memory.tensors().items()} | {
+            f"operator.{key}": x for key, x in memory.operator.learned_parts.items()
+        }
         save_tensors(tmp_path / "m", named, {"kind": "memory", "about": header})
         with pytest.raises(FileFormatError, match="shapes of the header"):
             Memory.load(tmp_path / "m")

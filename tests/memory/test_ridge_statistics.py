@@ -50,7 +50,9 @@ def test_one_step_is_a_contraction() -> None:
         memory = Memory.empty(m.ska(power=1, key_limit=None).double(), 1, 1, 8, 8, torch.float64).absorb(k, k)
         assert isinstance(memory, RidgeStatistics)
         assert memory.shift is not None
-        lower = torch.linalg.cholesky(memory.gram[0, 0] + 1e-6 * k.square().sum(-1).max() * torch.eye(8, dtype=torch.float64))
+        lower = torch.linalg.cholesky(
+            memory.gram[0, 0] + 1e-6 * k.square().sum(-1).max() * torch.eye(8, dtype=torch.float64)
+        )
         step = torch.linalg.solve_triangular(lower, memory.shift[0, 0], upper=False)
         step = torch.linalg.solve_triangular(lower, step.mT, upper=False).mT
         assert torch.linalg.matrix_norm(step, 2) < 1
@@ -59,7 +61,10 @@ def test_one_step_is_a_contraction() -> None:
 def spans(power: int, *lengths: int) -> list[Memory]:
     operator = m.ska(power=power).double()
     return [
-        Memory.empty(operator, 2, 2, 6, 4, torch.float64).absorb(draw(2, 2, n, 6, seed=n), draw(2, 2, n, 4, seed=n + 50)) for n in lengths
+        Memory.empty(operator, 2, 2, 6, 4, torch.float64).absorb(
+            draw(2, 2, n, 6, seed=n), draw(2, 2, n, 4, seed=n + 50)
+        )
+        for n in lengths
     ]
 
 
@@ -125,7 +130,11 @@ def test_a_long_single_precision_stream(power: int, kind: str) -> None:
     """
     r, tokens = 16, 5000
     operator = m.ska(power=power)
-    directions = {"spread": draw(1, 1, r, r) * torch.logspace(0, -3, r, dtype=torch.float64)[:, None], "three directions": draw(1, 1, 3, r), "one key": draw(1, 1, 1, r)}
+    directions = {
+        "spread": draw(1, 1, r, r) * torch.logspace(0, -3, r, dtype=torch.float64)[:, None],
+        "three directions": draw(1, 1, 3, r),
+        "one key": draw(1, 1, 1, r),
+    }
     k = draw(1, 1, tokens, directions[kind].shape[2], seed=3) @ directions[kind] + 1e-4 * draw(1, 1, tokens, r, seed=4)
     k, v = unit(k).float(), draw(1, 1, tokens, 4, seed=1).float()
     q = torch.cat([k[:, :, -4:], unit(draw(1, 1, 4, r, seed=2)).float()], 2)
@@ -138,9 +147,12 @@ def test_a_long_single_precision_stream(power: int, kind: str) -> None:
         assert stream.inverse is not None
         assert stream.inverse.age > 0
         y = stream.read(q).double()
-        exact = Memory.empty(m.ska(power=power).double(), 1, 1, r, 4, torch.float64).absorb(k.double(), v.double()).read(q.double())
+        exact = (
+            Memory.empty(m.ska(power=power).double(), 1, 1, r, 4, torch.float64)
+            .absorb(k.double(), v.double())
+            .read(q.double())
+        )
     assert ((y - exact).abs().amax(-1) / exact.abs().amax(-1)).max() < 1e-5
-
 
 
 @pytest.mark.parametrize("power", [0, 2])
@@ -149,17 +161,32 @@ def test_a_long_single_precision_stream(power: int, kind: str) -> None:
 def test_what_steps_leave_is_what_absorbing_leaves(power: int, known: int) -> None:
     """However many of the last tokens stay beside the sums, whoever looks in between, and whatever else went on from the same memory."""
     operator, r, tokens = m.ska(power=power), 6, 40
-    q, k, v = (draw(2, 4, tokens, r, seed=1).float(), draw(2, 2, tokens, r, seed=2).float(), draw(2, 2, tokens, 5, seed=3).float())
-    memory = start = Memory.empty(operator, 2, 2, r, 5).absorb(k[:, :, :known], v[:, :, :known]) if known else Memory.empty(operator, 2, 2, r, 5)
+    q, k, v = (
+        draw(2, 4, tokens, r, seed=1).float(),
+        draw(2, 2, tokens, r, seed=2).float(),
+        draw(2, 2, tokens, 5, seed=3).float(),
+    )
+    memory = start = (
+        Memory.empty(operator, 2, 2, r, 5).absorb(k[:, :, :known], v[:, :, :known])
+        if known
+        else Memory.empty(operator, 2, 2, r, 5)
+    )
     other = start
     for t in range(known, tokens):
         other = memory.absorb(-k[:, :, t : t + 1], v[:, :, t : t + 1])
-        zonal.attention(-q[:, :, t : t + 1], -k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory)
-        _, memory = zonal.attention(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory)
+        zonal.attention(
+            -q[:, :, t : t + 1], -k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory
+        )
+        _, memory = zonal.attention(
+            q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], operator, causal=True, memory=memory
+        )
         if t % 7 == 0:
             absorbed = Memory.empty(operator, 2, 2, r, 5).absorb(k[:, :, : t + 1], v[:, :, : t + 1])
             for name, x in absorbed.tensors().items():
-                assert torch.allclose(memory.tensors()[name], x, rtol=1e-5, atol=1e-6), (t, name)  # keys of one token are shortened in float64
+                assert torch.allclose(memory.tensors()[name], x, rtol=1e-5, atol=1e-6), (
+                    t,
+                    name,
+                )  # keys of one token are shortened in float64
             assert torch.allclose(memory.read(q), absorbed.read(q), atol=1e-6)
     assert memory.count == tokens == other.count
     held = memory.fork()
@@ -168,4 +195,6 @@ def test_what_steps_leave_is_what_absorbing_leaves(power: int, known: int) -> No
     assert isinstance(after, RidgeStatistics)
     assert isinstance(held, RidgeStatistics)
     z = after.gram - held.gram
-    assert torch.allclose(z.diagonal(dim1=-2, dim2=-1).sum(-1), k[:, :, 0].double().square().sum(-1).clamp(max=1), atol=1e-6)
+    assert torch.allclose(
+        z.diagonal(dim1=-2, dim2=-1).sum(-1), k[:, :, 0].double().square().sum(-1).clamp(max=1), atol=1e-6
+    )

@@ -92,7 +92,11 @@ def test_rows_keep_their_spans(name: str) -> None:
     for i in (0, 1):
         memory = Memory.empty(op, 1, KV, DIM, VALUE, torch.float64)
         for j, found in enumerate(lengths):
-            memory = memory.absorb(draw(1, KV, found[i], DIM, seed=10 * i + j), draw(1, KV, found[i], VALUE, seed=10 * i + j + 5), span=f"s{j}")
+            memory = memory.absorb(
+                draw(1, KV, found[i], DIM, seed=10 * i + j),
+                draw(1, KV, found[i], VALUE, seed=10 * i + j + 5),
+                span=f"s{j}",
+            )
         users.append(memory)
     stacked = Memory.stack(users)
     assert stacked.count == sum(max(found) for found in lengths) == sum(s.count for s in stacked.spans())
@@ -102,7 +106,9 @@ def test_rows_keep_their_spans(name: str) -> None:
         close(stacked.forget(gone).read(q), expected)
         close(stacked.gather([1, 0]).forget(gone).read(q.flip(0)), expected.flip(0))
         close(stacked.unbind()[1].forget(gone).read(q[1:]), expected[1:])
-    with pytest.raises(ArgumentError, match=r"same spans in the same order, received \['s0', 's1'\]; \['s1'\]. Call unnamed\(\)"):
+    with pytest.raises(
+        ArgumentError, match=r"same spans in the same order, received \['s0', 's1'\]; \['s1'\]. Call unnamed\(\)"
+    ):
         Memory.stack([users[0], users[1].forget("s0")])
     assert Memory.stack([users[0].unnamed(), users[1].unnamed()]).spans() == ()
 
@@ -116,7 +122,10 @@ def test_kept_keys_with_spans_of_unequal_length_are_refused() -> None:
 
 def test_masks_and_decays_that_only_some_rows_have() -> None:
     op = m.linear().double()
-    plain, masked = Memory.empty(op, 1, KV, DIM, VALUE, torch.float64, kind="keys"), Memory.empty(op, 1, KV, DIM, VALUE, torch.float64, kind="keys")
+    plain, masked = (
+        Memory.empty(op, 1, KV, DIM, VALUE, torch.float64, kind="keys"),
+        Memory.empty(op, 1, KV, DIM, VALUE, torch.float64, kind="keys"),
+    )
     k, v = draw(1, KV, 4, DIM, seed=1), draw(1, KV, 4, VALUE, seed=2)
     plain = plain.absorb(k, v)
     masked = masked.absorb(k, v, torch.tensor([[True, False, True, True]]), -torch.ones(1, KV, 4), torch.ones(1, KV, 4))
@@ -164,7 +173,10 @@ def test_padding_in_front_gives_no_ridge_back(n: int) -> None:
     assert (got.count, got.trimmed().count) == (7 + n, 7)
     # merged before or behind others as well
     other = alone(op, 6, 2)
-    for joint, plain in ((other.merge(one.preceded(n)), other.merge(one)), (one.preceded(n).merge(other), one.merge(other))):
+    for joint, plain in (
+        (other.merge(one.preceded(n)), other.merge(one)),
+        (one.preceded(n).merge(other), one.merge(other)),
+    ):
         assert torch.equal(joint.read(q), plain.read(q))
 
 
@@ -185,9 +197,18 @@ BAD = {
     "fractions": (lambda a: a.gather(torch.tensor([0.5])), "whole numbers"),
     "twice": (lambda a: a.scatter([0, 0], a), "each row can be replaced once"),
     "too many": (lambda a: a.scatter([0], a), "holds 2 sequences for 1 rows"),
-    "kinds": (lambda a: Memory.stack([a, Memory.empty(a.operator, 2, KV, DIM, VALUE, torch.float64, kind="keys")]), "of one kind, received 'ridge' and 'keys'"),
-    "forms": (lambda a: Memory.stack([a, Memory.empty(a.operator, 2, KV, DIM, VALUE + 1, torch.float64)]), "one form but for the batch"),
-    "operators": (lambda a: Memory.stack([a, Memory.empty(m.ska(power=2), 2, KV, DIM, VALUE, torch.float64)]), "belong to one operator"),
+    "kinds": (
+        lambda a: Memory.stack([a, Memory.empty(a.operator, 2, KV, DIM, VALUE, torch.float64, kind="keys")]),
+        "of one kind, received 'ridge' and 'keys'",
+    ),
+    "forms": (
+        lambda a: Memory.stack([a, Memory.empty(a.operator, 2, KV, DIM, VALUE + 1, torch.float64)]),
+        "one form but for the batch",
+    ),
+    "operators": (
+        lambda a: Memory.stack([a, Memory.empty(m.ska(power=2), 2, KV, DIM, VALUE, torch.float64)]),
+        "belong to one operator",
+    ),
     "nothing": (lambda a: Memory.stack([]), "at least one Memory is required"),
     "something else": (lambda a: Memory.stack([a, "b"]), "at least one Memory is required"),
 }

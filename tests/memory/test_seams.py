@@ -11,7 +11,10 @@ from zonal.errors import ArgumentError
 from zonal.memory import FadingStatistics, Memory, RidgeStatistics
 
 # which of four spans have real tokens, a row each
-ROWS = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+ROWS = torch.tensor(
+    [[1, 1, 1, 1], [1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]],
+    dtype=torch.bool,
+)
 SIZES = (3, 2, 4, 1)
 
 
@@ -19,11 +22,21 @@ def spans(name: str) -> tuple[list[Memory], Tensor]:
     op = operator(name)
     made, batch = [], ROWS.shape[0]
     for index, size in enumerate(SIZES):
-        mask = ROWS[:, index : index + 1] & (torch.rand(batch, size, generator=torch.Generator().manual_seed(index)) > 0.3)
+        mask = ROWS[:, index : index + 1] & (
+            torch.rand(batch, size, generator=torch.Generator().manual_seed(index)) > 0.3
+        )
         mask[:, -1] |= ROWS[:, index]
         k, v = draw(batch, 2, size, 5, seed=2 * index), draw(batch, 2, size, 3, seed=2 * index + 1)
         k[:, :, 0] = 0 if index == 2 else k[:, :, 0]  # a real token may have a key of zero
-        rates = {"log_decay": -torch.rand(batch, 2, size, generator=torch.Generator().manual_seed(index), dtype=torch.float64)} if "fading" in name else {}
+        rates = (
+            {
+                "log_decay": -torch.rand(
+                    batch, 2, size, generator=torch.Generator().manual_seed(index), dtype=torch.float64
+                )
+            }
+            if "fading" in name
+            else {}
+        )
         made.append(Memory.empty(op, batch, 2, 5, 3, torch.float64).absorb(k, v, mask, **rates))
     return made, draw(batch, 4, 3, 5, seed=99)
 
@@ -91,7 +104,10 @@ def test_a_key_that_no_merge_wrote_down_is_refused() -> None:
     """The second span has no real token, and what follows it was absorbed: the key after the border is unknown."""
     op = operator("ska-1")
     first, tokens = draw(2, 2, 3, 5, seed=1), draw(2, 2, 3, 3, seed=2)
-    one, other = empty(op).absorb(first, tokens), empty(op).absorb(first, tokens, torch.tensor([[True] * 3, [False] * 3]))
+    one, other = (
+        empty(op).absorb(first, tokens),
+        empty(op).absorb(first, tokens, torch.tensor([[True] * 3, [False] * 3])),
+    )
     after = one.merge(other).absorb(first, tokens)
     with pytest.raises(ArgumentError, match="border of these tokens is unknown"):
         after.subtract(one)

@@ -109,7 +109,9 @@ def test_merge_joins_spans(name: str) -> None:
     assert library.subtract(right.merge(named(empty(op), tokens, "a"))).count == 4
 
 
-@pytest.mark.parametrize("name", ["softmax", "squared_affine", "retention", "ska-1", "ska-paper", "ska-fading", "yat-decay", "sko-chunk"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "squared_affine", "retention", "ska-1", "ska-paper", "ska-fading", "yat-decay", "sko-chunk"]
+)
 def test_save_fork_and_unnamed(name: str, tmp_path) -> None:
     op, tokens = operator(name), span(True)
     memory = tokens.part(20, TOKENS).into(named(empty(op), tokens, *CUTS))
@@ -200,7 +202,15 @@ def test_attention_extends_the_open_part(name: str) -> None:
                 memory = memory.close().open("b")
             if start == 12:
                 memory = memory.close()
-            y, memory = zonal.attention(q[:, :, start:stop], tokens.k[:, :, start:stop], tokens.v[:, :, start:stop], op, causal=True, memory=memory, path=path)
+            y, memory = zonal.attention(
+                q[:, :, start:stop],
+                tokens.k[:, :, start:stop],
+                tokens.v[:, :, start:stop],
+                op,
+                causal=True,
+                memory=memory,
+                path=path,
+            )
             rows.append(y)
         return torch.cat(rows, 2), memory
 
@@ -226,7 +236,16 @@ def test_parts_keep_tokens_as_they_were_weighed(name: str) -> None:
     def absorbed(memory: Memory, *names: str) -> Memory:
         for one in names:
             piece = slice(*CUTS[one])
-            memory = memory.absorb(tokens.k[:, :, piece], tokens.v[:, :, piece], tokens.mask[:, piece], None, None, stored[:, piece], gate[:, :, piece], span=one)
+            memory = memory.absorb(
+                tokens.k[:, :, piece],
+                tokens.v[:, :, piece],
+                tokens.mask[:, piece],
+                None,
+                None,
+                stored[:, piece],
+                gate[:, :, piece],
+                span=one,
+            )
         return memory
 
     expected = absorbed(empty(op), "a", "c")
@@ -317,8 +336,14 @@ REFUSED = {
     "number": (lambda a: a.open(7), "must be a string"),
     "unknown": (lambda a: a.forget("aa"), "Did you mean 'a'"),
     "merge of two": (lambda a: a.merge(a.fork()), "a span 'a' already"),
-    "name of the named": (lambda a: a.merge(a.other.merge(a.other_span), span="z"), "has spans of its own, so 'z' cannot name all"),
-    "subtract unknown": (lambda a: a.subtract(a.other_span), r"span 'z' was never absorbed here \(spans: \['a', 'b'\]\)"),
+    "name of the named": (
+        lambda a: a.merge(a.other.merge(a.other_span), span="z"),
+        "has spans of its own, so 'z' cannot name all",
+    ),
+    "subtract unknown": (
+        lambda a: a.subtract(a.other_span),
+        r"span 'z' was never absorbed here \(spans: \['a', 'b'\]\)",
+    ),
     "subtract another length": (lambda a: a.subtract(a.longer), "span 'a' has 8 tokens here and 4 there"),
     "subtract nameless": (lambda a: a.subtract(a.other), "where tokens belong that have no name cannot be told"),
     "too much": (lambda a: a.subtract(a.merge(a.other)), "holds 16 tokens, this one only 12"),
@@ -332,7 +357,12 @@ def test_refusals_name_the_remedy_and_change_nothing(what: str, name: str) -> No
     op, tokens = operator(name), span()
     memory = named(empty(op), tokens, "a", "b")
     part = tokens.part(0, 4)
-    more = {"kv": (part.k, part.v), "other": part.into(empty(op)), "other_span": empty(op).absorb(part.k, part.v, span="z"), "longer": empty(op).absorb(part.k, part.v, span="a")}
+    more = {
+        "kv": (part.k, part.v),
+        "other": part.into(empty(op)),
+        "other_span": empty(op).absorb(part.k, part.v, span="z"),
+        "longer": empty(op).absorb(part.k, part.v, span="a"),
+    }
     for key, value in more.items():
         object.__setattr__(memory, key, value)
     before, spans, count = memory.read(queries()), memory.spans(), memory.count
@@ -365,7 +395,10 @@ def test_spans_are_whole_chunks() -> None:
 def test_spans_that_come_and_go_leave_no_rounding() -> None:
     """Float32 sums after 300 large spans came and went are those that never saw them; by subtraction their digits would be gone."""
     op = m.squared_affine()
-    k, v = torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0)), torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(1))
+    k, v = (
+        torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0)),
+        torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(1)),
+    )
     memory = Memory.empty(op, 1, 1, 4, 4).absorb(k, v, span="stays")
     kept, taken = memory, memory.unnamed()
     for seed in range(300):

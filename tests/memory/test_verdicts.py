@@ -27,13 +27,17 @@ def blank(op=None, heads=1, batch=1, kind=None):
 
 
 def filled(op=None, tokens=R // 2, heads=1, batch=1, seed=0, kind=None):
-    return blank(op, heads, batch, kind).absorb(unit(batch, heads, tokens, R, seed=seed), draw(batch, heads, tokens, P, seed=seed + 1))
+    return blank(op, heads, batch, kind).absorb(
+        unit(batch, heads, tokens, R, seed=seed), draw(batch, heads, tokens, P, seed=seed + 1)
+    )
 
 
 def stages(memory, tokens, seed=3):
     """The memory, and what it becomes token by token."""
     yield memory
-    for k, v in zip(unit(1, 1, tokens, R, seed=seed).split(1, 2), draw(1, 1, tokens, P, seed=seed + 1).split(1, 2), strict=True):
+    for k, v in zip(
+        unit(1, 1, tokens, R, seed=seed).split(1, 2), draw(1, 1, tokens, P, seed=seed + 1).split(1, 2), strict=True
+    ):
         memory = memory.absorb(k, v)
         yield memory
 
@@ -59,7 +63,9 @@ def test_the_leverage_of_sums_is_that_of_the_keys(name, padded):
 
 def test_one_key_by_hand():
     rho = 0.1
-    memory = blank(m.ridge(eps=rho, learn_ridge=False, key_limit=None)).absorb(2 * torch.eye(R, dtype=torch.float64)[:1].view(1, 1, 1, R), torch.ones(1, 1, 1, P, dtype=torch.float64))
+    memory = blank(m.ridge(eps=rho, learn_ridge=False, key_limit=None)).absorb(
+        2 * torch.eye(R, dtype=torch.float64)[:1].view(1, 1, 1, R), torch.ones(1, 1, 1, P, dtype=torch.float64)
+    )
     q = torch.zeros(1, 1, 4, R, dtype=torch.float64)
     q[0, 0, 0, 0], q[0, 0, 1, 1], q[0, 0, 2, :2] = 3, 1, 1
     close(memory.support(q)[0, 0], torch.tensor([4 / (4 + rho), 0, 2 / (4 + rho), 0], dtype=torch.float64))
@@ -122,7 +128,10 @@ def test_what_has_support_keeps_it_while_tokens_come(name, threshold):
 
 def test_merging_is_evidence_too():
     q, parts = unit(1, 1, 50, R, seed=9), [filled(seed=seed, tokens=4) for seed in range(3)]
-    assert accepting(q, 0.4).withdrawn([parts[0], parts[0].merge(parts[1]), parts[0].merge(parts[1]).merge(parts[2])]) is None
+    assert (
+        accepting(q, 0.4).withdrawn([parts[0], parts[0].merge(parts[1]), parts[0].merge(parts[1]).merge(parts[2])])
+        is None
+    )
 
 
 def large(memory):
@@ -138,7 +147,15 @@ def later(memory):
     [
         pytest.param(lambda: m.ska(running_max=True, key_limit=None), large, id="a ridge that follows the largest key"),
         pytest.param(lambda: m.ridge(relative=0.5, key_limit=None), large, id="a ridge that follows the mean key"),
-        pytest.param(lambda: m.ska(fading=True), lambda a: a.absorb(torch.zeros(1, 1, 40, R).double(), torch.zeros(1, 1, 40, P).double(), log_decay=torch.full((1, 1, 40), -0.3).double()), id="fading"),
+        pytest.param(
+            lambda: m.ska(fading=True),
+            lambda a: a.absorb(
+                torch.zeros(1, 1, 40, R).double(),
+                torch.zeros(1, 1, 40, P).double(),
+                log_decay=torch.full((1, 1, 40), -0.3).double(),
+            ),
+            id="fading",
+        ),
         pytest.param(lambda: m.cosine().replace(prior=(zonal.prior.Window(4, 0),)), later, id="a window"),
     ],
 )
@@ -151,12 +168,20 @@ def test_where_support_has_to_be_withdrawn(op, then):
     assert found is not None
     assert found.place == 1
     before, after = (history[i].read(q).norm(dim=-1) for i in (0, 1))
-    assert bool(((after < 0.8 * before) | ((history[0].read(q) - history[1].read(q)).norm(dim=-1) > 0.2 * before))[found.records].all())
+    assert bool(
+        ((after < 0.8 * before) | ((history[0].read(q) - history[1].read(q)).norm(dim=-1) > 0.2 * before))[
+            found.records
+        ].all()
+    )
 
 
 def test_to_forget_is_no_continuation():
     q = unit(1, 1, 4, R, seed=0)
-    memory = blank().absorb(q, draw(1, 1, 4, P, seed=1), span="a").absorb(unit(1, 1, 3, R, seed=2), draw(1, 1, 3, P, seed=3), span="b")
+    memory = (
+        blank()
+        .absorb(q, draw(1, 1, 4, P, seed=1), span="a")
+        .absorb(unit(1, 1, 3, R, seed=2), draw(1, 1, 3, P, seed=3), span="b")
+    )
     assert accepting(q, 0.8).withdrawn([memory, memory.forget("b")]) is None
     assert accepting(q, 0.8).withdrawn([memory, memory.forget("a")]) is not None
 
@@ -168,7 +193,12 @@ def test_a_label_changes_only_when_evidence_about_its_key_does_and_never_to_unde
     elsewhere = memory.absorb(orthogonal, draw(1, 1, 2, P, seed=2), span="elsewhere")
     again = elsewhere.absorb(k[:, :, :1], v[:, :, :1], span="again")
     against = again.absorb(k[:, :, :2], -v[:, :, :2], span="against")
-    assert [one.read(k, report=True).verdict[0, 0].tolist() for one in (memory, elsewhere, again, against)] == [[1] * 4, [1] * 4, [1] * 4, [-1, -1, 1, 1]]
+    assert [one.read(k, report=True).verdict[0, 0].tolist() for one in (memory, elsewhere, again, against)] == [
+        [1] * 4,
+        [1] * 4,
+        [1] * 4,
+        [-1, -1, 1, 1],
+    ]
     criterion = Criterion()
     decided = OSet(lambda one: criterion.reporter(1, k).decided.at(Evidence(*one.read(k, report=criterion)[2:4])))
     assert decided.withdrawn([memory, elsewhere, again, against]) is None
@@ -180,7 +210,11 @@ def test_one_token_moves_an_answer_by_no_more_than_what_is_open():
     rho = 0.1
     memory = filled(m.ridge(eps=rho, learn_ridge=False, key_limit=None), 10)
     q, v = draw(1, 1, 30, R, seed=20), draw(1, 1, 1, P, seed=40)
-    for z in (0.5 * draw(1, 1, 1, R, seed=30), unit(1, 1, 1, R, seed=31), rho**0.5 * q[:, :, :1] / q[0, 0, 0].norm() / (1 - memory.support(q[:, :, :1])).sqrt()):
+    for z in (
+        0.5 * draw(1, 1, 1, R, seed=30),
+        unit(1, 1, 1, R, seed=31),
+        rho**0.5 * q[:, :, :1] / q[0, 0, 0].norm() / (1 - memory.support(q[:, :, :1])).sqrt(),
+    ):
         moved = (memory.absorb(z, v).read(q) - memory.read(q)).norm(dim=-1)
         limit = (v - memory.read(z)).norm() * ((1 - memory.support(q)) / rho).sqrt() * q.norm(dim=-1) / 2
         assert bool((moved <= limit + 1e-12).all())
@@ -193,7 +227,9 @@ def test_a_decoder_s_steps_leave_the_same_evidence():
     whole, memory = blank(op).absorb(k, v), blank(op)
     with torch.no_grad():
         for t in range(12):
-            _, memory = zonal.attention(k[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], op, causal=True, memory=memory)
+            _, memory = zonal.attention(
+                k[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], op, causal=True, memory=memory
+            )
             assert float((memory.support(k[:, :, : t + 1])).min()) > 0.8
         close(memory.support(q), whole.support(q), 1e-8)
 
@@ -211,11 +247,20 @@ def test_the_stated_rate_holds_on_other_strangers_and_at_every_earlier_time(name
     history = list(stages(blank(getattr(m, name)()), R // 2))
     rate, others = 0.05, unit(1, 1, 4000, R, seed=11)
     criterion = history[-1].calibrate(unit(1, 1, 1999, R, seed=10), rate, least=0.0)
-    shares = [float((one.read(others, report=criterion).verdict != Verdict.UNDECIDED).double().mean()) for one in history]
+    shares = [
+        float((one.read(others, report=criterion).verdict != Verdict.UNDECIDED).double().mean()) for one in history
+    ]
     assert shares == sorted(shares)
     assert shares[-1] <= rate + 4 * math.sqrt(2 * rate / 2000)
     assert shares[-1] >= rate / 2
-    assert float((history[-1].read(unit(1, 1, R // 2, R, seed=3), report=criterion).verdict == Verdict.ACCEPTED).double().mean()) == 1
+    assert (
+        float(
+            (history[-1].read(unit(1, 1, R // 2, R, seed=3), report=criterion).verdict == Verdict.ACCEPTED)
+            .double()
+            .mean()
+        )
+        == 1
+    )
 
 
 def test_the_rate_is_exact_in_counting():
@@ -231,11 +276,15 @@ def test_what_is_stated_ends_where_the_memory_is_fuller_than_it_was():
     criterion = memory.calibrate(strangers, 0.05)
     assert memory.read(strangers, report=criterion).rate == 0.05
     assert later(memory).read(strangers, report=criterion).rate is None
-    assert float((later(memory).read(strangers, report=criterion).verdict == Verdict.ACCEPTED).double().mean()) > 0.9  # more keys than directions
+    assert (
+        float((later(memory).read(strangers, report=criterion).verdict == Verdict.ACCEPTED).double().mean()) > 0.9
+    )  # more keys than directions
 
 
 def test_thresholds_are_a_head_each():
-    memory = Memory.empty(m.ridge(), 2, 2, R, P, torch.float64).absorb(unit(2, 2, 6, R, seed=0) * torch.tensor([1.0, 0.1]).view(1, 2, 1, 1), draw(2, 2, 6, P, seed=1))
+    memory = Memory.empty(m.ridge(), 2, 2, R, P, torch.float64).absorb(
+        unit(2, 2, 6, R, seed=0) * torch.tensor([1.0, 0.1]).view(1, 2, 1, 1), draw(2, 2, 6, P, seed=1)
+    )
     criterion = memory.calibrate(unit(2, 4, 100, R, seed=2), 0.1, least=0.0)
     assert isinstance(criterion.support, tuple)
     assert len(criterion.support) == 4
@@ -251,7 +300,10 @@ def test_claims_are_accepted_contradicted_or_not_known():
     strangers = unit(1, 1, 300, R, seed=14)
     criterion = memory.calibrate(strangers, 0.01, stored=(k, v), miss=0.2)
     right = memory.read(k, report=criterion, claim=v)
-    assert torch.equal(right.verdict, torch.full((1, 1, R // 2), int(Verdict.ACCEPTED), dtype=torch.int8)) or int((right.verdict == Verdict.CONTRADICTED).sum()) <= 1
+    assert (
+        torch.equal(right.verdict, torch.full((1, 1, R // 2), int(Verdict.ACCEPTED), dtype=torch.int8))
+        or int((right.verdict == Verdict.CONTRADICTED).sum()) <= 1
+    )
     assert bool((memory.read(k, report=criterion, claim=v.roll(1, 2)).verdict == Verdict.CONTRADICTED).all())
     unknown = memory.read(strangers, report=criterion, claim=draw(1, 1, 300, P, seed=15))
     assert float((unknown.verdict == Verdict.UNDECIDED).double().mean()) > 0.95
@@ -294,7 +346,12 @@ def test_a_criterion_is_saved_whole(tmp_path):
     (tmp_path / "other.json").write_text('{"kind": "model"}')
     (tmp_path / "damaged.json").write_text('{"kind": "criterion", "support": 7}')
     (tmp_path / "newer.json").write_text('{"kind": "criterion", "colour": 7}')
-    for name, words in (("other", "holds something else"), ("damaged", r"does not fit.*\[0, 1\]"), ("newer", "does not fit.*colour"), ("none", "does not exist")):
+    for name, words in (
+        ("other", "holds something else"),
+        ("damaged", r"does not fit.*\[0, 1\]"),
+        ("newer", "does not fit.*colour"),
+        ("none", "does not exist"),
+    ):
         with pytest.raises(FileFormatError, match=words):
             Criterion.load(tmp_path / f"{name}.json")
 
@@ -302,27 +359,65 @@ def test_a_criterion_is_saved_whole(tmp_path):
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        pytest.param(lambda a, q: Criterion(support=1.5), r"support must lie in \[0, 1\], received 1.5. Let Memory.calibrate", id="support"),
+        pytest.param(
+            lambda a, q: Criterion(support=1.5),
+            r"support must lie in \[0, 1\], received 1.5. Let Memory.calibrate",
+            id="support",
+        ),
         pytest.param(lambda a, q: Criterion(residual=(0.1, -1.0)), r"residual must lie in \[0, 1\]", id="residual"),
         pytest.param(lambda a, q: Criterion(support=float("nan")), r"support must lie in \[0, 1\]", id="nan"),
         pytest.param(lambda a, q: Criterion(support=()), r"support must lie in \[0, 1\]", id="none"),
         pytest.param(lambda a, q: Criterion(rate=2.0), r"rate must lie in \[0, 1\]", id="rate"),
         pytest.param(lambda a, q: Criterion(tokens=-1), "tokens must be a whole number", id="tokens"),
-        pytest.param(lambda a, q: a.calibrate(q, 1.2), r"rate must lie in \[0, 1\], received 1.2", id="calibrated rate"),
-        pytest.param(lambda a, q: a.calibrate(q, 0.01), r"50 queries cannot show rate 0.01: at least 99 of each head. Give more", id="too few"),
+        pytest.param(
+            lambda a, q: a.calibrate(q, 1.2), r"rate must lie in \[0, 1\], received 1.2", id="calibrated rate"
+        ),
+        pytest.param(
+            lambda a, q: a.calibrate(q, 0.01),
+            r"50 queries cannot show rate 0.01: at least 99 of each head. Give more",
+            id="too few",
+        ),
         pytest.param(lambda a, q: a.calibrate(q, 0.0), "only a rate above 0", id="never"),
         pytest.param(lambda a, q: a.calibrate(q, 0.1, least=-0.1), r"least must lie in \[0, 1\]", id="least"),
-        pytest.param(lambda a, q: a.calibrate(q, 0.1, stored=(q, torch.zeros(1, 1, 50, P).double()), miss=3.0), r"miss must lie in \[0, 1\]", id="miss"),
-        pytest.param(lambda a, q: a.read(q, report=0.9), "report must be True, False or a Criterion, received 0.9", id="report"),
-        pytest.param(lambda a, q: a.read(q, report=Criterion(support=(0.5, 0.5))), "a support for 2 heads and the queries have 1", id="heads"),
+        pytest.param(
+            lambda a, q: a.calibrate(q, 0.1, stored=(q, torch.zeros(1, 1, 50, P).double()), miss=3.0),
+            r"miss must lie in \[0, 1\]",
+            id="miss",
+        ),
+        pytest.param(
+            lambda a, q: a.read(q, report=0.9), "report must be True, False or a Criterion, received 0.9", id="report"
+        ),
+        pytest.param(
+            lambda a, q: a.read(q, report=Criterion(support=(0.5, 0.5))),
+            "a support for 2 heads and the queries have 1",
+            id="heads",
+        ),
         pytest.param(lambda a, q: a.read(q, claim=q), r"Ask for the verdict: read\(q, report=True", id="claim unasked"),
-        pytest.param(lambda a, q: a.read(q, report=True, claim=q), r"claim must have the shape of what is read, \(1, 1, 50, 8\)", id="claim shape"),
-        pytest.param(lambda a, q: a.read(q, report=True, claim=torch.full((1, 1, 50, P), float("nan")).double()), "claim must be finite", id="claim of nothing"),
+        pytest.param(
+            lambda a, q: a.read(q, report=True, claim=q),
+            r"claim must have the shape of what is read, \(1, 1, 50, 8\)",
+            id="claim shape",
+        ),
+        pytest.param(
+            lambda a, q: a.read(q, report=True, claim=torch.full((1, 1, 50, P), float("nan")).double()),
+            "claim must be finite",
+            id="claim of nothing",
+        ),
         pytest.param(lambda a, q: a.calibrate(q * float("nan"), 0.1), "finite queries", id="strangers of nothing"),
-        pytest.param(lambda a, q: a.support(q[..., 1:]), r"Memory.support: q must be .*received \(1, 1, 50, 15\)", id="query"),
-        pytest.param(lambda a, q: filled(m.retention()).read(q, report=True), "'decayed' of operator 'retention' has no evidence.*use an operator that solves", id="decayed"),
-        pytest.param(lambda a, q: filled(m.sko(), kind="keys").support(q), "K may be negative.*positive kernel", id="signed"),
-        pytest.param(lambda a, q: filled(m.ska(fading=True), kind="keys").support(q), r"kind='fading'", id="faded keys"),
+        pytest.param(
+            lambda a, q: a.support(q[..., 1:]), r"Memory.support: q must be .*received \(1, 1, 50, 15\)", id="query"
+        ),
+        pytest.param(
+            lambda a, q: filled(m.retention()).read(q, report=True),
+            "'decayed' of operator 'retention' has no evidence.*use an operator that solves",
+            id="decayed",
+        ),
+        pytest.param(
+            lambda a, q: filled(m.sko(), kind="keys").support(q), "K may be negative.*positive kernel", id="signed"
+        ),
+        pytest.param(
+            lambda a, q: filled(m.ska(fading=True), kind="keys").support(q), r"kind='fading'", id="faded keys"
+        ),
     ],
 )
 def test_bad_input(act, words):

@@ -16,7 +16,14 @@ VOCABULARY = 19
 def make(*layers, seed=0, awake=True, **options):
     """A small model in float64. ``awake``: no projection at zero, weights large enough for tokens to differ clearly."""
     kv_heads = 4 if "rewa_categorical" in layers else 2  # one map makes its queries and keys
-    settings = {"heads": 4, "kv_heads": kv_heads, "rotary": True, "conv": (3, 0), "mlp": "swiglu", "init_std": 0.3} | options
+    settings = {
+        "heads": 4,
+        "kv_heads": kv_heads,
+        "rotary": True,
+        "conv": (3, 0),
+        "mlp": "swiglu",
+        "init_std": 0.3,
+    } | options
     model = build(ModelConfig(VOCABULARY, 16, layers or ("softmax", "ska(power=1)"), **settings), seed).double()
     if awake:
         generator = torch.Generator().manual_seed(seed)
@@ -179,12 +186,23 @@ def test_memory_bytes_equals_what_is_really_held(spec):
             _, memory = model.step(text(1, length), memory)
         tensors = [layer.memory.tensors() for layer in memory.layers]
         # a read of ridge statistics leaves the inverse of G there; it is counted from the start
-        held = sum(value.nbytes for group in tensors for value in (*group.values(), *([group["gram"]] if "gram" in group else [])))
+        held = sum(
+            value.nbytes
+            for group in tensors
+            for value in (*group.values(), *([group["gram"]] if "gram" in group else []))
+        )
         held += sum(layer.tail.nbytes for layer in memory.layers if layer.tail is not None)
         assert model.memory_bytes(length) == memory.nbytes == held, length
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.split("(")[0] in ("linear", "retention", "ridge", "ska", "squared_affine", "polynomial_square")])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        s
+        for s in SPECS
+        if s.split("(")[0] in ("linear", "retention", "ridge", "ska", "squared_affine", "polynomial_square")
+    ],
+)
 def test_constant_memories_are_constant(spec):
     model = make(spec, spec)
     assert model.memory_bytes(10) == model.memory_bytes(131072)
@@ -200,7 +218,9 @@ def test_a_memory_file_goes_on_where_it_stood(tmp_path):
     _, memory = model.step(tokens[:, :6], model.empty_memory(2))
     memory.save(tmp_path / "memory.safetensors")
     loaded = model.load_memory(tmp_path / "memory.safetensors")
-    torch.testing.assert_close(model.step(tokens[:, 6:], loaded)[0], model.step(tokens[:, 6:], memory)[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.step(tokens[:, 6:], loaded)[0], model.step(tokens[:, 6:], memory)[0], rtol=0, atol=0
+    )
     assert loaded.nbytes == memory.nbytes
     (tmp_path / "memory.safetensors").write_bytes((tmp_path / "memory.safetensors").read_bytes()[:-7])
     with pytest.raises(FileFormatError, match="truncated"):
@@ -319,7 +339,9 @@ def test_shared_parameters_start_identical_across_operators():
     for spec, model in models.items():
         orthogonal = model.blocks[0].attention.operator.layer_init == "orthogonal"
         own = ("query.weight", "key.weight", "value.weight", "attention.output.weight") if orthogonal else ()
-        shared = {name: p for name, p in model.named_parameters() if name in reference and not name.endswith(own or ("\0",))}
+        shared = {
+            name: p for name, p in model.named_parameters() if name in reference and not name.endswith(own or ("\0",))
+        }
         assert len(shared) >= len(reference) - 8
         for name, parameter in shared.items():
             if ".operator." not in name:
@@ -353,7 +375,9 @@ def test_operators_keep_their_declared_start():
     model = build(ModelConfig(VOCABULARY, 16, ("ska(power=1)", "sko"), 4), 0)
     for spec, block in zip(model.config.layers, model.blocks, strict=True):
         declared = mechanisms.resolve(spec).for_heads(4, 4, dim=4)
-        for (name, got), (_, wanted) in zip(block.attention.operator.named_parameters(), declared.named_parameters(), strict=True):
+        for (name, got), (_, wanted) in zip(
+            block.attention.operator.named_parameters(), declared.named_parameters(), strict=True
+        ):
             if name != "learned_parts.score_log_factor":  # which starts by the size of the layer's keys
                 assert torch.equal(got, wanted), name
 
@@ -362,7 +386,9 @@ def test_operators_keep_their_declared_start():
 
 
 def test_parameters_are_counted_once():
-    tied, untied = (build(ModelConfig(100, 16, ("softmax",), 4, tie_embeddings=t, mlp="none"), 0) for t in (True, False))
+    tied, untied = (
+        build(ModelConfig(100, 16, ("softmax",), 4, tie_embeddings=t, mlp="none"), 0) for t in (True, False)
+    )
     assert tied.num_parameters() == 100 * 16 + 4 * 16 * 16 + 16 + 16
     assert untied.num_parameters() == tied.num_parameters() + 100 * 16
 

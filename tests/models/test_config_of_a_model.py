@@ -14,7 +14,16 @@ SMALL = {"vocab_size": 17, "dim": 12, "layers": ("softmax", "ska(power=1)"), "he
     "options",
     [
         {},
-        {"kv_heads": 1, "head_dim": 10, "qk_dim": 6, "mlp": "koopman-gated", "rotary": True, "qk_norm": True, "conv": (0, 3), "tie_embeddings": False},
+        {
+            "kv_heads": 1,
+            "head_dim": 10,
+            "qk_dim": 6,
+            "mlp": "koopman-gated",
+            "rotary": True,
+            "qk_norm": True,
+            "conv": (0, 3),
+            "tie_embeddings": False,
+        },
         {"mlp_ratio": 2, "conv": 4, "max_len": 99, "norm_eps": 1e-5, "init_std": 0.1, "rotary_base": 500.0},
     ],
 )
@@ -29,7 +38,11 @@ def test_derived_sizes():
     config = ModelConfig(**SMALL, conv=3, mlp_ratio=8 / 3)
     assert (config.size_of_head, config.conv_widths, config.mlp_hidden) == (6, (3, 3), 32)
     # a ratio of two sizes is that ratio, whatever rounding does to it
-    assert all(ModelConfig(**SMALL | {"dim": dim}, mlp_ratio=hidden / dim).mlp_hidden == hidden for dim in (12, 36, 448) for hidden in range(8, 1300, 8))
+    assert all(
+        ModelConfig(**SMALL | {"dim": dim}, mlp_ratio=hidden / dim).mlp_hidden == hidden
+        for dim in (12, 36, 448)
+        for hidden in range(8, 1300, 8)
+    )
     assert ModelConfig(**SMALL, head_dim=10, conv=(0, 2)).conv_widths == (0, 2)
 
 

@@ -48,7 +48,9 @@ def test_bfloat16_sums_in_float32():
     assert loss.dtype == torch.float32
     assert abs(loss.item() / exact.item() - 1) < 1e-3
     loss.backward()
-    reference = torch.autograd.grad(F.cross_entropy((hidden.double() @ weight.double().T), targets, reduction="sum"), (hidden, weight))
+    reference = torch.autograd.grad(
+        F.cross_entropy((hidden.double() @ weight.double().T), targets, reduction="sum"), (hidden, weight)
+    )
     for got, wanted in zip((hidden.grad, weight.grad), reference, strict=True):
         assert got.dtype == torch.bfloat16
         assert ((got - wanted).norm() / wanted.norm()).item() < 0.02
@@ -56,7 +58,11 @@ def test_bfloat16_sums_in_float32():
 
 def test_autocast_casts_the_product_and_not_the_loss():
     torch.manual_seed(0)
-    hidden, weight, targets = torch.randn(20, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), torch.randint(30, (20,))
+    hidden, weight, targets = (
+        torch.randn(20, 8, requires_grad=True),
+        torch.randn(30, 8, requires_grad=True),
+        torch.randint(30, (20,)),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = cross_entropy_sum(hidden, weight, targets)
     assert loss.dtype == torch.float32

@@ -81,15 +81,24 @@ def test_merging_reaches_every_parameter(operator):
     [
         (lambda: encoder(merge=MergeSchedule((0.5,))), "one rate a layer is required, 2 of them, received 1"),
         (lambda: encoder()(tokens(), merge=MergeSchedule((0.5,) * 3)), "2 of them, received 3"),
-        (lambda: encoder("ridge*2", merge=MergeSchedule((0.0, 0.5)))(tokens()), "mass is defined for the anchors Row, Count and Raw"),
+        (
+            lambda: encoder("ridge*2", merge=MergeSchedule((0.0, 0.5)))(tokens()),
+            "mass is defined for the anchors Row, Count and Raw",
+        ),
         (lambda: encoder("softmx"), "Did you mean 'softmax'"),
         (lambda: encoder([]), "at least one operator"),
         (lambda: VisionConfig(image=28, patch=5), "patch must divide image=28, received 5"),
         (lambda: VisionConfig(classes=0), "VisionConfig: classes must be a whole number"),
         (lambda: VisionConfig.from_dict({"pach": 4}), "unknown: pach"),
         (lambda: VisionEncoder(VisionConfig(merge=(0.5,))), "one rate a layer is required, 4 of them"),
-        (lambda: VisionEncoder(VisionConfig())(torch.zeros(2, 28, 28)), r"must be floating numbers \(batch, 1, 28, 28\)"),
-        (lambda: VisionEncoder(VisionConfig()).loss(torch.zeros(2, 1, 28, 28), torch.zeros(2)), "one int64 label an image"),
+        (
+            lambda: VisionEncoder(VisionConfig())(torch.zeros(2, 28, 28)),
+            r"must be floating numbers \(batch, 1, 28, 28\)",
+        ),
+        (
+            lambda: VisionEncoder(VisionConfig()).loss(torch.zeros(2, 1, 28, 28), torch.zeros(2)),
+            "one int64 label an image",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):
@@ -134,6 +143,9 @@ def test_digits_are_learned_and_survive_merging():
         (total / count).backward()
         optimiser.step()
     with torch.no_grad():
-        right = [float((model(images[1400:], merge=merge).argmax(-1) == labels[1400:]).float().mean()) for merge in (None, MergeSchedule((0.0, 0.33)))]
+        right = [
+            float((model(images[1400:], merge=merge).argmax(-1) == labels[1400:]).float().mean())
+            for merge in (None, MergeSchedule((0.0, 0.33)))
+        ]
     assert right[0] > 0.7
     assert right[1] > 0.65

@@ -30,13 +30,17 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, **others: Any) -> Tensor:
         q, k, v = (linear(x).unflatten(2, (-1, 6)).transpose(1, 2) for linear in self.maps)
-        return self.registered[self.config._attn_implementation](self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)[0].flatten(2)
+        return self.registered[self.config._attn_implementation](
+            self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others
+        )[0].flatten(2)
 
 
 class Model(nn.Module):
     def __init__(self, registered: dict[str, Any], **config: Any) -> None:
         super().__init__()
-        self.config = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, _attn_implementation="sdpa", **config)
+        self.config = types.SimpleNamespace(
+            num_attention_heads=4, num_key_value_heads=2, _attn_implementation="sdpa", **config
+        )
         self.layers = nn.ModuleList(Layer(self.config, index, registered) for index in range(2))
 
     def set_attn_implementation(self, name: str) -> None:
@@ -52,7 +56,10 @@ class Model(nn.Module):
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The functions that transformers would hold."""
     held: dict[str, Any] = {}
-    interface, masks = types.SimpleNamespace(register=held.__setitem__), types.SimpleNamespace(register=lambda name, function: held.__setitem__(f"mask {name}", function))
+    interface, masks = (
+        types.SimpleNamespace(register=held.__setitem__),
+        types.SimpleNamespace(register=lambda name, function: held.__setitem__(f"mask {name}", function)),
+    )
     library = types.SimpleNamespace(AttentionInterface=interface, AttentionMaskInterface=masks)
     monkeypatch.setitem(sys.modules, "transformers", library)  # type: ignore[arg-type]
     return held
@@ -67,7 +74,9 @@ def reference(model: Model, x: Tensor, mask: Tensor | None = None, left: int | N
     operator = m.softmax(prior=() if left is None else zonal.prior.Window(left=left))
     for layer in model.layers:
         q, k, v = (linear(x).unflatten(2, (-1, 6)).transpose(1, 2) for linear in layer.maps)  # type: ignore[union-attr]
-        y = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, scale=0.3, key_padding_mask=mask, path="dense")
+        y = zonal.attention(
+            q.double(), k.double(), v.double(), operator, causal=True, scale=0.3, key_padding_mask=mask, path="dense"
+        )
         x = x + y.float().transpose(1, 2).flatten(2)
     return x
 
@@ -96,18 +105,37 @@ def test_padding_and_windows(registered: dict[str, Any]) -> None:
     model, x = made(registered, sliding_window=4)
     hugging_face.convert(model)
     real = torch.arange(9) >= torch.tensor([[0], [3]])
-    mask = registered["mask zonal"](q_length=9, kv_length=9, q_offset=0, kv_offset=0, attention_mask=real, allow_is_causal_skip=True, mask_function=None)
+    mask = registered["mask zonal"](
+        q_length=9,
+        kv_length=9,
+        q_offset=0,
+        kv_offset=0,
+        attention_mask=real,
+        allow_is_causal_skip=True,
+        mask_function=None,
+    )
     wanted = reference(model, x, real, left=3)
     assert torch.allclose(model(x, mask.long(), sliding_window=4)[real], wanted[real], atol=1e-5)
     # what a window's cache holds: the last keys, and the mask of those
-    cut = registered["mask zonal"](q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True)
+    cut = registered["mask zonal"](
+        q_length=1, kv_length=4, q_offset=8, kv_offset=5, attention_mask=real, allow_is_causal_skip=True
+    )
     assert cut is None
-    cut = registered["mask zonal"](q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True)
+    cut = registered["mask zonal"](
+        q_length=1, kv_length=7, q_offset=8, kv_offset=2, attention_mask=real, allow_is_causal_skip=True
+    )
     assert torch.equal(cut, real[:, 2:])
     assert registered["mask zonal"](q_length=9, kv_length=9, attention_mask=None, allow_is_causal_skip=True) is None
     for wrong in ({"allow_is_causal_skip": False}, {"kv_length": 32}, {}):
         with pytest.raises(ArgumentError, match="packed position_ids, an overlay, a bidirectional one"):
-            registered["mask zonal"](**{"q_length": 9, "kv_length": 9, **({"allow_is_causal_skip": True} if "kv_length" in wrong else {}), **wrong})
+            registered["mask zonal"](
+                **{
+                    "q_length": 9,
+                    "kv_length": 9,
+                    **({"allow_is_causal_skip": True} if "kv_length" in wrong else {}),
+                    **wrong,
+                }
+            )
 
 
 # the needs that layers of transformers do not meet, by mechanism; all others are converted
@@ -129,7 +157,10 @@ def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registe
     layer.scaling = 6**-0.5  # what ``nn.Attention`` gives an open scale
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if spec in REFUSED:
-        with pytest.raises(ArgumentError, match=rf"hugging_face.convert: operator '{spec.split('(')[0]}' needs {re.escape(REFUSED[spec])}"):
+        with pytest.raises(
+            ArgumentError,
+            match=rf"hugging_face.convert: operator '{spec.split('(')[0]}' needs {re.escape(REFUSED[spec])}",
+        ):
             hugging_face.convert(model, spec)
         assert registered == {}
         assert model.config._attn_implementation == "sdpa"
@@ -152,7 +183,10 @@ def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registe
 
 
 def test_each_layer_draws_features_of_its_own(registered: dict[str, Any]) -> None:
-    drawn = [[dict(own.fixed_parts.named_buffers()) for own in hugging_face.convert(made(registered)[0], "performer")] for _ in range(2)]
+    drawn = [
+        [dict(own.fixed_parts.named_buffers()) for own in hugging_face.convert(made(registered)[0], "performer")]
+        for _ in range(2)
+    ]
     (first, second), again = drawn
     assert first
     for name, value in first.items():
@@ -175,7 +209,9 @@ def test_a_norm_over_all_heads_is_provided(registered: dict[str, Any]) -> None:
 
 def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(registered)
-    with pytest.raises(ArgumentError, match=r"a converted model is required, received Model. Call hugging_face.convert"):
+    with pytest.raises(
+        ArgumentError, match=r"a converted model is required, received Model. Call hugging_face.convert"
+    ):
         hugging_face.operators(model)
     with pytest.raises(ArgumentError, match="layers of causal attention is required, received Linear"):
         hugging_face.convert(nn.Linear(2, 2))
@@ -192,7 +228,10 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
     with pytest.raises(ArgumentError, match=r"asks for scaling=0.5"):
         hugging_face.attend(model.layers[0], q, k[:, :2], v[:, :2], None, scaling=0.5)
     four = torch.ones(2, 1, 9, 9)
-    with pytest.raises(ArgumentError, match=r"a mask \(batch, tokens\), nonzero = a real token, is required, received shape \(2, 1, 9, 9\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"a mask \(batch, tokens\), nonzero = a real token, is required, received shape \(2, 1, 9, 9\)",
+    ):
         model(x, four)
     model.layers[0].attention_dropout = 0.1  # type: ignore[assignment]
     with pytest.raises(ArgumentError, match="drops out weights of attention"):
@@ -210,12 +249,43 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
 def their(kind: str, **options: Any) -> Any:
     modeling = importlib.import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
     sizes: dict[str, Any] = {
-        "Llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
-        "Mistral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5},
-        "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        "Llama": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+        },
+        "Mistral": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 5,
+        },
+        "GPT2": {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        },
     }
     torch.manual_seed(0)
-    config = getattr(modeling, f"{kind}Config")(vocab_size=29, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.3, **sizes[kind], **options)
+    config = getattr(modeling, f"{kind}Config")(
+        vocab_size=29,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        initializer_range=0.3,
+        **sizes[kind],
+        **options,
+    )
     return getattr(modeling, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
 
 
@@ -269,7 +339,9 @@ def learned_away(model: Any, operator: Any) -> Any:
 
 
 @pytest.mark.parametrize("operator", [None, "sko", "performer", "ska(power=1)", "rewa_riemannian", "retention"])
-def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(operator: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(
+    operator: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = learned_away(their("Llama"), operator or hugging_face.rewa.with_closed_gates)
     tokens = torch.randint(1, 29, (2, 7), generator=torch.Generator().manual_seed(1))
     logits = model(tokens).logits
@@ -280,7 +352,10 @@ def test_a_saved_model_comes_back_to_the_bit_or_not_at_all(operator: str | None,
         assert not again.training
         assert torch.equal(again(tokens).logits, logits)
         theirs = dict(again.named_parameters()) | dict(again.named_buffers())
-        assert all(torch.equal(theirs[name], value) and theirs[name].dtype == value.dtype for name, value in model.state_dict().items())
+        assert all(
+            torch.equal(theirs[name], value) and theirs[name].dtype == value.dtype
+            for name, value in model.state_dict().items()
+        )
         again.save_pretrained(tmp_path / folder)
         again = hugging_face.from_pretrained(tmp_path / folder)
     # by transformers alone: a process that has never converted does not load it, one that has does not run it
@@ -308,7 +383,10 @@ def test_a_saved_model_in_bfloat16_keeps_its_operators_in_float32(tmp_path: Any)
 
 def test_what_was_not_saved_by_a_converted_model(tmp_path: Any) -> None:
     their("Llama").save_pretrained(tmp_path)
-    with pytest.raises(ArgumentError, match=r"from_pretrained: a model that was converted and saved is required; the config of .* holds no operators"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"from_pretrained: a model that was converted and saved is required; the config of .* holds no operators",
+    ):
         hugging_face.from_pretrained(tmp_path)
 
 
@@ -316,9 +394,20 @@ def test_a_converted_model_trains_in_bfloat16(tmp_path: Any) -> None:
     """Under autocast queries and keys come in float32, turned by rotary positions, and values in bfloat16."""
     model = their("Llama")
     hugging_face.convert(model, "sko")
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 29, (4, 7), generator=torch.Generator().manual_seed(1))]
+    rows = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(1, 29, (4, 7), generator=torch.Generator().manual_seed(1))
+    ]
     settings = transformers.TrainingArguments(
-        str(tmp_path), bf16=True, use_cpu=True, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False
+        str(tmp_path),
+        bf16=True,
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
     )
     before = {name: value.clone() for name, value in model.named_parameters()}
     found = transformers.Trainer(model, settings, train_dataset=rows).train()  # type: ignore[arg-type]

@@ -46,7 +46,13 @@ def test_layer_lists(line, layers):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("mamba2*0", "at least once"), ("mamba2,,ska", "empty entry"), ("", "empty entry"), ("ska(power=1", "unclosed bracket"), ("a]", "without an opening")],
+    [
+        ("mamba2*0", "at least once"),
+        ("mamba2,,ska", "empty entry"),
+        ("", "empty entry"),
+        ("ska(power=1", "unclosed bracket"),
+        ("a]", "without an opening"),
+    ],
 )
 def test_lists_that_cannot_be_read(line, words):
     with pytest.raises(ArgumentError, match=words):
@@ -101,11 +107,22 @@ def test_what_cannot_be_lifted(spec, words):
 
 
 def test_equal_names_start_equal_beside_other_layers():
-    one, other = (build(ModelConfig(23, 16, layers, 2), seed=3) for layers in (LINE, "mamba2(state=8, head_dim=8), softmax*4"))
+    one, other = (
+        build(ModelConfig(23, 16, layers, 2), seed=3) for layers in (LINE, "mamba2(state=8, head_dim=8), softmax*4")
+    )
     mine, theirs = one.state_dict(), other.state_dict()
-    shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape and not name.startswith("blocks.2.attention")]
+    shared = [
+        name
+        for name in mine
+        if name in theirs and mine[name].shape == theirs[name].shape and not name.startswith("blocks.2.attention")
+    ]
     assert "blocks.0.attention.input.weight" in shared
-    assert {"blocks.0.attention.step_bias", "blocks.3.mlp.up.weight", "blocks.4.attention.query.weight", "embedding.weight"} < set(shared)
+    assert {
+        "blocks.0.attention.step_bias",
+        "blocks.3.mlp.up.weight",
+        "blocks.4.attention.query.weight",
+        "embedding.weight",
+    } < set(shared)
     assert all(torch.equal(mine[name], theirs[name]) for name in shared)
 
 
@@ -117,10 +134,18 @@ def test_pieces_and_single_tokens_equal_one_pass():
         logits, memory = model.step(piece, memory)
         parts.append(logits)
     torch.testing.assert_close(torch.cat(parts, 1), model(x), rtol=1e-9, atol=1e-9)
-    attended = [layer for layer, block in zip(memory.layers, model.blocks, strict=True) if block.attention.operator.name == "softmax"]
+    attended = [
+        layer
+        for layer, block in zip(memory.layers, model.blocks, strict=True)
+        if block.attention.operator.name == "softmax"
+    ]
     assert model.memory_bytes(17) * 2 == memory.nbytes
     assert len(attended) == 1
-    assert model.memory_bytes(34) - model.memory_bytes(17) == model.memory_bytes(51) - model.memory_bytes(34) == 17 * 2 * 16 * 8
+    assert (
+        model.memory_bytes(34) - model.memory_bytes(17)
+        == model.memory_bytes(51) - model.memory_bytes(34)
+        == 17 * 2 * 16 * 8
+    )
 
 
 @lines
@@ -133,7 +158,9 @@ def test_packed_and_padded_rows(line):
     x, mask = tokens(3, 6, seed=9), torch.zeros(3, 6, dtype=torch.bool)
     for row, document in enumerate(documents):
         x[row, 6 - document.shape[1] :], mask[row, 6 - document.shape[1] :] = document[0], True
-    torch.testing.assert_close(model(x, key_padding_mask=mask)[mask], torch.cat([y[0] for y in alone]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        model(x, key_padding_mask=mask)[mask], torch.cat([y[0] for y in alone]), rtol=1e-9, atol=1e-9
+    )
 
 
 @lines
@@ -187,8 +214,14 @@ def test_logits_and_gradients_of_transformers_model(tied):
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
     expected.square().mean().backward()
     logits.square().mean().backward()
-    pairs = [("backbone.embeddings.weight", "embedding.weight"), ("backbone.layers.1.mixer.A_log", "blocks.1.attention.log_rate")]
-    pairs += [("backbone.layers.0.mixer.in_proj.weight", "blocks.0.attention.input.weight"), ("backbone.layers.2.norm.weight", "blocks.2.attention_norm.weight")]
+    pairs = [
+        ("backbone.embeddings.weight", "embedding.weight"),
+        ("backbone.layers.1.mixer.A_log", "blocks.1.attention.log_rate"),
+    ]
+    pairs += [
+        ("backbone.layers.0.mixer.in_proj.weight", "blocks.0.attention.input.weight"),
+        ("backbone.layers.2.norm.weight", "blocks.2.attention_norm.weight"),
+    ]
     for other, mine in pairs:
         wanted, got = theirs.get_parameter(other).grad, model.get_parameter(mine).grad
         assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max(), mine

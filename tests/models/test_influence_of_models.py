@@ -13,13 +13,21 @@ TOKENS = 12
 EXACT = [
     pytest.param(("softmax",), {}, id="causal"),
     pytest.param(("regime(prior=('window(left=2)',))",) * 2, {}, id="window"),
-    pytest.param(("regime(prior=('window(left=1)',))", "regime(prior=('window(left=4)',))"), {"conv": (3, 0)}, id="window behind a convolution"),
+    pytest.param(
+        ("regime(prior=('window(left=1)',))", "regime(prior=('window(left=4)',))"),
+        {"conv": (3, 0)},
+        id="window behind a convolution",
+    ),
     pytest.param(("ridge",), {}, id="earlier keys only"),
     pytest.param(("regime(prior=('chunk_causal(size=4)',))",) * 2, {}, id="chunks"),
     pytest.param(("mamba2(state=4, head_dim=4, conv=2)",), {}, id="recurrence"),
     pytest.param(("mixture(parts=('softmax', 'regime(prior=(\"window(left=1)\",))'))",), {}, id="mixture"),
     pytest.param(("rewa_topological(neighbours=2)",), {"qk_dim": 4}, id="neighbourhoods"),
-    pytest.param(("regime(link='identity', anchor='raw', prior=('decay(learn=False, gated=True)',))",), {}, id="a gate of the decay"),
+    pytest.param(
+        ("regime(link='identity', anchor='raw', prior=('decay(learn=False, gated=True)',))",),
+        {},
+        id="a gate of the decay",
+    ),
 ]
 """Layers of which, at random weights, everything that is read matters, too."""
 
@@ -61,7 +69,9 @@ def test_a_large_change_outside_changes_nothing(layers, options):
     for source in range(TOKENS):
         changed = x.clone()
         changed[:, source] = 1e3 * torch.randn(16, dtype=torch.float64)
-        torch.testing.assert_close(blocks(model)(changed)[0, ~bound[:, source]], before[0, ~bound[:, source]], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            blocks(model)(changed)[0, ~bound[:, source]], before[0, ~bound[:, source]], rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("operator", ["sinkhorn", "hierarchical(sizes=(2,))", "softmax"])
@@ -75,7 +85,13 @@ def test_layers_that_see_both_ways(operator):
 def test_a_gate_of_the_decay_is_read_between_chunks():
     """A decay of whole chunks of the past passes by the tokens of the open chunk, whose gates it takes in."""
     torch.manual_seed(0)
-    layer = Attention(16, 2, m.resolve("regime(link='identity', anchor='raw', prior=('chunk_causal(size=4)', 'decay(learn=False, gated=True)'))")).double()
+    layer = Attention(
+        16,
+        2,
+        m.resolve(
+            "regime(link='identity', anchor='raw', prior=('chunk_causal(size=4)', 'decay(learn=False, gated=True)'))"
+        ),
+    ).double()
     found = influence.support(layer, torch.randn(1, TOKENS, 16, dtype=torch.float64))[0]
     bound = influence.reach([layer.reads(TOKENS)])
     assert not bool((found & ~bound).any())

@@ -16,10 +16,20 @@ LAYERS = {
     "decayed": ("retention", "retention"),
     "ridge": ("ridge", "ska(power=1)"),
     "fading": ("ska(power=0, fading=True)", "ska(power=1, fading=True)"),
-    "fast": ("mesanet(head_dim=8, state=4)", "gated_kalmanet(head_dim=8, state=4)", "gated_deltanet(head_dim=8, state=4)"),
+    "fast": (
+        "mesanet(head_dim=8, state=4)",
+        "gated_kalmanet(head_dim=8, state=4)",
+        "gated_deltanet(head_dim=8, state=4)",
+    ),
     "mamba2": ("mamba2(head_dim=8, state=4)", "mamba2(head_dim=8, state=4)"),
     "mamba3": ("mamba3(head_dim=8, state=4)", "mamba3(head_dim=8, state=4)"),
-    "hybrid": ("mamba2(head_dim=8, state=4)", "softmax", "mamba3(head_dim=8, state=4)", "ska(power=2)", "squared_affine"),
+    "hybrid": (
+        "mamba2(head_dim=8, state=4)",
+        "softmax",
+        "mamba3(head_dim=8, state=4)",
+        "ska(power=2)",
+        "squared_affine",
+    ),
 }
 MERGED = [name for name in LAYERS if name not in ("mamba3", "hybrid")]
 
@@ -186,7 +196,11 @@ def test_documents_that_were_read_apart(name: str, conv: int, tmp_path) -> None:
         return found
 
     all_of_them = library(*documents)
-    assert [(s.name, s.start, s.count) for s in all_of_them.spans()] == [("doc-0", 0, 7), ("doc-1", 7, 12), ("doc-2", 19, 4)]
+    assert [(s.name, s.start, s.count) for s in all_of_them.spans()] == [
+        ("doc-0", 0, 7),
+        ("doc-1", 7, 12),
+        ("doc-2", 19, 4),
+    ]
     for gone in documents:
         left, never = all_of_them.forget(gone), library(*(n for n in documents if n != gone))
         equal(left, never)
@@ -210,7 +224,9 @@ def test_merged_is_documents_that_do_not_see_each_other(name: str) -> None:
         layers = []
         for layer in model_memory.layers:
             form = layer.memory.form
-            kept = Memory.empty(layer.memory.operator, form.batch, form.heads, form.key_dim, form.value_dim, form.dtype, kind="keys")
+            kept = Memory.empty(
+                layer.memory.operator, form.batch, form.heads, form.key_dim, form.value_dim, form.dtype, kind="keys"
+            )
             layers.append(type(layer)(kept, layer.tail, layer.length, layer.padding, layer.carried))
         return model.step(tokens, ModelMemory(tuple(layers)))[1]
 
@@ -229,7 +245,9 @@ def test_merged_softmax_equals_a_mask_over_one_sequence() -> None:
     x = model.embedding(torch.cat([a, b, more], 1))
     for block in model.blocks:
         layer, c = block.attention, block.attention_norm(x)
-        q, k, v = (f(c).unflatten(2, (h, -1)).transpose(1, 2) for f, h in ((layer.query, 4), (layer.key, 2), (layer.value, 2)))
+        q, k, v = (
+            f(c).unflatten(2, (h, -1)).transpose(1, 2) for f, h in ((layer.query, 4), (layer.key, 2), (layer.value, 2))
+        )
         q, k = layer.rotary(q, 0), layer.rotary(k, 0)
         y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=seen)
         x = x + layer.output(y.transpose(1, 2).flatten(2))
@@ -301,7 +319,10 @@ def test_users_are_stacked_step_once_and_part(name: str) -> None:
 
 def test_stacked_users_keep_their_spans() -> None:
     model = make("sums")
-    users = [model.prefill(text(4, i), model.prefill(text(n, n), span="doc")[1], span="question")[1] for i, n in enumerate((9, 5))]
+    users = [
+        model.prefill(text(4, i), model.prefill(text(n, n), span="doc")[1], span="question")[1]
+        for i, n in enumerate((9, 5))
+    ]
     more = text(2, 3, batch=2)
     got = model.step(more, ModelMemory.stack(users).forget("doc"))[0]
     for i, user in enumerate(users):
@@ -316,7 +337,11 @@ def test_memories_of_another_model_are_refused(tmp_path) -> None:
     with torch.no_grad():
         other.embedding.weight.add_(0.1)
     mine, theirs = model.prefill(text(5))[1], other.prefill(text(5))[1]
-    for act in (lambda: mine.merge(theirs), lambda: ModelMemory.stack([mine, theirs]), lambda: mine.scatter([0], theirs)):
+    for act in (
+        lambda: mine.merge(theirs),
+        lambda: ModelMemory.stack([mine, theirs]),
+        lambda: mine.scatter([0], theirs),
+    ):
         with pytest.raises(ArgumentError, match="come from two models"):
             act()
     with pytest.raises(ArgumentError, match=r"made by another layer or model.*load_memory"):
@@ -339,8 +364,14 @@ BAD = {
     "unknown span": (lambda model, a: a.forget("dok"), "Did you mean 'doc'"),
     "no such row": (lambda model, a: a.gather([1]), r"rows must lie in \[0, 1\)"),
     "chunk": (lambda model, a: model.prefill(text(2), chunk=0), "chunk must be at least 1"),
-    "right padding": (lambda model, a: model.prefill(text(2), key_padding_mask=torch.tensor([[True, False]])), "on the left"),
-    "logits of another batch": (lambda model, a: model.continuation(torch.zeros(2, VOCABULARY), a, 3), r"logits must be \(1, 19\)"),
+    "right padding": (
+        lambda model, a: model.prefill(text(2), key_padding_mask=torch.tensor([[True, False]])),
+        "on the left",
+    ),
+    "logits of another batch": (
+        lambda model, a: model.continuation(torch.zeros(2, VOCABULARY), a, 3),
+        r"logits must be \(1, 19\)",
+    ),
     "fewer than none": (lambda model, a: model.continuation(torch.zeros(1, VOCABULARY), a, -1), "must not be negative"),
     "a place for the started": (lambda model, a: a.layers[0].at(4), "an empty memory and a position"),
 }
@@ -361,14 +392,19 @@ def test_refusals_change_nothing(what: str) -> None:
 def test_what_mamba3_read_apart_is_not_merged() -> None:
     model = make("mamba3")
     one, two = model.prefill(text(5, 1))[1], model.prefill(text(4, 2))[1]
-    with pytest.raises(ArgumentError, match=r"carries previous, angle.*Read the second text from the first one's memory"):
+    with pytest.raises(
+        ArgumentError, match=r"carries previous, angle.*Read the second text from the first one's memory"
+    ):
         one.merge(two)
     started = model.empty_memory(1).merge(one, span="x")
     assert torch.equal(model.prefill(text(3), started)[0], model.prefill(text(3), one)[0])
 
 
 def test_memories_of_models_and_layers_are_printed_in_one_line_and_move() -> None:
-    made = build(ModelConfig(vocab_size=20, dim=16, layers=("mamba2(head_dim=8, state=4)", "ska(power=1)"), heads=2, conv=3), seed=0)
+    made = build(
+        ModelConfig(vocab_size=20, dim=16, layers=("mamba2(head_dim=8, state=4)", "ska(power=1)"), heads=2, conv=3),
+        seed=0,
+    )
     _, memory = made.prefill(torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(0)), span="text")
     assert repr(memory) == f"ModelMemory(2 layers, 2 sequences of 6 tokens, {memory.nbytes} bytes, spans ['text'])"
     for layer in memory.layers:
@@ -376,6 +412,8 @@ def test_memories_of_models_and_layers_are_printed_in_one_line_and_move() -> Non
         assert "tensor(" not in repr(layer)
         there = layer.to("meta")
         assert there.tail is not None
-        assert {x.device.type for x in (there.tail, *there.carried.values(), *there.memory.contents().values())} == {"meta"}
+        assert {x.device.type for x in (there.tail, *there.carried.values(), *there.memory.contents().values())} == {
+            "meta"
+        }
     token = torch.tensor([[3], [4]])
     assert torch.equal(made.prefill(token, memory.to("cpu"))[0], made.prefill(token, memory)[0])

@@ -42,9 +42,16 @@ def test_counts_are_those_of_their_parts():
     """echo-50M by hand."""
     dim, hidden, inner, heads = 448, 1216, 896, 14
     mamba = dim * (2 * inner + 2 * 64 + heads) + (inner + 128) * 5 + 3 * heads + inner + inner * dim
-    mixers = sum(x.numel() for block in meta("echo-50M").blocks for x in block.attention.parameters() if isinstance(block.attention, Mamba2))
+    mixers = sum(
+        x.numel()
+        for block in meta("echo-50M").blocks
+        for x in block.attention.parameters()
+        if isinstance(block.attention, Mamba2)
+    )
     assert mixers == 12 * mamba
-    assert sum(x.numel() for block in meta("echo-50M").blocks for x in block.mlp.parameters()) == 16 * (2 * dim * hidden + hidden)
+    assert sum(x.numel() for block in meta("echo-50M").blocks for x in block.mlp.parameters()) == 16 * (
+        2 * dim * hidden + hidden
+    )
 
 
 def meta(name):
@@ -59,13 +66,43 @@ def test_shapes_are_the_papers():
         return [i for i, spec in enumerate(config.layers) if spec.startswith("ska")]
 
     small, middle, large = PRESETS.values()
-    assert (small.dim, len(small.layers), small.heads, small.qk_dim, small.mlp, small.mlp_hidden) == (128, 4, 4, 24, "swiglu", 384)
-    assert (middle.dim, len(middle.layers), middle.heads, middle.qk_dim, middle.mlp, middle.mlp_hidden) == (448, 16, 7, 56, "koopman", 1216)
-    assert (large.dim, len(large.layers), large.heads, large.qk_dim, large.mlp, large.mlp_hidden) == (768, 24, 12, 48, "koopman", 2048)
+    assert (small.dim, len(small.layers), small.heads, small.qk_dim, small.mlp, small.mlp_hidden) == (
+        128,
+        4,
+        4,
+        24,
+        "swiglu",
+        384,
+    )
+    assert (middle.dim, len(middle.layers), middle.heads, middle.qk_dim, middle.mlp, middle.mlp_hidden) == (
+        448,
+        16,
+        7,
+        56,
+        "koopman",
+        1216,
+    )
+    assert (large.dim, len(large.layers), large.heads, large.qk_dim, large.mlp, large.mlp_hidden) == (
+        768,
+        24,
+        12,
+        48,
+        "koopman",
+        2048,
+    )
     assert [places(config) for config in (small, middle, large)] == [[2, 3], [3, 7, 11, 15], [8, 16]]
 
 
-@pytest.mark.parametrize("name", [*(name for name in names() if name not in PRESETS), "echo-1M-koopman", "echo-50M-swiglu", "echo-180M-koopman-gated", "echo-50M-mamba-swiglu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in names() if name not in PRESETS),
+        "echo-1M-koopman",
+        "echo-50M-swiglu",
+        "echo-180M-koopman-gated",
+        "echo-50M-mamba-swiglu",
+    ],
+)
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_comparisons_have_equal_parameters(name, vocab_size):
     base = next(known for known in PRESETS if name.startswith(known))
@@ -78,9 +115,17 @@ def test_comparisons_have_equal_parameters(name, vocab_size):
     assert config.mlp == next((mlp for mlp in ("koopman-gated", "koopman", "swiglu") if name.endswith(mlp)), whole.mlp)
 
 
-@pytest.mark.parametrize(("mlp", "kind", "gated"), [("swiglu", SwiGLU, None), ("koopman", KoopmanMLP, False), ("koopman-gated", KoopmanMLP, True)])
+@pytest.mark.parametrize(
+    ("mlp", "kind", "gated"),
+    [("swiglu", SwiGLU, None), ("koopman", KoopmanMLP, False), ("koopman-gated", KoopmanMLP, True)],
+)
 def test_every_mlp_is_built_and_learns(mlp, kind, gated):
-    model = build(ModelConfig(vocab_size=11, dim=16, layers=("mamba2(state=4, head_dim=8)", "softmax"), heads=2, qk_dim=6, mlp=mlp), seed=0)
+    model = build(
+        ModelConfig(
+            vocab_size=11, dim=16, layers=("mamba2(state=4, head_dim=8)", "softmax"), heads=2, qk_dim=6, mlp=mlp
+        ),
+        seed=0,
+    )
     for block in model.blocks:
         assert type(block.mlp) is kind
         assert gated is None or (block.mlp.gate is not None) == gated
@@ -93,12 +138,17 @@ def test_every_mlp_is_built_and_learns(mlp, kind, gated):
 
 
 def test_the_small_preset_runs_from_its_memory():
-    model, tokens = build(preset("echo-1M"), seed=0), torch.randint(0, 128, (1, 12), generator=torch.Generator().manual_seed(0))
+    model, tokens = (
+        build(preset("echo-1M"), seed=0),
+        torch.randint(0, 128, (1, 12), generator=torch.Generator().manual_seed(0)),
+    )
     assert model(tokens).shape == (1, 12, 128)
     assert model.memory_bytes(10**5) == model.memory_bytes(10)
 
 
-@pytest.mark.parametrize("name", ["echo-2M", "echo", "echo-1M-mamba3", "echo-50M-none", "echo-1M-", "echo-1M-swiglu-mamba"])
+@pytest.mark.parametrize(
+    "name", ["echo-2M", "echo", "echo-1M-mamba3", "echo-50M-none", "echo-1M-", "echo-1M-swiglu-mamba"]
+)
 def test_unknown_names_are_refused(name):
     with pytest.raises(ArgumentError, match="echo-"):
         preset(name)

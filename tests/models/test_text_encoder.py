@@ -6,13 +6,28 @@ import torch
 from zonal.errors import ArgumentError
 from zonal.models import ModelConfig, TextEncoder
 
-SPECS = ("softmax", "sinkhorn", "sinkhorn(rho=(1.0, 0.5), learn=True)", "sinkhorn(bounds=(0.0, 1.5))", "hierarchical(sizes=(4,))", "sko")
+SPECS = (
+    "softmax",
+    "sinkhorn",
+    "sinkhorn(rho=(1.0, 0.5), learn=True)",
+    "sinkhorn(bounds=(0.0, 1.5))",
+    "hierarchical(sizes=(4,))",
+    "sko",
+)
 VOCABULARY = 17
 
 
 def make(spec="sinkhorn", **options):
     torch.manual_seed(0)
-    settings = {"vocab_size": VOCABULARY, "dim": 16, "layers": (spec, spec), "heads": 4, "kv_heads": 2, "rotary": True, "init_std": 0.3} | options
+    settings = {
+        "vocab_size": VOCABULARY,
+        "dim": 16,
+        "layers": (spec, spec),
+        "heads": 4,
+        "kv_heads": 2,
+        "rotary": True,
+        "init_std": 0.3,
+    } | options
     return TextEncoder(ModelConfig(**settings), seed=1).double()
 
 
@@ -68,7 +83,11 @@ def test_weights_follow_the_seed():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"layers": ("softmax", "mamba2(state=8, head_dim=8)")}, r"mamba2.* does not"), ({"conv": 3}, "conv=3 does not"), ({"layers": ("mixture(parts=('softmax', 'sko'))",)}, "both ways")],
+    [
+        ({"layers": ("softmax", "mamba2(state=8, head_dim=8)")}, r"mamba2.* does not"),
+        ({"conv": 3}, "conv=3 does not"),
+        ({"layers": ("mixture(parts=('softmax', 'sko'))",)}, "both ways"),
+    ],
 )
 def test_layers_that_read_in_one_direction(options, words):
     with pytest.raises(ArgumentError, match=words):

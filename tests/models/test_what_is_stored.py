@@ -13,7 +13,19 @@ from zonal.training import load_model
 
 
 def model(*layers, **changes):
-    built = build(ModelConfig(vocab_size=12, dim=16, layers=layers or ("ska(power=1)", "ska(power=0)"), heads=2, mlp="none", conv=0, init_std=0.5, **changes), 0).double()
+    built = build(
+        ModelConfig(
+            vocab_size=12,
+            dim=16,
+            layers=layers or ("ska(power=1)", "ska(power=0)"),
+            heads=2,
+            mlp="none",
+            conv=0,
+            init_std=0.5,
+            **changes,
+        ),
+        0,
+    ).double()
     for name, weight in built.named_parameters():  # a layer that writes nothing yet would hide what it reads
         if name.endswith("output.weight"):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
@@ -55,13 +67,19 @@ def test_gated_layers():
     tokens = torch.randint(12, (1, 8), generator=torch.Generator().manual_seed(0))
     assert not torch.allclose(gated(tokens), plain(tokens), rtol=1e-6)
     gated(tokens).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in layer.key_gate.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in layer.key_gate.parameters()
+    )
     lifted = model("gated(operator=\"lifted(operator='ska(power=1, rank=4)', size=6)\")").blocks[0].attention
     assert lifted.key_gate is not None
     assert lifted.lift is not None
     mixed = model("mixture(parts=(\"gated(operator='ridge')\", 'softmax'))").blocks[0].attention
     assert [part.key_gate is not None for part in mixed.parts] == [True, False]
-    for spec, words in (("gated(operator='softmax')", "ridge and Koopman"), ("gated(operator='mamba2')", "gated: an operator"), ("gated(operator=5)", "must be text")):
+    for spec, words in (
+        ("gated(operator='softmax')", "ridge and Koopman"),
+        ("gated(operator='mamba2')", "gated: an operator"),
+        ("gated(operator=5)", "must be text"),
+    ):
         with pytest.raises(ArgumentError, match=words):
             model(spec)
 
@@ -82,5 +100,8 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert trained.blocks[0].attention.key_gate is not None
     assert abs(trained.blocks[0].attention.operator.learned()["eta"][0] - 1) < 0.1
     capsys.readouterr()
-    assert main([*words.replace("tokens 0", "tokens 9999").replace("--out r", "--out s").split(), "--operator", "ska"]) == 2
+    assert (
+        main([*words.replace("tokens 0", "tokens 9999").replace("--out r", "--out s").split(), "--operator", "ska"])
+        == 2
+    )
     assert "silent_tokens" in capsys.readouterr().err

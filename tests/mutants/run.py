@@ -43,7 +43,9 @@ class Outcome:
 
 def copied(folder: Path) -> Path:
     """A copy of what git knows of the tree and of what it does not ignore."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     for name in listed.decode().split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,9 @@ def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-o", f"cache_dir={cache}", *arguments]
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return 1, f"FAILED {arguments[0]}::did-not-end"
     return done.returncode, done.stdout + done.stderr
@@ -88,7 +92,11 @@ def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], name
         test = found.group(1)
         if test not in sound:
             sound[test] = pytest(tree, cache, test)[0] == 0
-        return outcome("killed", test) if sound[test] else outcome("unusable", test, "this test does not pass without the fault")
+        return (
+            outcome("killed", test)
+            if sound[test]
+            else outcome("unusable", test, "this test does not pass without the fault")
+        )
     return outcome("survived")
 
 
@@ -96,15 +104,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some faults; all of them when none is named")
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".pytest_cache", help="where compiled kernels are kept between runs")
-    parser.add_argument("--named-only", action="store_true", help="do not run the whole suite against what its own tests let live")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / ".pytest_cache", help="where compiled kernels are kept between runs"
+    )
+    parser.add_argument(
+        "--named-only", action="store_true", help="do not run the whole suite against what its own tests let live"
+    )
     chosen = parser.parse_args()
     table = mutants()
     unknown = set(chosen.names) - {mutant.name for mutant in table}
     if unknown:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     table = [mutant for mutant in table if not chosen.names or mutant.name in chosen.names]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     console, outcomes, sound = Console(), [], {}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with tempfile.TemporaryDirectory(prefix="zonal-mutants-") as folder, Progress(*columns, console=console) as bar:
@@ -114,15 +128,31 @@ def main() -> int:
             found = judged(mutant, tree, chosen.cache.resolve(), sound, chosen.named_only)
             outcomes.append(found)
             bar.advance(task)
-            console.print(f"{found.status:9} {found.name} ({found.seconds:.0f} s) {found.test or ''} {found.reason or ''}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{found.status:9} {found.name} ({found.seconds:.0f} s) {found.test or ''} {found.reason or ''}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     killed = sum(found.status == "killed" for found in outcomes)
     if chosen.out is not None:
-        record = {"commit": commit, "mutants": len(outcomes), "killed": killed, "seconds": round(sum(found.seconds for found in outcomes)), "outcomes": [asdict(found) for found in outcomes]}
+        record = {
+            "commit": commit,
+            "mutants": len(outcomes),
+            "killed": killed,
+            "seconds": round(sum(found.seconds for found in outcomes)),
+            "outcomes": [asdict(found) for found in outcomes],
+        }
         chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     console.print(f"{killed} of {len(outcomes)} killed", markup=False, highlight=False)
     for found in outcomes:
         if found.status != "killed":
-            console.print(f"{found.status}: {found.name}: {found.says}. {found.reason or ''}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{found.status}: {found.name}: {found.says}. {found.reason or ''}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
     return 0 if killed == len(outcomes) else 1
 
 

@@ -28,7 +28,9 @@ class Mutant:
         text = (tree / self.file).read_text(encoding="utf-8")
         count = text.count(self.old)
         if count != 1:
-            raise ValueError(f"mutant {self.name!r} does not apply: its old text stands {count} times in {self.file}, once is required. Write it anew in {TABLE.name}.")
+            raise ValueError(
+                f"mutant {self.name!r} does not apply: its old text stands {count} times in {self.file}, once is required. Write it anew in {TABLE.name}."
+            )
         return text.replace(self.old, self.new)
 
 

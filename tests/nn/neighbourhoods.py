@@ -10,7 +10,12 @@ def deaths_by_hand(points: Tensor, keys: Tensor, neighbours: int, eps: float = 1
     """points (B, H, T, D), keys (B, Hkv, T, D) -> (B, H, T, neighbours)."""
     batch, heads, length, _ = points.shape
     groups = heads // keys.shape[1]
-    rows = [of_cloud(cloud_of(points[b, h], keys[b, h // groups], t, neighbours), neighbours, eps) for b in range(batch) for h in range(heads) for t in range(length)]
+    rows = [
+        of_cloud(cloud_of(points[b, h], keys[b, h // groups], t, neighbours), neighbours, eps)
+        for b in range(batch)
+        for h in range(heads)
+        for t in range(length)
+    ]
     return torch.stack(rows).unflatten(0, (batch, heads, length))
 
 
@@ -23,7 +28,9 @@ def cloud_of(points: Tensor, keys: Tensor, t: int, neighbours: int) -> Tensor:
 def of_cloud(cloud: Tensor, neighbours: int, eps: float) -> Tensor:
     """Edges of the minimal spanning tree, longest first, then zeros."""
     fixed = cloud.detach()
-    edges = sorted(itertools.combinations(range(len(cloud)), 2), key=lambda pair: float((fixed[pair[0]] - fixed[pair[1]]).norm()))
+    edges = sorted(
+        itertools.combinations(range(len(cloud)), 2), key=lambda pair: float((fixed[pair[0]] - fixed[pair[1]]).norm())
+    )
     component = [*range(len(cloud))]
     found = []
     for i, j in edges:

@@ -23,10 +23,22 @@ def size_of(spec):
 def make(spec="softmax", *, dim=12, heads=4, seed=0, **options):
     """A float64 layer with nothing left at zero: a zero output projection would hide every fault before it."""
     torch.manual_seed(seed)
-    settings = {"kv_heads": 4 if spec.startswith("rewa_categorical") else 2, "head_dim": size_of(spec), "rotary": True, "qk_norm": True, "conv": 3, "bias": True} | options
+    settings = {
+        "kv_heads": 4 if spec.startswith("rewa_categorical") else 2,
+        "head_dim": size_of(spec),
+        "rotary": True,
+        "qk_norm": True,
+        "conv": 3,
+        "bias": True,
+    } | options
     layer = Attention(dim, heads, spec, **settings).double()
     with torch.no_grad():
-        for parameter in (*layer.output.parameters(), *layer.query.parameters(), *layer.key.parameters(), *layer.value.parameters()):
+        for parameter in (
+            *layer.output.parameters(),
+            *layer.query.parameters(),
+            *layer.key.parameters(),
+            *layer.value.parameters(),
+        ):
             parameter.normal_(0.0, 0.4)
         for norm in (layer.query_norm, layer.key_norm, layer.readout):
             if norm is not None:
@@ -51,11 +63,18 @@ def by_hand(layer, x):
         c[:, i:] += layer.convolution.weight[:, i] * x[:, : length - i]
 
     def heads(linear, count):
-        return torch.stack((c @ linear.weight.T + linear.bias).split(size, dim=-1), dim=1).reshape(batch, count, length, size)
+        return torch.stack((c @ linear.weight.T + linear.bias).split(size, dim=-1), dim=1).reshape(
+            batch, count, length, size
+        )
 
     q, k, v = heads(layer.query, 4), heads(layer.key, layer.kv_heads), heads(layer.value, layer.kv_heads)
-    q, k = (z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for z, n in ((q, layer.query_norm), (k, layer.key_norm)))
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    q, k = (
+        z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight
+        for z, n in ((q, layer.query_norm), (k, layer.key_norm))
+    )
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(half, dtype=torch.float64) / half
+    )
     unit = torch.polar(torch.ones_like(angle), angle)
 
     def turn(z):
@@ -86,7 +105,9 @@ def test_layer_is_its_equation(spec):
 
 def test_plain_softmax_layer_is_torch_sdpa():
     layer, x = make(kv_heads=None, rotary=False, qk_norm=False, conv=0, bias=False), tokens()
-    q, k, v = (F.linear(x, p.weight).unflatten(2, (4, 6)).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
+    q, k, v = (
+        F.linear(x, p.weight).unflatten(2, (4, 6)).transpose(1, 2) for p in (layer.query, layer.key, layer.value)
+    )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
     torch.testing.assert_close(layer(x), F.linear(y, layer.output.weight), **TOLERANCE)
 
@@ -141,7 +162,9 @@ def test_memory_bytes_is_what_absorbing_takes(spec, conv):
             _, memory = layer(tokens(3, length), memory=memory)
         tensors = memory.memory.tensors()
         # a read of ridge statistics leaves the inverse of G there; it is counted from the start
-        held = sum(value.nbytes for value in tensors.values()) + (tensors["gram"].nbytes if memory.memory.kind == "ridge" else 0)
+        held = sum(value.nbytes for value in tensors.values()) + (
+            tensors["gram"].nbytes if memory.memory.kind == "ridge" else 0
+        )
         held += 0 if memory.tail is None else memory.tail.nbytes
         assert layer.memory_bytes(length) * 3 == memory.nbytes == held, length
 
@@ -191,7 +214,9 @@ def test_padded_prefill_then_decode_equals_each_row_alone(spec):
     first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
     second, memory = layer(more[:, 3:], memory=memory)
     for index, row in enumerate(rows):
-        alone = layer(torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1))[0]
+        alone = layer(
+            torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
+        )[0]
         got = torch.cat((y[index][mask[index]], first[index][holes[index]], second[index]))
         torch.testing.assert_close(got, alone, **TOLERANCE)
 
@@ -235,7 +260,9 @@ def test_how_projections_start(init, orthogonal):
     assert (layer.output.weight.abs().max() == 0) == (orthogonal > 0)
     found = 0
     for linear, heads, size in ((layer.query, 4, 6), (layer.key, 2, 6), (layer.value, 2, 8)):
-        found += all(torch.allclose(head @ head.T, torch.eye(size), atol=1e-5) for head in linear.weight.detach().chunk(heads))
+        found += all(
+            torch.allclose(head @ head.T, torch.eye(size), atol=1e-5) for head in linear.weight.detach().chunk(heads)
+        )
     assert found == orthogonal
     assert (layer(tokens(dim=32).float()).abs().max() == 0) == (orthogonal > 0)
 

@@ -13,7 +13,12 @@ from zonal import nn
 # the number of a plan's iterations depends on values, so that its iteration stays outside of the graph
 PLANS = {"sinkhorn", "hyperbolic_transport"}
 SETTINGS: dict[str, dict[str, object]] = {"rewa_operator": {"qk_dim": 9}}
-SPECS = [*(name for name in m.names() if name not in PLANS), "ska(power=1)", "ska(fading=True)", "rewa_categorical(size=3, transport=True)"]
+SPECS = [
+    *(name for name in m.names() if name not in PLANS),
+    "ska(power=1)",
+    "ska(fading=True)",
+    "rewa_categorical(size=3, transport=True)",
+]
 LAYERS: dict[str, Callable[[], nn.TokenMixer]] = {
     "mamba2": lambda: nn.Mamba2(24, head_dim=6, state=4), "mamba3": lambda: nn.Mamba3(24, head_dim=6, state=4), "mesanet": lambda: nn.MesaNet(24, head_dim=6),
     "gated_kalmanet": lambda: nn.GatedKalmaNet(24, head_dim=6), "gated_deltanet": lambda: nn.GatedDeltaNet(24, head_dim=6),
@@ -24,7 +29,9 @@ def made(spec: str) -> nn.TokenMixer:
     torch.manual_seed(0)
     if spec in LAYERS:
         return LAYERS[spec]()
-    return nn.Attention(24, 4, spec, causal=not m.resolve(spec).anchor.couples, init="default", **SETTINGS.get(spec, {}))  # type: ignore[arg-type]
+    return nn.Attention(
+        24, 4, spec, causal=not m.resolve(spec).anchor.couples, init="default", **SETTINGS.get(spec, {})
+    )  # type: ignore[arg-type]
 
 
 def inputs(tokens: int) -> Tensor:
@@ -47,7 +54,9 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer does that to an autograd.Function
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch's own tracer does that to an autograd.Function
 @pytest.mark.parametrize("spec", [*SPECS, *LAYERS])
 def test_a_layer_is_one_graph(spec: str) -> None:
     layer, graphs, x = made(spec), Graphs(), inputs(20)
@@ -65,7 +74,10 @@ def test_one_graph_has_gradients_and_serves_several_lengths(spec: str) -> None:
     for tokens in (20, 37, 150):
         x = inputs(tokens)
         torch._dynamo.mark_dynamic(x, 1)
-        found, expected = (torch.autograd.grad(call(x).square().sum(), layer.parameters(), allow_unused=True) for call in (compiled, layer))
+        found, expected = (
+            torch.autograd.grad(call(x).square().sum(), layer.parameters(), allow_unused=True)
+            for call in (compiled, layer)
+        )
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None and other is not None:

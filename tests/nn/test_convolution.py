@@ -92,7 +92,10 @@ def test_gradients(masked):
     x = torch.randn(2, 5, 5, dtype=torch.float64, requires_grad=True)
     tail = torch.randn(2, 2, 5, dtype=torch.float64, requires_grad=True)
     mask = mask_from(["..xxx", "xx.x."]) if masked else None
-    assert torch.autograd.gradcheck(lambda a, b, w: torch.func.functional_call(conv, {"weight": w}, (a, b), {"key_padding_mask": mask}), (x, tail, conv.weight))
+    assert torch.autograd.gradcheck(
+        lambda a, b, w: torch.func.functional_call(conv, {"weight": w}, (a, b), {"key_padding_mask": mask}),
+        (x, tail, conv.weight),
+    )
 
 
 def test_non_finite_padding_does_not_leak():
@@ -118,7 +121,14 @@ def test_non_finite_padding_does_not_leak():
         (lambda c: c(torch.zeros(1, 3, 5), cu_seqlens=torch.tensor([0.0, 3.0])), "integer"),
         (lambda c: c(torch.zeros(2, 3, 5), key_padding_mask=torch.ones(2, 3)), "boolean"),
         (lambda c: c(torch.zeros(2, 3, 5), key_padding_mask=torch.ones(3, 2, dtype=torch.bool)), r"\(2, 3\)"),
-        (lambda c: c(torch.zeros(1, 3, 5), key_padding_mask=torch.ones(1, 3, dtype=torch.bool), cu_seqlens=torch.tensor([0, 3])), "exclude"),
+        (
+            lambda c: c(
+                torch.zeros(1, 3, 5),
+                key_padding_mask=torch.ones(1, 3, dtype=torch.bool),
+                cu_seqlens=torch.tensor([0, 3]),
+            ),
+            "exclude",
+        ),
         (lambda c: ShortConvolution(4, 1), "width >= 2"),
         (lambda c: ShortConvolution(4, 3, "relu"), "silu"),
     ],

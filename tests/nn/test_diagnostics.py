@@ -40,7 +40,9 @@ def test_dynamics_are_seen_in_the_spectrum():
     found = of_memory(absorbed(turning[None, None], eps=1e-6))
     assert found.spectrum is not None
     assert found.norm is not None
-    torch.testing.assert_close(found.spectrum.angle().abs(), torch.full((1, 1, 2), 0.3, dtype=torch.float64), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        found.spectrum.angle().abs(), torch.full((1, 1, 2), 0.3, dtype=torch.float64), atol=1e-3, rtol=0
+    )
     assert (found.spectrum.abs() > 0.99).all()
     for keys in (draw(1, 1, 300, 6), 100 * draw(1, 1, 4, 6), turning[None, None]):
         found = of_memory(absorbed(keys))
@@ -50,7 +52,9 @@ def test_dynamics_are_seen_in_the_spectrum():
     assert of_memory(absorbed(draw(1, 1, 9, 6), power=0)).spectrum is None
 
 
-@pytest.mark.parametrize("spec", ["ska(power=1)", "ska(power=1, chunk=4)", "ska(power=1, fading=True)", "ridge(relative=0.1)"])
+@pytest.mark.parametrize(
+    "spec", ["ska(power=1)", "ska(power=1, chunk=4)", "ska(power=1, fading=True)", "ridge(relative=0.1)"]
+)
 def test_a_layer(spec):
     torch.manual_seed(0)
     layer = Attention(16, 4, spec, kv_heads=2, conv=3, key_gate=True).double()

@@ -29,7 +29,12 @@ def parts(operator):
 
 def rows(model):
     """What the scores of a model hold, (layer, head, name) -> numbers."""
-    return {(i, h, name): value[h] for i, block in enumerate(model.blocks) for name, value in parts(block.attention.operator).items() for h in range(value.shape[0])}
+    return {
+        (i, h, name): value[h]
+        for i, block in enumerate(model.blocks)
+        for name, value in parts(block.attention.operator).items()
+        for h in range(value.shape[0])
+    }
 
 
 def model_of(spec, seed, heads=2):
@@ -52,7 +57,10 @@ def test_layers_heads_and_seeds_draw_their_own_and_a_rebuild_repeats(name):
 def test_a_seed_that_is_given_pins_what_is_drawn(name):
     spec = SPECS[name].replace("(", "(seed=3, ")
     first, other = rows(model_of(spec, 0)), rows(model_of(spec, 1))
-    assert all(torch.equal(first[0, h, name], value) and torch.equal(other[i, h, name], value) for (i, h, name), value in first.items())
+    assert all(
+        torch.equal(first[0, h, name], value) and torch.equal(other[i, h, name], value)
+        for (i, h, name), value in first.items()
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -69,7 +77,9 @@ def test_what_was_drawn_is_saved_with_the_model(name, tmp_path):
 def test_a_layer_of_its_own_follows_torch_s_generator():
     def made(seed):
         torch.manual_seed(seed)
-        return parts(Attention(16, 2, "performer(draws=4)").operator), parts(Attention(16, 2, "performer(draws=4)").operator)
+        return parts(Attention(16, 2, "performer(draws=4)").operator), parts(
+            Attention(16, 2, "performer(draws=4)").operator
+        )
 
     (a, b), (c, _), (d, _) = made(0), made(0), made(1)
     (name,) = a
@@ -93,7 +103,9 @@ def test_numbers_of_the_user_s_own_stay():
 def test_a_call_without_a_layer_repeats():
     q, k, v = torch.randn(3, 1, 2, 9, 8).unbind(0)
     with torch.no_grad():
-        first, again, pinned = (zonal.attention(q, k, v, make()) for make in (m.performer, m.performer, lambda: m.performer(seed=0)))
+        first, again, pinned = (
+            zonal.attention(q, k, v, make()) for make in (m.performer, m.performer, lambda: m.performer(seed=0))
+        )
     assert torch.equal(first, again)
     assert torch.equal(first, pinned)
 

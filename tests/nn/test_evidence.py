@@ -41,8 +41,12 @@ NAMED: dict[str, Callable[[], nn.Attention]] = {
     "Koopman": lambda: layer("ska(power=1)", key_gate=True, kv_heads=1),
     "kernel_ridge": lambda: nn.Attention(12, 2, m.softmax().replace(score=score.Dot(scale=1), anchor=anchor.Ridge())),
     "Plan": lambda: layer("sinkhorn", causal=False),
-    "UnbalancedPlan": lambda: nn.Attention(12, 2, m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.5, 2.0), learn=True)), causal=False),
-    "BoundedPlan": lambda: nn.Attention(12, 2, m.sinkhorn().replace(anchor=anchor.BoundedPlan(high=1.2)), causal=False, kv_heads=1),
+    "UnbalancedPlan": lambda: nn.Attention(
+        12, 2, m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.5, 2.0), learn=True)), causal=False
+    ),
+    "BoundedPlan": lambda: nn.Attention(
+        12, 2, m.sinkhorn().replace(anchor=anchor.BoundedPlan(high=1.2)), causal=False, kv_heads=1
+    ),
     "Hierarchical": lambda: layer("hierarchical(sizes=(2, 2))", causal=False),
 }
 
@@ -77,7 +81,12 @@ def test_weights_times_values_are_the_read_out(name: str) -> None:
     assert torch.allclose(read_out(made, x, made.weights(x)), wanted, rtol=1e-9, atol=1e-12)
     if refusal(made.operator) is None:
         drawn = torch.stack([each.weights for each in maps(made, x[:1], 2)])[None]
-        assert torch.allclose(read_out(made, x[:1], drawn.masked_fill(drawn.isneginf(), 0)), made(x[:1], path="dense"), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(
+            read_out(made, x[:1], drawn.masked_fill(drawn.isneginf(), 0)),
+            made(x[:1], path="dense"),
+            rtol=1e-9,
+            atol=1e-12,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if refusal(NAMED[name]().operator) is None])
@@ -100,7 +109,11 @@ def test_the_gauge_is_what_weights_do_not_see(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("kernel_ridge", "solve with the kernel among keys"), ("Hierarchical", "anchor of hierarchical.*, Hierarchical, ties the weights of blocks"), ("sko", "the kernel of sko may be negative")],
+    [
+        ("kernel_ridge", "solve with the kernel among keys"),
+        ("Hierarchical", "anchor of hierarchical.*, Hierarchical, ties the weights of blocks"),
+        ("sko", "the kernel of sko may be negative"),
+    ],
 )
 def test_anchors_without_a_probe_are_refused(name: str, words: str) -> None:
     made, x = named(name)
@@ -152,7 +165,10 @@ def test_an_empty_first_row_counts_for_nothing() -> None:
         assert math.isfinite(head.uniform + head.by_columns + sum(head.by_rank) + sum(head.refined))
 
 
-@pytest.mark.parametrize(("ranks", "words"), [((), "rising ranks"), ((2, 2), "rising ranks"), ((1, 9), "number of tokens, 8"), ((0,), "whole number >= 1")])
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((), "rising ranks"), ((2, 2), "rising ranks"), ((1, 9), "number of tokens, 8"), ((0,), "whole number >= 1")],
+)
 def test_ranks_must_rise_and_fit(ranks: tuple[int, ...], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         forms(layer(), inputs(1, 8, 12), ranks)
@@ -167,15 +183,25 @@ def test_maps_add_up_to_the_form(causal: bool) -> None:
     forbidden = drawn.evidence.isneginf()
     assert bool(forbidden.any()) == causal
     assert all(torch.equal(each.isneginf(), forbidden) for each in drawn)
-    weights, interaction, product = (each.masked_fill(forbidden, 0) for each in (drawn.weights, drawn.interaction, drawn.product))
+    weights, interaction, product = (
+        each.masked_fill(forbidden, 0) for each in (drawn.weights, drawn.interaction, drawn.product)
+    )
     assert torch.allclose(weights.sum(-1), torch.ones(9).double())
     fields = probe.centred(drawn.evidence)
-    assert torch.allclose((drawn.evidence - fields.rows[:, None] - fields.columns).masked_fill(forbidden, 0), interaction)
-    assert torch.allclose(torch.tensor(form.spectrum).double(), torch.linalg.svdvals(interaction).square() / interaction.square().sum())
-    assert math.isclose(form.explained[0], float(1 - (interaction - product).square().sum() / interaction.square().sum()), rel_tol=1e-6)
+    assert torch.allclose(
+        (drawn.evidence - fields.rows[:, None] - fields.columns).masked_fill(forbidden, 0), interaction
+    )
+    assert torch.allclose(
+        torch.tensor(form.spectrum).double(), torch.linalg.svdvals(interaction).square() / interaction.square().sum()
+    )
+    assert math.isclose(
+        form.explained[0], float(1 - (interaction - product).square().sum() / interaction.square().sum()), rel_tol=1e-6
+    )
     assert form.explained[0] >= sum(form.spectrum[:2]) - 1e-9
 
 
 def test_maps_of_a_rank_that_is_none() -> None:
-    with pytest.raises(ArgumentError, match=r"nn.evidence.maps: a rank up to the number of tokens, 5, is required, received 6"):
+    with pytest.raises(
+        ArgumentError, match=r"nn.evidence.maps: a rank up to the number of tokens, 5, is required, received 6"
+    ):
         maps(layer(), inputs(1, 5, 12), 6)

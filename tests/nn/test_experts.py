@@ -25,7 +25,12 @@ def test_it_is_its_definition_with_all_gradients(experts, top):
     logits = x @ layer.router.weight.T
     least = logits.sort(-1, descending=True).values[..., top - 1, None]
     shares = logits.masked_fill(logits < least, float("-inf")).softmax(-1)
-    expert = torch.einsum("edh,...eh->...ed", layer.down, torch.nn.functional.silu(torch.einsum("ehd,...d->...eh", layer.gate, x)) * torch.einsum("ehd,...d->...eh", layer.up, x))
+    expert = torch.einsum(
+        "edh,...eh->...ed",
+        layer.down,
+        torch.nn.functional.silu(torch.einsum("ehd,...d->...eh", layer.gate, x))
+        * torch.einsum("ehd,...d->...eh", layer.up, x),
+    )
     expected = (shares[..., None] * expert).sum(-2)
     torch.testing.assert_close(layer.shares(x), shares, rtol=1e-12, atol=1e-12)
     leaves = [x, *layer.parameters()]
@@ -70,7 +75,9 @@ def test_other_precisions(dtype):
     exact = made().to(dtype).double().dense(x.to(dtype).double())
     y = layer.to(dtype)(x.to(dtype))
     assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=float(exact.detach().abs().max()) * (2e-6 if dtype == torch.float32 else 3e-2))
+    torch.testing.assert_close(
+        y.double(), exact, rtol=0, atol=float(exact.detach().abs().max()) * (2e-6 if dtype == torch.float32 else 3e-2)
+    )
 
 
 def test_models_are_made_of_them(tmp_path):
@@ -124,7 +131,10 @@ def test_a_mixture_of_attentions_is_a_conditional_on_its_parts_keys():
         (lambda: MixtureOfExperts(8, 8, 4, 5), "2 <= top <= experts, received dim=8, hidden=8, experts=4, top=5"),
         (lambda: MixtureOfExperts(8, 8, 4, 1), "2 <= top"),
         (lambda: MixtureOfExperts(8, 0), "hidden=0"),
-        (lambda: ModelConfig(5, 8, ("softmax",), heads=2, mlp="experts", experts=1), "experts_per_token must be from 2 to experts=1, received 2"),
+        (
+            lambda: ModelConfig(5, 8, ("softmax",), heads=2, mlp="experts", experts=1),
+            "experts_per_token must be from 2 to experts=1, received 2",
+        ),
         (lambda: ModelConfig(5, 8, ("softmax",), heads=2, experts=0), "experts must be a positive integer, received 0"),
     ],
 )

@@ -197,7 +197,11 @@ def test_a_solution_has_the_derivative_of_the_exact_one():
     y = solution(product, lambda right: conjugate_gradients(product, right, (root @ root.T).diagonal() + 1, 40), q)
     exact = torch.linalg.solve(root @ root.T + torch.eye(7, dtype=torch.float64), q.T).T
     weight = torch.randn(3, 7, dtype=torch.float64)
-    for one, other in zip(torch.autograd.grad((y * weight).sum(), [root, q]), torch.autograd.grad((exact * weight).sum(), [root, q]), strict=True):
+    for one, other in zip(
+        torch.autograd.grad((y * weight).sum(), [root, q]),
+        torch.autograd.grad((exact * weight).sum(), [root, q]),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
@@ -207,7 +211,10 @@ def test_a_solution_has_the_derivative_of_the_exact_one():
 def parts(length=40, n=6, p=4, heads=2, seed=0):
     """q, k of norm 1 (1, heads, length, n), v, write (…, 1), log decays, in float64."""
     generator = torch.Generator().manual_seed(seed)
-    q, k = (F.normalize(torch.randn(1, heads, length, n, dtype=torch.float64, generator=generator), dim=-1) for _ in range(2))
+    q, k = (
+        F.normalize(torch.randn(1, heads, length, n, dtype=torch.float64, generator=generator), dim=-1)
+        for _ in range(2)
+    )
     v = torch.randn(1, heads, length, p, dtype=torch.float64, generator=generator)
     write = torch.rand(1, heads, length, 1, dtype=torch.float64, generator=generator)
     return q, k, v, write, -torch.rand(1, heads, length, dtype=torch.float64, generator=generator) / 5
@@ -217,7 +224,9 @@ def parts(length=40, n=6, p=4, heads=2, seed=0):
 def test_without_forgetting_they_are_ridge_regression(kind):
     """MesaNet with a constant Λ, and Gated KalmaNet with m = 1 up to its ridge: the ridge anchor over keys the query's own token among."""
     q, k, v, _, _ = parts()
-    sums = FadingSums.of(k, torch.cat([k, v], -1), torch.zeros(1, 2, 40, dtype=torch.float64), q.new_zeros(1, 2, 6, 10), 16)
+    sums = FadingSums.of(
+        k, torch.cat([k, v], -1), torch.zeros(1, 2, 40, dtype=torch.float64), q.new_zeros(1, 2, 6, 10), 16
+    )
     ridge = 0.2
     if kind == "mesanet":
         y = uncut(mesa(sums, cut(q, 16), torch.full((2, 6), ridge, dtype=torch.float64), 12), 40)
@@ -236,9 +245,13 @@ def test_mesanet_of_earlier_keys_is_ska():
     q, k, v, _, _ = parts()
     expected = attention(q, k, v, mechanisms.ska(power=0, eps=0.2), causal=True) / 1.5
     later = torch.cat([q[:, :, 1:], q[:, :, :1]], 2)
-    sums = FadingSums.of(k, torch.cat([k, v], -1), torch.zeros(1, 2, 40, dtype=torch.float64), q.new_zeros(1, 2, 6, 10), 16)
+    sums = FadingSums.of(
+        k, torch.cat([k, v], -1), torch.zeros(1, 2, 40, dtype=torch.float64), q.new_zeros(1, 2, 6, 10), 16
+    )
     y = uncut(mesa(sums, cut(later, 16), torch.full((2, 6), 0.2, dtype=torch.float64), 12), 40)
-    torch.testing.assert_close(y[:, :, :-1], expected[:, :, 1:], rtol=1e-5, atol=1e-6)  # η and the ridge start in float32
+    torch.testing.assert_close(
+        y[:, :, :-1], expected[:, :, 1:], rtol=1e-5, atol=1e-6
+    )  # η and the ridge start in float32
 
 
 def test_gated_kalmanet_without_its_solve_is_attention_that_fades():
@@ -272,7 +285,9 @@ def test_the_delta_rule_overwrites_what_ridge_averages():
     y, _, _ = delta_rule(k, k, v, torch.ones(1, 1, 2, 1, dtype=torch.float64), none, k.new_zeros(1, 1, 6, 1), 2)
     assert y[0, 0, 1].item() == pytest.approx(3.0)
     sums = FadingSums.of(k, torch.cat([k, v], -1), none, k.new_zeros(1, 1, 6, 7), 2)
-    assert mesa(sums, cut(k, 2), torch.full((1, 6), 1e-6, dtype=torch.float64), 10)[0, 0, 0, 1].item() == pytest.approx(2.0, rel=1e-5)
+    assert mesa(sums, cut(k, 2), torch.full((1, 6), 1e-6, dtype=torch.float64), 10)[0, 0, 0, 1].item() == pytest.approx(
+        2.0, rel=1e-5
+    )
 
 
 def test_a_reset_forgets_everything():
@@ -308,7 +323,9 @@ def test_memory_is_a_value_of_constant_size_that_can_be_saved(kind, tmp_path):
     for past in (memory, memory.fork(), layer.load_memory(tmp_path / "memory.safetensors")):
         torch.testing.assert_close(layer(u[:, 6:], memory=past)[0], first, rtol=0, atol=0)
     columns = 4 if kind == "gated_deltanet" else 9
-    held = 8 * 3 * 5 * columns + 8 * (1 + 3) + layer.convolution.dim * 2 * 8  # the matrices; padding and decay so far; the tail
+    held = (
+        8 * 3 * 5 * columns + 8 * (1 + 3) + layer.convolution.dim * 2 * 8
+    )  # the matrices; padding and decay so far; the tail
     assert memory.nbytes == 2 * held == 2 * layer.memory_bytes(1) == 2 * layer.memory_bytes(10**6)
     with pytest.raises(FileFormatError, match="does not fit layer 0"):
         make(kind, state=6).load_memory(tmp_path / "memory.safetensors")
@@ -343,7 +360,11 @@ def test_packed_documents_equal_separate_ones(kind, path):
 def test_padded_prefill_then_decode_equals_each_row_alone(kind):
     layer = make(kind)
     rows = [tokens(1, 9, seed=3), tokens(1, 5, seed=4), tokens(1, 1, seed=5)]
-    more, u, mask = tokens(3, 4, seed=6), torch.full((3, 9, 12), float("nan"), dtype=torch.float64), torch.zeros(3, 9, dtype=torch.bool)
+    more, u, mask = (
+        tokens(3, 4, seed=6),
+        torch.full((3, 9, 12), float("nan"), dtype=torch.float64),
+        torch.zeros(3, 9, dtype=torch.bool),
+    )
     for index, (row, side) in enumerate(zip(rows, ["left", "right", "left"], strict=True)):
         place = slice(9 - row.shape[1], 9) if side == "left" else slice(0, row.shape[1])
         mask[index, place] = True
@@ -354,8 +375,12 @@ def test_padded_prefill_then_decode_equals_each_row_alone(kind):
     first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
     second, memory = layer(more[:, 3:], memory=memory)
     for index, row in enumerate(rows):
-        alone = by_hand(layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1))[0]
-        torch.testing.assert_close(torch.cat((y[index][mask[index]], first[index][holes[index]], second[index])), alone, **TOLERANCE)
+        alone = by_hand(
+            layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
+        )[0]
+        torch.testing.assert_close(
+            torch.cat((y[index][mask[index]], first[index][holes[index]], second[index])), alone, **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -373,7 +398,10 @@ def test_bfloat16_stays_near_float32(kind, autocast):
 
 def of_other_sizes(layer: MesaNet) -> None:
     empty = layer.empty_memory(2)
-    layer(tokens(), dataclasses.replace(empty, memory=Memory.empty(layer.operator, 2, 1, 5, 4, torch.float64, kind="decayed")))
+    layer(
+        tokens(),
+        dataclasses.replace(empty, memory=Memory.empty(layer.operator, 2, 1, 5, 4, torch.float64, kind="decayed")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,13 +411,33 @@ def of_other_sizes(layer: MesaNet) -> None:
         (lambda: MesaNet(12, head_dim=4, ridge_floor=0.0), ArgumentError, "ridge_floor > 0"),
         (lambda: MesaNet(12, head_dim=4, steps=0), ArgumentError, "steps >= 1"),
         (lambda: GatedKalmaNet(12, head_dim=4, ridge=0.0), ArgumentError, "ridge > 0"),
-        (lambda: GatedDeltaNet(12, head_dim=5), ArgumentError, "head_dim must divide expand · dim = 12, received head_dim=5"),
-        (lambda: make("gated_deltanet")(tokens(), path="tiled"), PathError, "nn.GatedDeltaNet: path must be one of auto, chunked, streaming, dense"),
+        (
+            lambda: GatedDeltaNet(12, head_dim=5),
+            ArgumentError,
+            "head_dim must divide expand · dim = 12, received head_dim=5",
+        ),
+        (
+            lambda: make("gated_deltanet")(tokens(), path="tiled"),
+            PathError,
+            "nn.GatedDeltaNet: path must be one of auto, chunked, streaming, dense",
+        ),
         (lambda: make("mesanet")(tokens(), path="fast"), ArgumentError, "received 'fast'"),
-        (lambda: make("mesanet")(tokens(), make("gated_deltanet").empty_memory(2)), ArgumentError, "made by another layer"),
-        (lambda: make("mesanet")(tokens(), Mamba2(12, state=5, head_dim=4).double().empty_memory(2)), ArgumentError, "made by another layer"),
+        (
+            lambda: make("mesanet")(tokens(), make("gated_deltanet").empty_memory(2)),
+            ArgumentError,
+            "made by another layer",
+        ),
+        (
+            lambda: make("mesanet")(tokens(), Mamba2(12, state=5, head_dim=4).double().empty_memory(2)),
+            ArgumentError,
+            "made by another layer",
+        ),
         (lambda: of_other_sizes(make("mesanet")), ArgumentError, "another kind of layer"),
-        (lambda: make("mesanet")(tokens(1), make("mesanet").empty_memory(1), cu_seqlens=torch.tensor([0, 13])), ArgumentError, "take no memory"),
+        (
+            lambda: make("mesanet")(tokens(1), make("mesanet").empty_memory(1), cu_seqlens=torch.tensor([0, 13])),
+            ArgumentError,
+            "take no memory",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, error, words):

@@ -78,7 +78,11 @@ def test_facts_five_times_longer_than_noise_are_recalled_from_the_start(power):
     torch.manual_seed(0)
     facts, noise = torch.arange(16 - power), 64
     layer = Attention(64, 2, f"ska(power={power})")
-    operators = {"longest": m.ska(power=power, key_limit=None, running_max=True), "layer": layer.operator, "cut": m.ska(power=power)}
+    operators = {
+        "longest": m.ska(power=power, key_limit=None, running_max=True),
+        "layer": layer.operator,
+        "cut": m.ska(power=power),
+    }
     k = torch.randn(8, 2, 16 + noise, 32)
     k[:, :, 16:] /= 5
     v = torch.randn(8, 2, 16 + noise, 32).sign()
@@ -99,17 +103,30 @@ def test_all_paths_take_the_factor_and_give_its_gradient(path, kernels, monkeypa
     if kernels == "off":
         monkeypatch.setenv(availability.VARIABLE, "off")
     torch.manual_seed(0)
-    operator = zonal.Operator(score.Dot(scale=1.0, key_limit=1.0, factor=0.3), link.Identity(), anchor.Koopman(power=1)).for_heads(4, 2)
+    operator = zonal.Operator(
+        score.Dot(scale=1.0, key_limit=1.0, factor=0.3), link.Identity(), anchor.Koopman(power=1)
+    ).for_heads(4, 2)
     with torch.no_grad():
         operator.learned_parts["score_log_factor"].copy_(torch.tensor([-1.6, -0.7]))
-    exact = operator.double() if path == "dense" else zonal.Operator.from_config(operator.config()).for_heads(4, 2).double()
+    exact = (
+        operator.double() if path == "dense" else zonal.Operator.from_config(operator.config()).for_heads(4, 2).double()
+    )
     exact.load_state_dict(operator.state_dict())
     q, k, v = torch.randn(1, 4, 40, 8), 2 * torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 5)
     factor = exact.learned_parts["score_log_factor"].exp().repeat_interleave(2).view(1, -1, 1, 1)
     plain = m.ska(power=1).double()
     with torch.no_grad():
-        wanted = zonal.attention(q.double() * factor, (k.double().repeat_interleave(2, 1) * factor), v.double().repeat_interleave(2, 1), plain, causal=True, path="dense")
-        assert torch.allclose(zonal.attention(q, k, v, operator.float(), causal=True, path=path).double(), wanted, atol=1e-4)
+        wanted = zonal.attention(
+            q.double() * factor,
+            (k.double().repeat_interleave(2, 1) * factor),
+            v.double().repeat_interleave(2, 1),
+            plain,
+            causal=True,
+            path="dense",
+        )
+        assert torch.allclose(
+            zonal.attention(q, k, v, operator.float(), causal=True, path=path).double(), wanted, atol=1e-4
+        )
     y = zonal.attention(q.double(), k.double(), v.double(), exact.double(), causal=True, path="dense")
     y.square().sum().backward()
     operator = operator.float()

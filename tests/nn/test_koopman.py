@@ -42,9 +42,13 @@ def test_an_ungated_koopman_mlp_is_a_plain_layer() -> None:
     torch.manual_seed(0)
     layer = znn.KoopmanMLP(16, 64).double()
     basis = torch.eye(64, dtype=torch.float64)
-    turned = torch.view_as_real(torch.view_as_complex(basis.unflatten(-1, (-1, 2)).contiguous()) * layer.eigenvalues()).flatten(-2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(basis.unflatten(-1, (-1, 2)).contiguous()) * layer.eigenvalues()
+    ).flatten(-2)
     x = torch.randn(9, 16, dtype=torch.float64)
-    assert torch.allclose(layer(x), torch.nn.functional.silu(layer.lift(x)) @ (turned @ layer.read.weight.T), atol=1e-12)
+    assert torch.allclose(
+        layer(x), torch.nn.functional.silu(layer.lift(x)) @ (turned @ layer.read.weight.T), atol=1e-12
+    )
 
 
 def test_lift_knows_no_rotary_positions() -> None:
@@ -81,8 +85,15 @@ def test_attention_with_a_lift_streams() -> None:
     torch.nn.init.normal_(layer.output.weight)
     assert layer.lift is not None
     x = torch.randn(2, 9, 32, dtype=torch.float64)
-    pairs = layer.key(torch.nn.functional.rms_norm(torch.randn(1, 200, 32).double(), (32,))).unflatten(-1, (2, 2, -1)).square().sum(-2)
-    assert float(layer.lift.mean[0].detach()) == pytest.approx(float(pairs.detach().mean()), rel=0.05)  # μ is the mean of |k_j|²
+    pairs = (
+        layer.key(torch.nn.functional.rms_norm(torch.randn(1, 200, 32).double(), (32,)))
+        .unflatten(-1, (2, 2, -1))
+        .square()
+        .sum(-2)
+    )
+    assert float(layer.lift.mean[0].detach()) == pytest.approx(
+        float(pairs.detach().mean()), rel=0.05
+    )  # μ is the mean of |k_j|²
     whole = layer(x)
     memory, parts = layer.empty_memory(2), []
     for t in range(9):

@@ -48,18 +48,27 @@ def taps(x, convolution):
 def mamba2_by_hand(layer, u):
     """h_t = exp(-A Δ_t) h_{t-1} + Δ_t x_t B_t^T, y_t = h_t C_t + D x_t, norm of y ⊙ SiLU(z) group by group: one token after another."""
     s = layer.sizes
-    z, mixed, step = torch.split(u @ layer.input.weight.T + layer.input.bias, [s.inner, s.inner + 2 * s.shared, s.heads], dim=2)
+    z, mixed, step = torch.split(
+        u @ layer.input.weight.T + layer.input.bias, [s.inner, s.inner + 2 * s.shared, s.heads], dim=2
+    )
     mixed = taps(mixed, layer.convolution)
     state, rows = torch.zeros(len(u), s.heads, s.head_dim, s.state, dtype=u.dtype), []
     for t in range(u.shape[1]):
         x = mixed[:, t, : s.inner].reshape(len(u), s.heads, s.head_dim)
-        b, c = mixed[:, t, s.inner :].reshape(len(u), 2, s.groups, s.state).repeat_interleave(s.heads // s.groups, 2).unbind(1)
+        b, c = (
+            mixed[:, t, s.inner :]
+            .reshape(len(u), 2, s.groups, s.state)
+            .repeat_interleave(s.heads // s.groups, 2)
+            .unbind(1)
+        )
         delta = torch.log1p((step[:, t] + layer.step_bias).exp())
         decay = (-layer.log_rate.exp() * delta).exp()
         state = decay[..., None, None] * state + delta[..., None, None] * x[..., :, None] * b[..., None, :]
         y = (state @ c[..., None])[..., 0] + layer.skip[:, None] * x
         gated = (y.flatten(1) * F.silu(z[:, t])).reshape(len(u), s.groups, -1)
-        normed = (gated / (gated.square().mean(-1, keepdim=True) + layer.norm.eps).sqrt()).flatten(1) * layer.norm.weight
+        normed = (gated / (gated.square().mean(-1, keepdim=True) + layer.norm.eps).sqrt()).flatten(
+            1
+        ) * layer.norm.weight
         rows.append(normed @ layer.output.weight.T + layer.output.bias)
     return torch.stack(rows, 1)
 
@@ -77,7 +86,13 @@ def mamba3_by_hand(layer, u):
 
     def turned(row, turn):
         as_complex = torch.view_as_complex(row[..., : 2 * pairs].reshape(*row.shape[:-1], pairs, 2).contiguous())
-        return torch.cat([torch.view_as_real(as_complex * torch.polar(torch.ones_like(turn), turn)).flatten(-2), row[..., 2 * pairs :]], -1)
+        return torch.cat(
+            [
+                torch.view_as_real(as_complex * torch.polar(torch.ones_like(turn), turn)).flatten(-2),
+                row[..., 2 * pairs :],
+            ],
+            -1,
+        )
 
     b, c = prepared(b, layer.key_norm, layer.key_bias), prepared(c, layer.query_norm, layer.query_bias)
     state = torch.zeros(len(u), s.heads, s.head_dim, s.state, dtype=u.dtype)
@@ -90,7 +105,10 @@ def mamba3_by_hand(layer, u):
         turn = turn + delta[..., None] * math.pi * torch.tanh(angle[:, t, None])
         values = x[:, t].reshape(len(u), s.heads, s.head_dim)
         now = values[..., :, None] * turned(b[:, t], turn)[..., None, :]
-        state = alpha[..., None, None] * (state + ((1 - lam) * delta)[..., None, None] * before) + (lam * delta)[..., None, None] * now
+        state = (
+            alpha[..., None, None] * (state + ((1 - lam) * delta)[..., None, None] * before)
+            + (lam * delta)[..., None, None] * now
+        )
         y = (state @ turned(c[:, t], turn)[..., None])[..., 0] + layer.skip[:, None] * values
         rows.append((y.flatten(1) * F.silu(z[:, t])) @ layer.output.weight.T)
         before = now
@@ -172,7 +190,9 @@ def test_steps_and_rates_start_where_they_should():
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", [[13], [1] * 13, [7, 1, 1, 4], [4, 9], [1, 5, 2, 5]], ids=lambda s: "+".join(map(str, s)))
+@pytest.mark.parametrize(
+    "split", [[13], [1] * 13, [7, 1, 1, 4], [4, 9], [1, 5, 2, 5]], ids=lambda s: "+".join(map(str, s))
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_with_memory_equal_one_pass(kind, split):
     layer, u = make(kind), tokens()
@@ -277,7 +297,9 @@ def test_padded_prefill_then_decode_equals_each_row_alone(kind):
     first, memory = layer(more[:, :3], memory=memory, key_padding_mask=holes)
     second, memory = layer(more[:, 3:], memory=memory)
     for index, row in enumerate(rows):
-        alone = by_hand(layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1))[0]
+        alone = by_hand(
+            layer, torch.cat((row, more[index : index + 1, :3][:, holes[index]], more[index : index + 1, 3:]), dim=1)
+        )[0]
         got = torch.cat((y[index][mask[index]], first[index][holes[index]], second[index]))
         torch.testing.assert_close(got, alone, **TOLERANCE)
 
@@ -313,7 +335,9 @@ def test_gated_norm_is_its_equation():
 
 # --- transformers ------------------------------------------------------------------------------------------------------
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 @needs_transformers
@@ -322,7 +346,14 @@ def test_equals_transformers_mixer_with_its_weights(groups):
     modeling = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
     torch.manual_seed(0)
     config = modeling.Mamba2Config(
-        hidden_size=24, num_heads=6, head_dim=8, state_size=16, n_groups=groups, chunk_size=32, num_hidden_layers=1, use_bias=True
+        hidden_size=24,
+        num_heads=6,
+        head_dim=8,
+        state_size=16,
+        n_groups=groups,
+        chunk_size=32,
+        num_hidden_layers=1,
+        use_bias=True,
     )
     theirs = modeling.Mamba2Mixer(config, 0)
     layer = Mamba2(24, state=16, head_dim=8, groups=groups, bias=True)
@@ -333,7 +364,9 @@ def test_equals_transformers_mixer_with_its_weights(groups):
     weight = torch.randn(2, 101, 24)
     wanted = torch.autograd.grad((expected * weight).sum(), [u, *theirs.parameters()])
     mapped = Mamba2(24, state=16, head_dim=8, groups=groups, bias=True)
-    mapped.load_transformers(dict(zip(dict(theirs.named_parameters()), wanted[1:], strict=True)))  # gradients by their names, as weights
+    mapped.load_transformers(
+        dict(zip(dict(theirs.named_parameters()), wanted[1:], strict=True))
+    )  # gradients by their names, as weights
     got = torch.autograd.grad((y * weight).sum(), [u, *layer.parameters()])
     for (name, other), one in zip([("u", wanted[0]), *mapped.named_parameters()], got, strict=True):
         scale = other.abs().max()
@@ -345,7 +378,11 @@ def named(layer):
     """Weights by transformers' names, as its mixer would hold them."""
     other = {"in_proj": layer.input, "out_proj": layer.output}
     weights = {f"{name}.{part}": value for name, linear in other.items() for part, value in linear.named_parameters()}
-    weights |= {"conv1d.weight": layer.convolution.weight.flip(1)[:, None], "conv1d.bias": layer.convolution.bias, "norm.weight": layer.norm.weight}
+    weights |= {
+        "conv1d.weight": layer.convolution.weight.flip(1)[:, None],
+        "conv1d.bias": layer.convolution.bias,
+        "norm.weight": layer.norm.weight,
+    }
     return weights | {"dt_bias": layer.step_bias, "A_log": layer.log_rate, "D": layer.skip}
 
 
@@ -382,17 +419,37 @@ def test_weights_by_other_names_and_what_does_not_fit():
         (lambda: Mamba3(12, head_dim=4, state=2, turned=0.5), ArgumentError, "leave a pair of the 2 numbers"),
         (lambda: Mamba3(12, head_dim=4, rate_floor=0.0), ArgumentError, "rate_floor must be > 0"),
         (lambda: Mamba3(12, head_dim=4, conv=1), ArgumentError, "conv must be 0"),
-        (lambda: make()(tokens(dim=11)), ArgumentError, r"nn.Mamba2: x must be \(batch, tokens >= 1, 12\), received \(2, 13, 11\)"),
+        (
+            lambda: make()(tokens(dim=11)),
+            ArgumentError,
+            r"nn.Mamba2: x must be \(batch, tokens >= 1, 12\), received \(2, 13, 11\)",
+        ),
         (lambda: make()(tokens(length=0)), ArgumentError, "tokens >= 1"),
-        (lambda: make("mamba3")(tokens(), key_padding_mask=torch.ones(2, 12, dtype=torch.bool)), ArgumentError, r"nn.Mamba3: .*\(2, 13\)"),
-        (lambda: make()(tokens(1), make().empty_memory(1), cu_seqlens=torch.tensor([0, 13])), ArgumentError, "take no memory"),
+        (
+            lambda: make("mamba3")(tokens(), key_padding_mask=torch.ones(2, 12, dtype=torch.bool)),
+            ArgumentError,
+            r"nn.Mamba3: .*\(2, 13\)",
+        ),
+        (
+            lambda: make()(tokens(1), make().empty_memory(1), cu_seqlens=torch.tensor([0, 13])),
+            ArgumentError,
+            "take no memory",
+        ),
         (lambda: make()(tokens(), make().empty_memory(3)), ArgumentError, "holds 3 sequences, x has batch 2"),
         (lambda: make("mamba3")(tokens(), make("mamba3-conv").empty_memory(2)), ArgumentError, "another convolution"),
         (lambda: make("mamba3")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another convolution"),
         (lambda: make("mamba3-conv")(tokens(), make("mamba2").empty_memory(2)), ArgumentError, "another kind of layer"),
         (lambda: make()(tokens(), path="recurrent"), ArgumentError, "path"),
-        (lambda: (lambda layer: layer(tokens(), layer(tokens(), return_memory=True)[1], path="dense"))(make()), PathError, "dense"),
-        (lambda: make()(tokens(), make().empty_memory(2)), ArgumentError, "nn.Mamba2: the memory was made by another layer or model"),
+        (
+            lambda: (lambda layer: layer(tokens(), layer(tokens(), return_memory=True)[1], path="dense"))(make()),
+            PathError,
+            "dense",
+        ),
+        (
+            lambda: make()(tokens(), make().empty_memory(2)),
+            ArgumentError,
+            "nn.Mamba2: the memory was made by another layer or model",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(call, error, words):

@@ -41,7 +41,11 @@ def plans():
 @pytest.mark.parametrize("name", plans())
 def test_the_mass_of_a_bucket_is_its_part_of_a_plan(name, path):
     """The plan is unique, so that equal tokens have equal parts of it, and their bucket the sum: to 1e-9, gradients too; without masses it is another plan."""
-    made, x, counts = layer(m.softmax().replace(anchor=plans()[name])), (tokens(1, 5) / 2).requires_grad_(), torch.tensor([1, 3, 1, 2, 4])
+    made, x, counts = (
+        layer(m.softmax().replace(anchor=plans()[name])),
+        (tokens(1, 5) / 2).requires_grad_(),
+        torch.tensor([1, 3, 1, 2, 4]),
+    )
     if made.query_mass is not None:
         for gate in (made.query_mass, made.key_mass):
             torch.nn.init.normal_(gate.projection.weight, 0.0, 0.3, generator=torch.Generator().manual_seed(5))
@@ -90,7 +94,9 @@ def test_equal_tokens_merge_first_and_nothing_is_lost():
     state = Merged.of(doubled).without(6)
     assert torch.equal(state.mass, torch.full((1, 6), 2.0, dtype=torch.float64))
     torch.testing.assert_close(state.unmerged(), doubled, **TOLERANCE)
-    assert torch.equal(Merged.of(doubled).without(3).mass.sort().values, torch.tensor([[1.0] * 6 + [2.0] * 3], dtype=torch.float64))
+    assert torch.equal(
+        Merged.of(doubled).without(3).mass.sort().values, torch.tensor([[1.0] * 6 + [2.0] * 3], dtype=torch.float64)
+    )
 
 
 def test_un_merging_and_pooling():
@@ -103,7 +109,9 @@ def test_un_merging_and_pooling():
         for bucket in range(3):
             inside = state.carrier.labels[row] == bucket
             assert inside.sum() == state.mass[row, bucket]
-            torch.testing.assert_close(back[row, inside], x[row, inside].mean(0).expand(int(inside.sum()), -1), **TOLERANCE)
+            torch.testing.assert_close(
+                back[row, inside], x[row, inside].mean(0).expand(int(inside.sum()), -1), **TOLERANCE
+            )
     torch.testing.assert_close(state.pooled(), x.mean(1), **TOLERANCE)
     torch.testing.assert_close(back.mean(1), x.mean(1), **TOLERANCE)
     grad = torch.autograd.grad(back.square().sum(), x)[0]
@@ -160,7 +168,10 @@ def test_schedules():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MergeSchedule((0.0, 1.0)), r"1 before layer 1 leaves no token: it is the share of those present that goes. Take a smaller one"),
+        (
+            lambda: MergeSchedule((0.0, 1.0)),
+            r"1 before layer 1 leaves no token: it is the share of those present that goes. Take a smaller one",
+        ),
         (lambda: MergeSchedule((-0.1,)), "received -0.1 before layer 0. 0 merges nothing"),
         (lambda: MergeSchedule((float("nan"),)), "received nan"),
         (lambda: MergeSchedule(()), "one a layer, received"),
@@ -169,13 +180,25 @@ def test_schedules():
         (lambda: MergeSchedule.early(0.5, 1), "at least 2 layers"),
         (lambda: Merged.of(tokens()).without(13), "of 13 tokens at least one must stay, .* received 13. Merge fewer"),
         (lambda: Attention(12, 2, "softmax").double()(tokens(), mass=torch.ones(2, 13)), "a bucket holds later tokens"),
-        (lambda: layer(m.softmax(prior=prior.Causal()))(tokens(), mass=torch.ones(2, 13)), "tokens of a causal layer cannot be merged"),
-        (lambda: layer("ridge")(tokens(), mass=torch.ones(2, 13)), "operator 'ridge' has Ridge. Use one of those, or no merging"),
+        (
+            lambda: layer(m.softmax(prior=prior.Causal()))(tokens(), mass=torch.ones(2, 13)),
+            "tokens of a causal layer cannot be merged",
+        ),
+        (
+            lambda: layer("ridge")(tokens(), mass=torch.ones(2, 13)),
+            "operator 'ridge' has Ridge. Use one of those, or no merging",
+        ),
         (lambda: layer(rotary=True)(tokens(), mass=torch.ones(2, 13)), "no one place"),
         (lambda: layer(m.softmax(prior=prior.Window(3)))(tokens(), mass=torch.ones(2, 13)), "no one place"),
         (lambda: layer()(tokens(), mass=torch.ones(2, 12)), r"floating numbers of shape \(2, 13\)"),
-        (lambda: layer()(tokens(), mass=torch.ones(2, 13), key_padding_mask=torch.ones(2, 13, dtype=torch.bool)), "in place of a key_padding_mask"),
-        (lambda: Block(Mamba2(12, state=8, head_dim=6), SwiGLU(12, 8))(tokens().float(), mass=torch.ones(2, 13)), "this one is a Mamba2"),
+        (
+            lambda: layer()(tokens(), mass=torch.ones(2, 13), key_padding_mask=torch.ones(2, 13, dtype=torch.bool)),
+            "in place of a key_padding_mask",
+        ),
+        (
+            lambda: Block(Mamba2(12, state=8, head_dim=6), SwiGLU(12, 8))(tokens().float(), mass=torch.ones(2, 13)),
+            "this one is a Mamba2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, words):
@@ -187,4 +210,8 @@ def test_a_block_hands_masses_on():
     block = Block(layer(), SwiGLU(12, 8)).double()
     block.mlp.reset_parameters(Draws(std=0.3))
     x = tokens(1, 4)
-    torch.testing.assert_close(block(x, mass=torch.tensor([[2.0, 1.0, 1.0, 1.0]], dtype=torch.float64))[:, [0, 0, 1, 2, 3]], block(x[:, [0, 0, 1, 2, 3]]), **TOLERANCE)
+    torch.testing.assert_close(
+        block(x, mass=torch.tensor([[2.0, 1.0, 1.0, 1.0]], dtype=torch.float64))[:, [0, 0, 1, 2, 3]],
+        block(x[:, [0, 0, 1, 2, 3]]),
+        **TOLERANCE,
+    )

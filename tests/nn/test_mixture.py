@@ -82,7 +82,10 @@ def test_masks_and_causality() -> None:
     assert isinstance(y, Tensor)
     same(y[mask], layer(x)[0])
     documents = [tokens(1, n, seed=n) for n in (1, 5, 3)]
-    same(layer(torch.cat(documents, 1), cu_seqlens=torch.tensor([0, 1, 6, 9])), torch.cat([layer(d) for d in documents], 1))
+    same(
+        layer(torch.cat(documents, 1), cu_seqlens=torch.tensor([0, 1, 6, 9])),
+        torch.cat([layer(d) for d in documents], 1),
+    )
     changed = x.clone()
     changed[:, 5:] *= 30
     same(layer(changed)[:, :5], layer(x)[:, :5])
@@ -128,7 +131,9 @@ def test_every_verb_is_for_all_parts(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     layer, plain = make(), Attention(12, 2, "softmax").double()
-    with pytest.raises(ArgumentError, match="two layers or more that are no mixtures are required, received Mixture, Attention"):
+    with pytest.raises(
+        ArgumentError, match="two layers or more that are no mixtures are required, received Mixture, Attention"
+    ):
         Mixture([layer, plain])
     with pytest.raises(ArgumentError, match="two layers or more"):
         Mixture([plain])
@@ -152,7 +157,10 @@ def test_models_of_mixtures(tmp_path: Path) -> None:
     first, _, last = (block.attention for block in model.blocks)
     assert isinstance(first, Mixture)
     assert isinstance(last, Mixture)
-    assert [(part.heads, part.head_dim, part.operator.name) for part in first.parts] == [(2, 4, "rewa"), (2, 4, "rewa_topological")]  # type: ignore[union-attr]
+    assert [(part.heads, part.head_dim, part.operator.name) for part in first.parts] == [
+        (2, 4, "rewa"),
+        (2, 4, "rewa_topological"),
+    ]  # type: ignore[union-attr]
     assert isinstance(last.parts[1], Mamba2)
     x = torch.randint(0, 23, (2, 15), generator=torch.Generator().manual_seed(1))
     memory, found = model.empty_memory(2), []

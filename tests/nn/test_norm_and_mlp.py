@@ -47,7 +47,9 @@ def test_swiglu_is_its_equation():
     torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("make", [lambda: RMSNorm(0), lambda: RMSNorm(4, eps=0.0), lambda: SwiGLU(0, 4), lambda: SwiGLU(4, 0)])
+@pytest.mark.parametrize(
+    "make", [lambda: RMSNorm(0), lambda: RMSNorm(4, eps=0.0), lambda: SwiGLU(0, 4), lambda: SwiGLU(4, 0)]
+)
 def test_sizes_that_mean_nothing_are_refused(make):
     with pytest.raises(ArgumentError, match="required"):
         make()

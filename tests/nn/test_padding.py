@@ -9,10 +9,30 @@ from torch import Tensor, nn
 from zonal.models import Encoder
 from zonal.nn import Attention, GatedDeltaNet, Mamba2, Mamba3, MergeSchedule, Mixture
 
-CAUSAL = ("softmax", "linear", "retention", "sko", "squared_affine", "yat", "slay", "ridge", "ska(power=1)", "ska(power=1, fading=True)", "rewa", "rewa_topological", "kernel_ridge")
+CAUSAL = (
+    "softmax",
+    "linear",
+    "retention",
+    "sko",
+    "squared_affine",
+    "yat",
+    "slay",
+    "ridge",
+    "ska(power=1)",
+    "ska(power=1, fading=True)",
+    "rewa",
+    "rewa_topological",
+    "kernel_ridge",
+)
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: Attention(12, 2, name, head_dim=6, rotary=True, qk_norm=True, bias=True) for name in CAUSAL},
-    **{f"{name} both ways": lambda name=name: Attention(12, 2, name, head_dim=6, causal=False) for name in ("softmax", "rewa", "sinkhorn", "hierarchical")},
+    **{
+        name: lambda name=name: Attention(12, 2, name, head_dim=6, rotary=True, qk_norm=True, bias=True)
+        for name in CAUSAL
+    },
+    **{
+        f"{name} both ways": lambda name=name: Attention(12, 2, name, head_dim=6, causal=False)
+        for name in ("softmax", "rewa", "sinkhorn", "hierarchical")
+    },
     "convolution": lambda: Attention(12, 2, "softmax", head_dim=6, conv=3, bias=True),
     "mamba2": lambda: Mamba2(12, state=6, head_dim=4),
     "mamba3": lambda: Mamba3(12, state=6, head_dim=4),

@@ -94,7 +94,9 @@ def test_shared_witness() -> None:
     for shared in (True, False):
         layer = Attention(48, 4, m.rewa(shared_witness=shared), qk_norm=True)
         assert (layer.query is layer.key) == shared
-        assert sum(p.numel() for p in layer.parameters()) == (3 if shared else 4) * 48 * 48 + (12 if shared else 24) + 12
+        assert (
+            sum(p.numel() for p in layer.parameters()) == (3 if shared else 4) * 48 * 48 + (12 if shared else 24) + 12
+        )
         q, k = (layer._split(linear(x), 4) for linear in (layer.query, layer.key))
         params = layer.operator.bind(4, 4).score_params
         score = layer.operator.score.pair(layer.operator.score.prepare_query(q, params, None), k)
@@ -111,7 +113,10 @@ def test_shared_witness() -> None:
         (lambda: rewa.from_softmax(Attention(48, 4, "linear")), "score Dot of plain queries and keys"),
         (lambda: rewa.from_softmax(nn.MultiheadAttention(48, 4, dropout=0.1)), "dropout=0"),
         (lambda: rewa.from_softmax(nn.Linear(48, 48)), "received Linear"),  # type: ignore[arg-type]
-        (lambda: rewa.from_softmax(Attention(48, 4, "softmax"), parts=(4, 4, 3)), "sizes \\(4, 4, 3\\) need vectors of 11 numbers, received 12"),
+        (
+            lambda: rewa.from_softmax(Attention(48, 4, "softmax"), parts=(4, 4, 3)),
+            "sizes \\(4, 4, 3\\) need vectors of 11 numbers, received 12",
+        ),
         (lambda: Attention(48, 4, "rewa(parts=(5, 5, 5))", qk_dim=12), "need vectors of 15 numbers, received 12"),
         (lambda: m.rewa(parts=(4, 4)), "rewa: parts must be three numbers"),
         (lambda: m.rewa(parts=(0, 0, 0)), "rewa: a part of at least one number"),
@@ -145,7 +150,10 @@ def test_adaptive_weights() -> None:
     assert torch.allclose(prepared[..., :3], 3 * q[..., :3].softmax(-1))
     assert torch.equal(operator.score.prepare_key(k, params), k[..., 3:])
     plain = zonal.Operator(m.rewa(parts=(4, 4, 4)).score, zonal.link.Exp(), zonal.anchor.Row())
-    parts = [f.pair(a, b) / f.typical(4) for f, a, b in zip(plain.score.metric.factors, q[..., 3:].split(4, -1), k[..., 3:].split(4, -1), strict=True)]  # type: ignore[attr-defined]
+    parts = [
+        f.pair(a, b) / f.typical(4)
+        for f, a, b in zip(plain.score.metric.factors, q[..., 3:].split(4, -1), k[..., 3:].split(4, -1), strict=True)
+    ]  # type: ignore[attr-defined]
     expected = -(torch.stack(parts, -1) * prepared[..., None, :3]).sum(-1)
     assert torch.allclose(operator.score.pair(prepared, k[..., 3:]), expected, atol=1e-5)
     first, memory = layer(x[:, :7], return_memory=True)

@@ -72,7 +72,10 @@ def test_bfloat16_in_bfloat16_out_turned_in_float32():
     torch.testing.assert_close(y, Rotary(16)(x.float(), 1000).bfloat16(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [lambda: Rotary(3), lambda: Rotary(0), lambda: Rotary(4, base=1.0), lambda: Rotary(4)(torch.zeros(1, 1, 1, 6))])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Rotary(3), lambda: Rotary(0), lambda: Rotary(4, base=1.0), lambda: Rotary(4)(torch.zeros(1, 1, 1, 6))],
+)
 def test_bad_sizes_are_refused(make):
     with pytest.raises(ArgumentError, match=r"Rotary: .*received"):
         make()

@@ -36,7 +36,9 @@ def gated(gate, m):
 def test_a_block_is_its_equation(residual, mlp):
     torch.manual_seed(0)
     block = drawn(Block(Attention(8, 2, "softmax"), SwiGLU(8, 16) if mlp else None, residual=residual, records=3))
-    records = tuple(torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3 if residual == "dense" else 1))
+    records = tuple(
+        torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3 if residual == "dense" else 1)
+    )
     x = sum(g * r for g, r in zip(block.history.weight, records, strict=True)) if residual == "dense" else records[0]
     for name in ("attention", "mlp"):
         layer, norm, gate = (getattr(block, f"{name}{part}") for part in ("", "_norm", "_gate"))
@@ -77,7 +79,9 @@ def test_rows_that_see_no_key_keep_what_they_had(operator, residual, padding, se
     torch.manual_seed(seed)
     layer = Attention(12, 2, m.resolve(operator).replace(prior=(Causal(include_self=False),)), head_dim=6)
     block = drawn(Block(layer, residual=residual, records=2), seed)
-    records = tuple(torch.randn(2, 4 + padding, 12, dtype=torch.float64) for _ in range(2 if residual == "dense" else 1))
+    records = tuple(
+        torch.randn(2, 4 + padding, 12, dtype=torch.float64) for _ in range(2 if residual == "dense" else 1)
+    )
     mask = (torch.arange(4 + padding) >= padding).expand(2, -1)
     y = block(records, key_padding_mask=mask)
     read = block.history(records)
@@ -97,7 +101,9 @@ def test_a_post_norm_keeps_what_it_has_made():
     with torch.no_grad():
         norm.weight.mul_(1.5)
     made = norm(x)
-    assert (compose(made, torch.zeros_like(x)) / made - 1).abs().max() < 1e-5  # a gain that is the same for all channels is kept, too
+    assert (
+        compose(made, torch.zeros_like(x)) / made - 1
+    ).abs().max() < 1e-5  # a gain that is the same for all channels is kept, too
     with torch.no_grad():
         norm.weight[0] = 3
     made = norm(x)
@@ -130,7 +136,10 @@ def test_what_looks_into_a_model_sees_its_stages(residual):
     model = drawn(build(config(residual), 0))
     tokens = torch.randint(13, (1, 6), generator=torch.Generator().manual_seed(0))
     seen = []
-    hooks = [block.attention.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0])) for block in model.blocks]
+    hooks = [
+        block.attention.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
+        for block in model.blocks
+    ]
     model(tokens)
     for hook in hooks:
         hook.remove()
@@ -204,10 +213,16 @@ def test_an_encoder_of_text_has_the_choice_too(residual):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Block(Attention(8, 2, "softmax"), residual="norm"), "unknown residual 'norm'.*dense, gated, post, pre"),
+        (
+            lambda: Block(Attention(8, 2, "softmax"), residual="norm"),
+            "unknown residual 'norm'.*dense, gated, post, pre",
+        ),
         (lambda: DenseSkip(8, 0), "required dim >= 1 and records >= 1, received dim=8, records=0"),
         (lambda: DenseSkip(8, 3)((torch.randn(1, 2, 8),)), "3 records are required, oldest first, received 1"),
-        (lambda: Block(Attention(8, 2, "softmax"), residual="dense", records=2)(torch.randn(1, 2, 8)), "2 records are required"),
+        (
+            lambda: Block(Attention(8, 2, "softmax"), residual="dense", records=2)(torch.randn(1, 2, 8)),
+            "2 records are required",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, words):

@@ -29,7 +29,10 @@ def test_deaths_and_their_gradients(neighbours: int) -> None:
         assert (one[:, :, 0] == 0).all()  # the first token has an empty diagram
         assert (one[:, :, 1, 1:] == 0).all()
         assert (one.diff(dim=-1) <= 0).all()
-    grads = [torch.autograd.grad(sum((x * w).sum() for x, w in zip(xs, weight, strict=True)), (q, k)) for xs in (found, wanted)]  # type: ignore[arg-type]
+    grads = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(xs, weight, strict=True)), (q, k))
+        for xs in (found, wanted)
+    ]  # type: ignore[arg-type]
     for one, other in zip(*grads, strict=True):
         assert torch.allclose(one, other, atol=1e-10)
 
@@ -53,7 +56,9 @@ def test_only_earlier_real_tokens_are_neighbours() -> None:
     whole = deaths(q, k, 3)
     # later tokens, however large, poisoned or near, change nothing earlier
     later = k.clone()
-    later[:, :, 7:] = torch.where(torch.rand(2, 2, 5, 1, generator=torch.Generator().manual_seed(3)) > 0.5, float("nan"), 1e6)
+    later[:, :, 7:] = torch.where(
+        torch.rand(2, 2, 5, 1, generator=torch.Generator().manual_seed(3)) > 0.5, float("nan"), 1e6
+    )
     for one, other in zip(whole, deaths(q, later, 3), strict=True):
         assert torch.equal(one[:, :, :7], other[:, :, :7])
     # a poisoned token is nobody's neighbour
@@ -121,7 +126,10 @@ def test_the_layer_compares_shapes_alone() -> None:
         (lambda: m.rewa_topological(neighbours=0), "neighbours must be a whole number >= 1"),
         (lambda: m.rewa_topological(weights=(1.0, 1.0, 1.0)), "weights must be two numbers"),  # type: ignore[arg-type]
         (lambda: zonal.score.NegativeDistance(neighbours=-1), "neighbours must be a whole number >= 0"),
-        (lambda: Attention(24, 2, m.rewa_topological(prior=zonal.prior.Window(4))), "Drop the prior, or the neighbours"),
+        (
+            lambda: Attention(24, 2, m.rewa_topological(prior=zonal.prior.Window(4))),
+            "Drop the prior, or the neighbours",
+        ),
     ],
 )
 def test_errors_say_what_would_do(make: object, said: str) -> None:

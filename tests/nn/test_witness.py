@@ -61,7 +61,9 @@ def test_what_is_no_table_of_points_is_refused(x):
         witness.on_paper(x, Euclidean())
 
 
-@pytest.mark.parametrize("operator", ["rewa", "rewa(parts=(2, 4, 2))", "rewa(parts=(0, 4, 3), adaptive=True, gates=(1.0, 0.0, 1.0))"])
+@pytest.mark.parametrize(
+    "operator", ["rewa", "rewa(parts=(2, 4, 2))", "rewa(parts=(0, 4, 3), adaptive=True, gates=(1.0, 0.0, 1.0))"]
+)
 def test_a_layer_shows_its_own_keys(operator):
     width = 9 if "adaptive" in operator else 8
     layer = Attention(4 * width, heads=4, kv_heads=2, operator=operator)
@@ -80,7 +82,9 @@ def test_a_layer_shows_its_own_keys(operator):
 def test_a_layer_of_one_distance_has_one_space():
     operator = m.rewa().replace(score=m.rewa().score.__class__(Hyperbolic()))
     layer = Attention(16, heads=2, operator=operator)
-    assert [[part.name for part in head] for head in witness.of_layer(layer, torch.randn(1, 5, 16))] == [["Hyperbolic"]] * 2
+    assert [[part.name for part in head] for head in witness.of_layer(layer, torch.randn(1, 5, 16))] == [
+        ["Hyperbolic"]
+    ] * 2
 
 
 def test_a_layer_without_distances_is_refused():
@@ -91,7 +95,11 @@ def test_a_layer_without_distances_is_refused():
 def test_what_heads_make_of_distances_can_be_read():
     layer = Attention(24, heads=2, operator=m.rewa(weights=(0.5, 1.0, 2.0), gates=(1.0, 3.0, 0.0)))
     found = layer.learned()
-    assert found["weights"] == {"Euclidean": pytest.approx([0.5] * 2), "Sphere": pytest.approx([3.0] * 2), "Hyperbolic": [0.0] * 2}
+    assert found["weights"] == {
+        "Euclidean": pytest.approx([0.5] * 2),
+        "Sphere": pytest.approx([3.0] * 2),
+        "Hyperbolic": [0.0] * 2,
+    }
     assert found["curvature"] == pytest.approx([3 / 3.5] * 2)
     shut = Attention(24, heads=2, operator=m.rewa(gates=(0.0, 0.0, 0.0)))
     assert shut.learned()["curvature"] == [0.0, 0.0]

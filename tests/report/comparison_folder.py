@@ -17,7 +17,10 @@ PROFILE = {
     "linear": (0.31, 66_000, False),
     "ska(power=0)": (0.988, 23_400, False),
 }
-MEMORY = {True: {"1024": 1_048_576, "16384": 16_777_216, "131072": 134_217_728}, False: dict.fromkeys(("1024", "16384", "131072"), 140_352)}
+MEMORY = {
+    True: {"1024": 1_048_576, "16384": 16_777_216, "131072": 134_217_728},
+    False: dict.fromkeys(("1024", "16384", "131072"), 140_352),
+}
 
 
 def curve(spec: str, layer: int, trained: bool, heads: int = 4) -> dict[str, Any]:
@@ -49,7 +52,17 @@ def write_run(folder: Path, record: dict[str, Any], lines: list[dict[str, Any]])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def run_record(spec: str, seed: int, rate: float, final: float, *, text: bool, steps: int, status: str = "done", message: str | None = None) -> dict[str, Any]:
+def run_record(
+    spec: str,
+    seed: int,
+    rate: float,
+    final: float,
+    *,
+    text: bool,
+    steps: int,
+    status: str = "done",
+    message: str | None = None,
+) -> dict[str, Any]:
     _, speed, grows = PROFILE[spec]
     loss = 2.6 - final if text else -math.log(max(final, 1e-3)) * 1.3 + 0.02
     metrics: dict[str, Any] = {"loss": loss, "accuracy": final}
@@ -74,7 +87,9 @@ def run_record(spec: str, seed: int, rate: float, final: float, *, text: bool, s
         "memory_bytes": MEMORY[grows],
         "final": metrics if status == "done" else None,
         "best": metrics if status == "done" else None,
-        "steps_to": {} if text else {"0.5": 120 if final > 0.5 else None, "0.9": 240 + 20 * seed if final > 0.9 else None},
+        "steps_to": {}
+        if text
+        else {"0.5": 120 if final > 0.5 else None, "0.9": 240 + 20 * seed if final > 0.9 else None},
         "learned": learned(spec, True),
         "learned_before": learned(spec, False),
     }
@@ -89,9 +104,24 @@ def metrics_lines(spec: str, seed: int, final: float, *, text: bool, steps: int)
         grown = final / (1 + math.exp(-14 * (part - 0.35))) if not text else final * (1 - math.exp(-4 * part))
         loss = 5.4 - (5.4 - (2.6 - final)) * (1 - math.exp(-4 * part)) if text else 6.2 * (1 - grown) + 0.02
         shared = {"step": step, "tokens": step * 2048, "seconds": step * 2048 / speed}
-        lines.append({"kind": "train", **shared, "loss": loss * (1 + noise.gauss(0, 0.03)), "learning_rate": 1e-3, "gradient_norm": 1.0})
+        lines.append(
+            {
+                "kind": "train",
+                **shared,
+                "loss": loss * (1 + noise.gauss(0, 0.03)),
+                "learning_rate": 1e-3,
+                "gradient_norm": 1.0,
+            }
+        )
         if step % (steps // 15) == 0:
-            lines.append({"kind": "eval", **shared, "loss": loss * (1 + noise.gauss(0, 0.01)), "accuracy": min(1.0, max(0.0, grown + noise.gauss(0, 0.012)))})
+            lines.append(
+                {
+                    "kind": "eval",
+                    **shared,
+                    "loss": loss * (1 + noise.gauss(0, 0.01)),
+                    "accuracy": min(1.0, max(0.0, grown + noise.gauss(0, 0.012))),
+                }
+            )
     return lines
 
 
@@ -118,8 +148,17 @@ def write_comparison(
         "created": "2026-01-31T12:00:00Z",
         "metric": "loss" if text else "accuracy",
         "task": {"name": name, "length": 256 if text else 64, "vocab_size": 256 if text else 512},
-        "task_description": "Predict the next byte of Moby Dick; the last tenth is held out." if text else "Remember which value goes with which key: 4 to 32 pairs in up to 256 tokens, vocabulary 512.",
-        "model": {"vocab_size": 512, "dim": 64, "layers": ["operator", "operator"], "heads": 4, "conv": 4, "rotary": False},
+        "task_description": "Predict the next byte of Moby Dick; the last tenth is held out."
+        if text
+        else "Remember which value goes with which key: 4 to 32 pairs in up to 256 tokens, vocabulary 512.",
+        "model": {
+            "vocab_size": 512,
+            "dim": 64,
+            "layers": ["operator", "operator"],
+            "heads": 4,
+            "conv": 4,
+            "rotary": False,
+        },
         "training": {"steps": steps, "batch_size": 32, "weight_decay": 0.1, "betas": [0.9, 0.95], "dtype": "float32"},
         "operators": list(operators),
         "labels": list(operators),
@@ -142,8 +181,14 @@ def write_comparison(
                 if text:
                     value = value / 5 + 0.85
                 if message is not None:
-                    stopped = run_record(spec, seed, rate, value, text=text, steps=steps // 2, status="failed", message=message)
+                    stopped = run_record(
+                        spec, seed, rate, value, text=text, steps=steps // 2, status="failed", message=message
+                    )
                     write_run(run, stopped, metrics_lines(spec, seed, value, text=text, steps=steps)[: steps // 2])
                 else:
-                    write_run(run, run_record(spec, seed, rate, value, text=text, steps=steps), metrics_lines(spec, seed, value, text=text, steps=steps))
+                    write_run(
+                        run,
+                        run_record(spec, seed, rate, value, text=text, steps=steps),
+                        metrics_lines(spec, seed, value, text=text, steps=steps),
+                    )
     return folder

@@ -17,7 +17,12 @@ def folder(tmp_path):
         record = json.loads(path.read_text())
         shift = 0.5 if record["operator"] == "sko" else 0.0
         record["final"]["examined"] = [
-            {"slices": {"pairs": "held out", "distance": distance}, "values": {"exact match": 0.1 * record["seed"] + shift}, "examples": 4} for distance in (2, 3)
+            {
+                "slices": {"pairs": "held out", "distance": distance},
+                "values": {"exact match": 0.1 * record["seed"] + shift},
+                "examples": 4,
+            }
+            for distance in (2, 3)
         ]
         if record["operator"] == "sko":
             record["final"]["examined"].append({"slices": {}, "values": {"parse errors": 0.25}, "examples": 4})
@@ -42,7 +47,14 @@ def test_on_the_page_and_its_twin(folder):
         text = path.read_text()
         assert "Examined when the run had ended: exact match" in text
         assert "held out, distance 3" in text
-    assert table.examined(report.summarise(report.load(write_comparison(folder.parent / "y", operators=("sko",), rates=(0.001,), steps=30)))) == []
+    assert (
+        table.examined(
+            report.summarise(
+                report.load(write_comparison(folder.parent / "y", operators=("sko",), rates=(0.001,), steps=30))
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("cell", [3, {"slices": {}}, {"values": {}}, {"slices": {}, "values": {"exact": "much"}}])
@@ -56,23 +68,37 @@ def test_damaged_files(folder, cell):
 
 
 def test_tokens_to_a_loss(tmp_path):
-    made = write_comparison(tmp_path / "x", name="text", operators=("softmax", "sko"), rates=(0.001,), seeds=(0, 1), steps=30)
-    curves = {"softmax": ([(100, 3.0), (200, 2.0)], [(100, 3.0), (200, 2.2)]), "sko": ([(100, 2.2), (200, 1.0)], [(100, 3.2), (200, 2.2)])}
+    made = write_comparison(
+        tmp_path / "x", name="text", operators=("softmax", "sko"), rates=(0.001,), seeds=(0, 1), steps=30
+    )
+    curves = {
+        "softmax": ([(100, 3.0), (200, 2.0)], [(100, 3.0), (200, 2.2)]),
+        "sko": ([(100, 2.2), (200, 1.0)], [(100, 3.2), (200, 2.2)]),
+    }
     for path in made.glob("runs/*/*/run.json"):
         record = json.loads(path.read_text())
         lines = [
-            {"kind": "eval", "step": tokens, "tokens": tokens, "seconds": 1.0, "loss": loss, "accuracy": 0.5} for tokens, loss in curves[record["operator"]][record["seed"]]
+            {"kind": "eval", "step": tokens, "tokens": tokens, "seconds": 1.0, "loss": loss, "accuracy": 0.5}
+            for tokens, loss in curves[record["operator"]][record["seed"]]
         ]
         path.with_name("metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = report.summarise(report.load(made))
     # 2.2 is what every run reached: softmax after 180 and 200 tokens, sko after 100 and 200
     assert table.target_loss(summary) == 2.2
     results = report.results(summary)
-    column = results.head.index("Tokens to loss 2.20" if "Tokens to loss 2.20" in results.head else "Tokens to loss 2.200")
-    assert {spec: (cells[column].text, cells[column].note) for spec, cells in results.rows} == {"softmax": ("190", "1× softmax"), "sko": ("150", "0.79× softmax")}
+    column = results.head.index(
+        "Tokens to loss 2.20" if "Tokens to loss 2.20" in results.head else "Tokens to loss 2.200"
+    )
+    assert {spec: (cells[column].text, cells[column].note) for spec, cells in results.rows} == {
+        "softmax": ("190", "1× softmax"),
+        "sko": ("150", "0.79× softmax"),
+    }
     stored = json.loads(report.write(made).summary.read_text())["comparisons"][0]
     assert stored["target_loss"] == 2.2
-    assert {row["operator"]: row["tokens_to_loss"]["mean"] for row in stored["operators"]} == {"softmax": pytest.approx(190), "sko": pytest.approx(150)}
+    assert {row["operator"]: row["tokens_to_loss"]["mean"] for row in stored["operators"]} == {
+        "softmax": pytest.approx(190),
+        "sko": pytest.approx(150),
+    }
 
 
 def test_accuracy_has_no_target(folder):

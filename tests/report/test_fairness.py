@@ -36,7 +36,9 @@ def fair(tmp_path):
         for path in folder.glob(f"runs/{SLUGS[operator]}/*/run.json"):
             record = json.loads(path.read_text())
             record["parameters"] = 181_248
-            record["final"]["accuracy"] = {0.001: 0.9, 0.003: 0.95, 0.01: 0.85}[record["learning_rate"]] - 0.01 * FAIR.index(operator)
+            record["final"]["accuracy"] = {0.001: 0.9, 0.003: 0.95, 0.01: 0.85}[
+                record["learning_rate"]
+            ] - 0.01 * FAIR.index(operator)
             path.write_text(json.dumps(record))
     return folder
 
@@ -46,38 +48,54 @@ def test_a_fair_comparison_has_no_flags(fair):
 
 
 def test_who_is_below_a_guess_is_not_ranked(tmp_path):
-    folder = write_comparison(tmp_path, operators=("softmax", "squared_affine", "linear"), changes={"guess": {"value": 0.32, "trained": None}})
+    folder = write_comparison(
+        tmp_path, operators=("softmax", "squared_affine", "linear"), changes={"guess": {"value": 0.32, "trained": None}}
+    )
     summary = summary_of(folder)
     assert summary.ranking == ("softmax", "squared_affine")
     assert summary.unlearned == ("linear",)
     assert "Linear" not in summary.headline
-    assert sentence(folder, "not learned").startswith("Linear is not trained far enough to compare: at or below a guess (accuracy 0.320)")
+    assert sentence(folder, "not learned").startswith(
+        "Linear is not trained far enough to compare: at or below a guess (accuracy 0.320)"
+    )
     paths = report.write(folder)
     assert "Linear is not trained far enough" in paths.html.read_text()
     assert "- Linear is not trained far enough" in paths.markdown.read_text()
     (stored,) = json.loads(paths.summary.read_text())["comparisons"]
     assert stored["guess"] == 0.32
     assert "not learned" in [flag["kind"] for flag in stored["flags"]]
-    assert [(row["operator"], row["rank"], row["learned"]) for row in stored["operators"]] == [("softmax", 1, True), ("squared_affine", 2, True), ("linear", None, False)]
+    assert [(row["operator"], row["rank"], row["learned"]) for row in stored["operators"]] == [
+        ("softmax", 1, True),
+        ("squared_affine", 2, True),
+        ("linear", None, False),
+    ]
     assert report.results(summary).rows[-1][1][0].text == "Linear"
     assert "not trained far enough to compare" in [cell.note for cell in report.results(summary).rows[-1][1]]
 
 
 def test_when_nobody_learned_nobody_leads(tmp_path):
-    folder = write_comparison(tmp_path, operators=("squared_affine", "linear"), changes={"guess": {"value": 0.7, "trained": None}})
+    folder = write_comparison(
+        tmp_path, operators=("squared_affine", "linear"), changes={"guess": {"value": 0.7, "trained": None}}
+    )
     summary = summary_of(folder)
     assert summary.ranking == ()
-    assert summary.headline.startswith("All operators are not trained far enough to compare: Squared affine reaches accuracy 0.6")
+    assert summary.headline.startswith(
+        "All operators are not trained far enough to compare: Squared affine reaches accuracy 0.6"
+    )
     report.write(folder)
 
 
 def test_one_that_learned_is_alone(tmp_path):
-    folder = write_comparison(tmp_path, operators=("softmax", "linear"), changes={"guess": {"value": 0.5, "trained": None}})
+    folder = write_comparison(
+        tmp_path, operators=("softmax", "linear"), changes={"guess": {"value": 0.5, "trained": None}}
+    )
     assert summary_of(folder).headline.endswith("; the other is not trained far enough to compare.")
 
 
 def test_a_loss_above_a_guess_is_not_learned(tmp_path):
-    folder = write_comparison(tmp_path, name="text", operators=("softmax", "linear"), changes={"guess": {"value": 1.65, "trained": None}})
+    folder = write_comparison(
+        tmp_path, name="text", operators=("softmax", "linear"), changes={"guess": {"value": 1.65, "trained": None}}
+    )
     summary = summary_of(folder)
     assert summary.row("softmax").loss.mean < 1.65 < summary.row("linear").loss.mean
     assert summary.ranking == ("softmax",)
@@ -87,14 +105,19 @@ def test_a_loss_above_a_guess_is_not_learned(tmp_path):
 @pytest.mark.parametrize("where", ["slices", "examined"])
 def test_what_was_trained_decides_where_more_is_tested(tmp_path, where):
     """High on the whole evaluation and low on its trained part is not learned."""
-    folder = write_comparison(tmp_path, operators=("softmax", "sko"), changes={"guess": {"value": 0.25, "trained": ["group", ["trained"]]}})
+    folder = write_comparison(
+        tmp_path, operators=("softmax", "sko"), changes={"guess": {"value": 0.25, "trained": ["group", ["trained"]]}}
+    )
     for path in folder.glob("runs/*/*/run.json"):
         record = json.loads(path.read_text())
         value = 0.9 if record["operator"] == "softmax" else 0.25
         if where == "slices":
             record["final"]["slices"]["group"] = {"trained": value, "held out": 0.99}
         else:
-            record["final"]["examined"] = [{"slices": {"group": "trained"}, "values": {"accuracy": value}}, {"slices": {"group": "held out"}, "values": {"accuracy": 0.99}}]
+            record["final"]["examined"] = [
+                {"slices": {"group": "trained"}, "values": {"accuracy": value}},
+                {"slices": {"group": "held out"}, "values": {"accuracy": 0.99}},
+            ]
         path.write_text(json.dumps(record))
     assert summary_of(folder).unlearned == ("sko",)
 
@@ -146,7 +169,13 @@ def test_unequal_steps(fair):
 
 
 def test_runs_that_diverged(fair):
-    edit(fair, "runs/sko/seed-0-lr-0.01", status="failed", final=None, message="train: the loss became nan in step 7 of 300: layer 1. Lower the rate.")
+    edit(
+        fair,
+        "runs/sko/seed-0-lr-0.01",
+        status="failed",
+        final=None,
+        message="train: the loss became nan in step 7 of 300: layer 1. Lower the rate.",
+    )
     edit(fair, "runs/sko/seed-1-lr-0.01", status="failed", final=None, message="train: out of memory.")
     assert sentence(fair, "failed") == (
         "2 of 18 runs were dropped, 1 of them because the loss or its gradient was no longer finite: SKO at rate 0.01, 2 of 3 seeds."

@@ -25,7 +25,10 @@ def measured(seed=0, layers=2, heads=3, size=16):
             "capacity": {"stored": stored, "estimate": [min(n, size * (1 - 0.7 ** (n / 6))) for n in stored]},
         }  # fmt: skip
 
-    return {"schema": 1, "layers": [{"layer": layer, "heads": [head() for _ in range(heads)]} for layer in range(layers)]}
+    return {
+        "schema": 1,
+        "layers": [{"layer": layer, "heads": [head() for _ in range(heads)]} for layer in range(layers)],
+    }
 
 
 def run_folder(folder, spec, seed=0):
@@ -34,7 +37,9 @@ def run_folder(folder, spec, seed=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    found = write_comparison(tmp_path_factory.mktemp("diagnosed"), operators=("softmax", "ska(power=0)", "linear"), rates=(0.001,), steps=30)
+    found = write_comparison(
+        tmp_path_factory.mktemp("diagnosed"), operators=("softmax", "ska(power=0)", "linear"), rates=(0.001,), steps=30
+    )
     for seed, spec in enumerate(("ska(power=0)", "linear")):
         (run_folder(found, spec, seed) / "diagnostics.json").write_text(json.dumps(measured(seed)))
     report.write(found)
@@ -55,20 +60,39 @@ def test_the_page_has_the_pictures_of_operators_that_were_looked_into(folder):
     first = file["layers"][0]["heads"][0]
     assert ridge["spectra"][0]["heads"][0]["re"] == pytest.approx([z[0] for z in first["spectrum"]], rel=1e-3)
     assert ridge["bars"]["condition"]["x"] == ["1.1", "1.2", "1.3", "2.1", "2.2", "2.3"]
-    assert ridge["bars"]["condition"]["y"] == pytest.approx([head["condition"] for layer in file["layers"] for head in layer["heads"]], rel=1e-3)
+    assert ridge["bars"]["condition"]["y"] == pytest.approx(
+        [head["condition"] for layer in file["layers"] for head in layer["heads"]], rel=1e-3
+    )
     assert ridge["bars"]["effective_rank"]["most"] == 16
     assert ridge["capacity"]["x"] == [4, 8, 16, 32, 64]
     assert sum(ridge["leverage"]["y"]) == pytest.approx(1, abs=1e-3)
     page = (folder / "report.html").read_text()
-    for chart in ("data-spectra", 'data-quantity="smallest_eigenvalue"', 'data-quantity="effective_rank"', 'data-chart="leverage"', 'data-chart="capacity"'):
+    for chart in (
+        "data-spectra",
+        'data-quantity="smallest_eigenvalue"',
+        'data-quantity="effective_rank"',
+        'data-chart="leverage"',
+        'data-chart="capacity"',
+    ):
         assert chart in page
 
 
 def test_the_table_has_the_worst_head_of_each_layer(folder):
-    lines = [line for line in (folder / "report.md").read_text().split("### Inside the memories")[1].split("### Every run")[0].splitlines() if "Ridge" in line]
+    lines = [
+        line
+        for line in (folder / "report.md")
+        .read_text()
+        .split("### Inside the memories")[1]
+        .split("### Every run")[0]
+        .splitlines()
+        if "Ridge" in line
+    ]
     assert len(lines) == 2
     heads = measured()["layers"][1]["heads"]
-    assert f"| {min(head['smallest_eigenvalue'] for head in heads):.3g} | {max(head['condition'] for head in heads):.3g} |" in lines[1]
+    assert (
+        f"| {min(head['smallest_eigenvalue'] for head in heads):.3g} | {max(head['condition'] for head in heads):.3g} |"
+        in lines[1]
+    )
     assert "of 64 stored" in lines[1]
 
 
@@ -80,13 +104,21 @@ def test_a_page_without_diagnostics_has_no_such_part(tmp_path):
 
 def test_every_part_of_the_file_is_optional(tmp_path):
     write_comparison(tmp_path, operators=("linear",), rates=(0.001,), steps=30)
-    (run_folder(tmp_path, "linear") / "diagnostics.json").write_text(json.dumps({"schema": 1, "layers": [{"heads": [{"condition": 3.5}, {}]}]}))
+    (run_folder(tmp_path, "linear") / "diagnostics.json").write_text(
+        json.dumps({"schema": 1, "layers": [{"heads": [{"condition": 3.5}, {}]}]})
+    )
     report.write(tmp_path)
     found = data_of(tmp_path)[0]["diagnostics"]
-    assert found == {"seed": 0, "spectra": [], "bars": {"condition": {"x": ["1.1"], "y": [3.5], "most": None}}, "leverage": None, "capacity": None}
+    assert found == {
+        "seed": 0,
+        "spectra": [],
+        "bars": {"condition": {"x": ["1.1"], "y": [3.5], "most": None}},
+        "leverage": None,
+        "capacity": None,
+    }
     page = (tmp_path / "report.html").read_text()
     assert 'data-quantity="condition"' in page
-    assert "<div class=\"panels square\"" not in page
+    assert '<div class="panels square"' not in page
     assert 'data-chart="leverage"' not in page
 
 
@@ -96,7 +128,10 @@ def test_a_histogram_counts_both_ends():
 
 
 def test_capacity_is_mean_least_and_most_over_heads():
-    heads = [diagnostics.Head(1, 1, {}, stored=(8, 4), estimate=(6, 4)), diagnostics.Head(1, 2, {}, stored=(4,), estimate=(2,))]
+    heads = [
+        diagnostics.Head(1, 1, {}, stored=(8, 4), estimate=(6, 4)),
+        diagnostics.Head(1, 2, {}, stored=(4,), estimate=(2,)),
+    ]
     assert diagnostics.capacity(heads) == {"x": [4, 8], "mean": [3, 6], "low": [2, 6], "high": [4, 6]}
 
 
@@ -105,7 +140,10 @@ def test_capacity_is_mean_least_and_most_over_heads():
     [
         ({"schema": 2, "layers": []}, "schema 1"),
         ({"schema": 1}, "layers must be a list"),
-        ({"schema": 1, "layers": [{"heads": [{"condition": "high"}]}]}, r"layer 1, head 1: condition must be a finite number, got 'high'"),
+        (
+            {"schema": 1, "layers": [{"heads": [{"condition": "high"}]}]},
+            r"layer 1, head 1: condition must be a finite number, got 'high'",
+        ),
         ({"schema": 1, "layers": [{"heads": [{"condition": float("inf")}]}]}, "finite number"),
         ({"schema": 1, "layers": [{"heads": [{"leverage": [0.5, 1.5]}]}]}, r"leverage must lie in \[0, 1\]"),
         ({"schema": 1, "layers": [{"heads": [{"spectrum": [[1.0]]}]}]}, r"\[re, im\] pairs"),

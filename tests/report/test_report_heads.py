@@ -15,7 +15,18 @@ T = 6
 
 
 def head(share):
-    return {"rows": 0.2, "gauge": 0.1, "columns": 0.3, "interaction": 0.5, "explained": [share / 2, share], "spectrum": [0.75, 0.25], "uniform": 1.0, "by_columns": 0.5, "by_rank": [0.2, 0.1], "refined": [0.1, 0.05]}
+    return {
+        "rows": 0.2,
+        "gauge": 0.1,
+        "columns": 0.3,
+        "interaction": 0.5,
+        "explained": [share / 2, share],
+        "spectrum": [0.75, 0.25],
+        "uniform": 1.0,
+        "by_columns": 0.5,
+        "by_rank": [0.2, 0.1],
+        "refined": [0.1, 0.05],
+    }
 
 
 def given(**changes):
@@ -26,9 +37,20 @@ def given(**changes):
     ]
     found = {"model": "runs/mine", "sequences": 2, "tokens": T, "ranks": [1, 3], "layers": layers}
     scores = torch.arange(T * T, dtype=torch.float64).view(T, T).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf)
-    maps = {name: {kind: scores - 8 for kind in ("evidence", "interaction", "product", "weights")} for name in ("1.1", "1.2", "3.1")}
+    maps = {
+        name: {kind: scores - 8 for kind in ("evidence", "interaction", "product", "weights")}
+        for name in ("1.1", "1.2", "3.1")
+    }
     grid = Grid(("head", "gauge"), (("1.1", "20.0%"),))
-    values = {"found": found, "shares": grid, "nats": grid, "maps": maps, "tokens": ["a", "<b>", "</script>", "d", "e", "f"], "ledgers": {"softmax": "all & everything"}, "command": "zonal explain --model runs/mine --out page.html"}
+    values = {
+        "found": found,
+        "shares": grid,
+        "nats": grid,
+        "maps": maps,
+        "tokens": ["a", "<b>", "</script>", "d", "e", "f"],
+        "ledgers": {"softmax": "all & everything"},
+        "command": "zonal explain --model runs/mine --out page.html",
+    }
     return Heads(**{**values, **changes})
 
 
@@ -38,7 +60,10 @@ def page(tmp_path_factory):
 
 
 def test_it_says_what_was_found(page):
-    assert "On average over 3 heads 20% of the evidence is the queries&#39; own, 30% the keys&#39; own, and 50% interaction of queries with keys; weights do not see 10% (gauge)" in page
+    assert (
+        "On average over 3 heads 20% of the evidence is the queries&#39; own, 30% the keys&#39; own, and 50% interaction of queries with keys; weights do not see 10% (gauge)"
+        in page
+    )
     assert "explains from 40% (head 3.1) to 90% (head 1.2)" in page
     assert "Layer 2 is left out: the kernel of sko may be negative." in page
     assert "all &amp; everything" in page

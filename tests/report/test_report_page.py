@@ -51,7 +51,10 @@ def plain(text: str) -> str:
 
 
 def runs_of(folder, spec, rate):
-    return [json.loads((folder / "runs" / SLUGS[spec] / f"seed-{seed}-lr-{rate:g}" / "run.json").read_text()) for seed in (0, 1, 2)]
+    return [
+        json.loads((folder / "runs" / SLUGS[spec] / f"seed-{seed}-lr-{rate:g}" / "run.json").read_text())
+        for seed in (0, 1, 2)
+    ]
 
 
 def test_three_files_are_written(mqar, written):
@@ -69,7 +72,10 @@ def test_means_and_spreads_equal_the_files(mqar, written):
         assert row["learning_rate"] == 0.001
         assert row["accuracy"]["mean"] == pytest.approx(statistics.mean(accuracy), abs=1e-12)
         assert row["accuracy"]["deviation"] == pytest.approx(statistics.stdev(accuracy), abs=1e-12)
-        for text in (f"{statistics.mean(accuracy):.3f} ± {statistics.stdev(accuracy):.3f}", f"{runs[0]['parameters']:,}"):
+        for text in (
+            f"{statistics.mean(accuracy):.3f} ± {statistics.stdev(accuracy):.3f}",
+            f"{runs[0]['parameters']:,}",
+        ):
             assert text in page
             assert text in twin
         speed = statistics.mean(run["tokens_per_second"] for run in runs)
@@ -90,11 +96,20 @@ def test_markdown_twin_has_the_same_table(written):
 
     page, twin = written.html.read_text(), written.markdown.read_text()
     start = twin.index("### Results")
-    rows = [line for line in twin[start : twin.index("### What it costs")].splitlines() if line.startswith("|") and "---" not in line]
+    rows = [
+        line
+        for line in twin[start : twin.index("### What it costs")].splitlines()
+        if line.startswith("|") and "---" not in line
+    ]
     assert len(rows) == 1 + len(OPERATORS)
     table = re.search(r'<table class="cards results">.*?</table>', page, flags=re.S)
     assert table
-    words = [plain(cell) for row in re.findall(r"<tr.*?</tr>", table.group(), flags=re.S) for cell in cells(row) if "<svg" not in cell or "</span>" in cell]
+    words = [
+        plain(cell)
+        for row in re.findall(r"<tr.*?</tr>", table.group(), flags=re.S)
+        for cell in cells(row)
+        if "<svg" not in cell or "</span>" in cell
+    ]
     words = [word for word in words if not word.startswith("Each seed")]
     twin_words = [cell.strip().replace("**", "") for row in rows for cell in row.strip("|").split("|")]
     assert [re.sub(r"[()]", "", word) for word in words] == [re.sub(r"[()]", "", word) for word in twin_words]
@@ -102,7 +117,12 @@ def test_markdown_twin_has_the_same_table(written):
 
 def test_page_needs_nothing_from_outside(written):
     elements = Elements(written.html.read_text())
-    references = [value for _, attributes in elements.tags for name, value in attributes.items() if name in ("src", "href", "srcset", "action", "data", "poster") and value]
+    references = [
+        value
+        for _, attributes in elements.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data", "poster") and value
+    ]
     assert references
     assert all(value.startswith(("#", "data:")) for value in references)
     assert not any(tag in ("img", "iframe", "object", "embed") for tag, _ in elements.tags)
@@ -124,7 +144,11 @@ def test_chart_numbers_equal_the_files(mqar, written):
     softmax = comparison["operators"][0]
     assert softmax["label"] == "Softmax"
     lines = [
-        [json.loads(line) for line in (mqar / "runs/softmax" / f"seed-{seed}-lr-0.001/metrics.jsonl").read_text().splitlines()] for seed in (0, 1, 2)
+        [
+            json.loads(line)
+            for line in (mqar / "runs/softmax" / f"seed-{seed}-lr-0.001/metrics.jsonl").read_text().splitlines()
+        ]
+        for seed in (0, 1, 2)
     ]
     evaluated = [[line for line in each if line["kind"] == "eval"] for each in lines]
     assert softmax["validation"]["steps"] == [line["step"] for line in evaluated[0]]
@@ -165,7 +189,16 @@ def test_a_property_with_one_value_is_not_shown(tmp_path):
 
 def test_every_term_of_the_tables_is_explained(written):
     page = plain(written.html.read_text())
-    for term in ("Seed", "Mean ± spread", "Within the spread", "Loss", "Accuracy", "Peak memory", "Memory a sequence", "Kernel curve Φ(x)"):
+    for term in (
+        "Seed",
+        "Mean ± spread",
+        "Within the spread",
+        "Loss",
+        "Accuracy",
+        "Peak memory",
+        "Memory a sequence",
+        "Kernel curve Φ(x)",
+    ):
         assert term in page
 
 
@@ -173,7 +206,10 @@ def test_commands_remake_the_whole_and_each_row(written):
     summary = json.loads(written.summary.read_text())["comparisons"][0]
     page = written.html.read_text().replace("&#39;", "'")
     assert summary["command"] in page
-    assert "zonal compare --task mqar-demo --operators 'softmax,sko,squared_affine,linear,ska(power=0)' --seeds 3 --steps 300" in page
+    assert (
+        "zonal compare --task mqar-demo --operators 'softmax,sko,squared_affine,linear,ska(power=0)' --seeds 3 --steps 300"
+        in page
+    )
     for row in summary["operators"]:
         assert row["command"] in page
         assert "--learning-rates 0.001 --steps 300" in row["command"]
@@ -189,7 +225,9 @@ def difference(folder, values, **kwargs):
 
 def test_within_the_spread_is_said(tmp_path):
     summary = difference(tmp_path, {"softmax": (0.90, 0.95, 0.93), "sko": (0.94, 0.91, 0.92)})
-    assert summary.headline.startswith("No clear winner with 3 seeds: SKO is within the spread of Softmax, which has the best mean")
+    assert summary.headline.startswith(
+        "No clear winner with 3 seeds: SKO is within the spread of Softmax, which has the best mean"
+    )
     (verdict,) = summary.verdicts
     assert verdict.within is True
     report.write(tmp_path)
@@ -200,7 +238,10 @@ def test_within_the_spread_is_said(tmp_path):
 
 def test_beyond_the_spread_is_said(tmp_path):
     summary = difference(tmp_path, {"softmax": (0.70, 0.72, 0.71), "sko": (0.94, 0.95, 0.945)})
-    assert summary.headline == "SKO is ahead in accuracy: 0.945 against 0.710 for Softmax. The difference, 0.23, is larger than the spread over seeds."
+    assert (
+        summary.headline
+        == "SKO is ahead in accuracy: 0.945 against 0.710 for Softmax. The difference, 0.23, is larger than the spread over seeds."
+    )
     assert summary.verdicts[0].within is False
     report.write(tmp_path)
     for text in ((tmp_path / "report.md").read_text(), plain((tmp_path / "report.html").read_text())):
@@ -220,7 +261,9 @@ def test_speeds_are_told_apart_by_their_spread(tmp_path, jitter, words):
     for path in tmp_path.glob("runs/*/*/run.json"):
         record = json.loads(path.read_text())
         # the machine was busy in another way each time
-        record["tokens_per_second"] += jitter * ((3 * ord(path.parent.name[5]) + 5 * ord(path.parent.parent.name[1])) ** 2 % 7)
+        record["tokens_per_second"] += jitter * (
+            (3 * ord(path.parent.name[5]) + 5 * ord(path.parent.parent.name[1])) ** 2 % 7
+        )
         path.write_text(json.dumps(record))
     sentences = " ".join(json.loads(report.write(tmp_path).summary.read_text())["comparisons"][0]["sentences"])
     assert words in sentences
@@ -256,7 +299,9 @@ def test_close_means_are_written_apart(tmp_path):
 
 def test_failed_runs_are_shown_and_left_out_of_means(tmp_path):
     message = "loss is not finite at step 15 in <layer> 1 | see the log"
-    write_comparison(tmp_path, operators=("softmax", "linear"), rates=(0.001,), steps=30, failed={("linear", 2): message})
+    write_comparison(
+        tmp_path, operators=("softmax", "linear"), rates=(0.001,), steps=30, failed={("linear", 2): message}
+    )
     page = report.write(tmp_path)
     text = page.html.read_text()
     assert "loss is not finite at step 15 in &lt;layer&gt; 1 | see the log" in text
@@ -270,12 +315,25 @@ def test_failed_runs_are_shown_and_left_out_of_means(tmp_path):
 
 
 def test_an_operator_that_lacks_seeds_does_not_lead(tmp_path):
-    write_comparison(tmp_path, operators=("softmax", "linear"), rates=(0.001,), steps=30, finals={("linear", 0): 0.999, ("linear", 1): 0.999}, failed={("linear", 2): "x"})
+    write_comparison(
+        tmp_path,
+        operators=("softmax", "linear"),
+        rates=(0.001,),
+        steps=30,
+        finals={("linear", 0): 0.999, ("linear", 1): 0.999},
+        failed={("linear", 2): "x"},
+    )
     assert report.summarise(report.load(tmp_path)).ranking == ("softmax", "linear")
 
 
 def test_nothing_finished_yet_still_makes_a_page(tmp_path):
-    write_comparison(tmp_path, operators=("softmax",), rates=(0.001,), steps=30, failed=dict.fromkeys([("softmax", seed) for seed in (0, 1, 2)], "stopped by hand"))
+    write_comparison(
+        tmp_path,
+        operators=("softmax",),
+        rates=(0.001,),
+        steps=30,
+        failed=dict.fromkeys([("softmax", seed) for seed in (0, 1, 2)], "stopped by hand"),
+    )
     page = page_of(tmp_path)
     assert "No run has finished yet" in page
     assert "stopped by hand" in page
@@ -289,7 +347,9 @@ def test_two_comparisons_share_a_page_and_the_colours(tmp_path):
     assert "Five attention operators on two tasks" in text
     assert text.count('class="comparison"') == 2
     first, second = json.loads(Elements(text).scripts["data"])
-    keys = [{operator["label"]: operator["key"] for operator in comparison["operators"]} for comparison in (first, second)]
+    keys = [
+        {operator["label"]: operator["key"] for operator in comparison["operators"]} for comparison in (first, second)
+    ]
     assert keys[1].items() <= keys[0].items()
     assert "Multi-query associative recall" in paths.markdown.read_text()
     assert len(json.loads(paths.summary.read_text())["comparisons"]) == 2
@@ -308,7 +368,9 @@ def test_titles_cannot_close_the_script(tmp_path):
 def test_best_value_is_marked(written):
     row = next(line for line in written.markdown.read_text().splitlines() if line.startswith("| Softmax"))
     assert "**0.987 ± 0.004**" in row
-    linear = next(line for line in written.markdown.read_text().splitlines() if line.startswith("| Linear") and "66.5k" in line)
+    linear = next(
+        line for line in written.markdown.read_text().splitlines() if line.startswith("| Linear") and "66.5k" in line
+    )
     assert "**66.5k**" in linear
 
 
@@ -331,8 +393,14 @@ def test_profile_covers_every_operator():
         (lambda folder: _damage(folder, "comparison.json", '{"schema": 99}'), "has schema 99"),
         (lambda folder: _damage(folder, "comparison.json", '{"schema": 1}'), "lacks the key"),
         (lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/run.json", "\x00\x01"), "not valid JSON"),
-        (lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/run.json", '{"status": "dreaming"}'), "unknown status 'dreaming'"),
-        (lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/metrics.jsonl", "{}\n{}\n"), "line 1 is not a metrics record"),
+        (
+            lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/run.json", '{"status": "dreaming"}'),
+            "unknown status 'dreaming'",
+        ),
+        (
+            lambda folder: _damage(folder, "runs/softmax/seed-0-lr-0.001/metrics.jsonl", "{}\n{}\n"),
+            "line 1 is not a metrics record",
+        ),
     ],
 )
 def test_missing_and_damaged_folders_are_one_line_errors(tmp_path, damage, message):

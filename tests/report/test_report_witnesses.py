@@ -14,15 +14,31 @@ SPACES = (("Euclidean", 0), ("Sphere", 1), ("Hyperbolic", -1))
 
 def placed(layers=2, heads=2, tokens=9):
     def space(name, curvature, shift):
-        return {"space": name, "curvature": curvature, "share": 0.75, "points": [[0.1 * i - 0.4, 0.05 * shift] for i in range(tokens)]}
+        return {
+            "space": name,
+            "curvature": curvature,
+            "share": 0.75,
+            "points": [[0.1 * i - 0.4, 0.05 * shift] for i in range(tokens)],
+        }
 
-    found = [{"layer": layer, "heads": [[space(*each, layer + head) for each in SPACES] for head in range(heads)]} for layer in range(layers)]
-    return {"schema": 1, "groups": ["key", "value"], "group": [i % 2 for i in range(tokens)], "tokens": [f"<{i}" for i in range(tokens)], "layers": found}
+    found = [
+        {"layer": layer, "heads": [[space(*each, layer + head) for each in SPACES] for head in range(heads)]}
+        for layer in range(layers)
+    ]
+    return {
+        "schema": 1,
+        "groups": ["key", "value"],
+        "group": [i % 2 for i in range(tokens)],
+        "tokens": [f"<{i}" for i in range(tokens)],
+        "layers": found,
+    }
 
 
 def geometry(step):
     share = step / 30
-    return [{"layer": 1, "weights": {"Sphere": [1.0, 1 + share], "Hyperbolic": [1.0, 1 - share]}, "curvature": [0.0, share]}]
+    return [
+        {"layer": 1, "weights": {"Sphere": [1.0, 1 + share], "Hyperbolic": [1.0, 1 - share]}, "curvature": [0.0, share]}
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +47,12 @@ def folder(tmp_path_factory):
     run = found / "runs" / SLUGS["sko"] / "seed-0-lr-0.001"
     (run / "witnesses.json").write_text(json.dumps(placed()))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text("".join(json.dumps({**line, **({"geometry": geometry(line["step"])} if line["kind"] == "eval" else {})}) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({**line, **({"geometry": geometry(line["step"])} if line["kind"] == "eval" else {})}) + "\n"
+            for line in lines
+        )
+    )
     record = json.loads((run / "run.json").read_text())
     for key, step in (("learned_before", 0), ("learned", 30)):
         record[key][1] |= geometry(step)[0]
@@ -42,7 +63,9 @@ def folder(tmp_path_factory):
 
 def operators(folder):
     text = (folder / "report.html").read_text()
-    return {each["label"]: each for each in json.loads(text.split('id="data">')[1].split("</script>")[0])[0]["operators"]}
+    return {
+        each["label"]: each for each in json.loads(text.split('id="data">')[1].split("</script>")[0])[0]["operators"]
+    }
 
 
 def test_the_page_has_the_points_of_each_head_and_space(folder):
@@ -52,9 +75,13 @@ def test_the_page_has_the_points_of_each_head_and_space(folder):
     assert drawn["groups"] == ["key", "value"]
     assert drawn["group"] == file["group"]
     assert drawn["tokens"] == file["tokens"]
-    assert [(s["layer"], s["head"], s["name"], s["curvature"]) for s in drawn["spaces"]] == [(la, h, *s) for la in (1, 2) for h in (1, 2) for s in SPACES]
+    assert [(s["layer"], s["head"], s["name"], s["curvature"]) for s in drawn["spaces"]] == [
+        (la, h, *s) for la in (1, 2) for h in (1, 2) for s in SPACES
+    ]
     last = file["layers"][1]["heads"][1][2]
-    assert [list(point) for point in zip(drawn["spaces"][-1]["x"], drawn["spaces"][-1]["y"], strict=True)] == last["points"]
+    assert [list(point) for point in zip(drawn["spaces"][-1]["x"], drawn["spaces"][-1]["y"], strict=True)] == last[
+        "points"
+    ]
 
 
 def test_the_page_has_weights_from_before_training_to_its_end(folder):
@@ -65,7 +92,10 @@ def test_the_page_has_weights_from_before_training_to_its_end(folder):
     assert sorted(set(drawn["steps"])) == drawn["steps"]
     (layer,) = drawn["layers"]
     assert layer["layer"] == 2
-    assert layer["weights"]["Sphere"] == [[1.0] * len(drawn["steps"]), [pytest.approx(1 + step / 30, rel=1e-3) for step in drawn["steps"]]]
+    assert layer["weights"]["Sphere"] == [
+        [1.0] * len(drawn["steps"]),
+        [pytest.approx(1 + step / 30, rel=1e-3) for step in drawn["steps"]],
+    ]
     assert layer["curvature"][1][-1] == 1.0
     assert operators(folder)["Softmax"]["geometry"] is None
 

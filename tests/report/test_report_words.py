@@ -7,26 +7,53 @@ from zonal.report import commands, formats, style
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(512, "512 B"), (1024, "1 KiB"), (140_352, "137 KiB"), (134_217_728, "128 MiB"), (5 * 2**40, "5 TiB"), (None, "–")],
+    [
+        (512, "512 B"),
+        (1024, "1 KiB"),
+        (140_352, "137 KiB"),
+        (134_217_728, "128 MiB"),
+        (5 * 2**40, "5 TiB"),
+        (None, "–"),
+    ],
 )
 def test_bytes(value, text):
     assert formats.bytes_(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(8.21, "8.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (120, "2 min"), (3900, "1 h 5 min"), (7200, "2 h"), (0, "0 s")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (8.21, "8.21 s"),
+        (59.99, "60 s"),
+        (200, "3 min 20 s"),
+        (120, "2 min"),
+        (3900, "1 h 5 min"),
+        (7200, "2 h"),
+        (0, "0 s"),
+    ],
+)
 def test_seconds(value, text):
     assert formats.seconds(value) == text
 
 
 @pytest.mark.parametrize(
     ("mean", "deviation", "text"),
-    [(0.98123, 0.0042, "0.981 ± 0.004"), (0.98123, 0.00042, "0.98123 ± 0.00042"), (0.98123, 0.0, "0.981 ± 0.000"), (1.5, None, "1.500"), (None, None, "–")],
+    [
+        (0.98123, 0.0042, "0.981 ± 0.004"),
+        (0.98123, 0.00042, "0.98123 ± 0.00042"),
+        (0.98123, 0.0, "0.981 ± 0.000"),
+        (1.5, None, "1.500"),
+        (None, None, "–"),
+    ],
 )
 def test_spread_never_reads_as_zero(mean, deviation, text):
     assert formats.spread(mean, deviation) == text
 
 
-@pytest.mark.parametrize(("value", "half", "text"), [(0.0031, 0.00015, "0.0031 ± 0.0001"), (0.69, 0.087, "0.69 ± 0.09"), (0.0, 0.0, "0"), (0.2, 1.3, "0.20 ± 1.30")])
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [(0.0031, 0.00015, "0.0031 ± 0.0001"), (0.69, 0.087, "0.69 ± 0.09"), (0.0, 0.0, "0"), (0.2, 1.3, "0.20 ± 1.30")],
+)
 def test_margin(value, half, text):
     assert formats.margin(value, half) == text
 
@@ -74,7 +101,16 @@ def test_an_operator_keeps_its_colour_in_any_company():
 
 
 def test_no_two_operators_of_a_page_share_a_look():
-    specs = ["softmax", "sko", "sko(degrees=(2,3))", "sko(degrees=(4,5))", "ska(power=0)", "ridge", "ska(power=7)", "mine"]
+    specs = [
+        "softmax",
+        "sko",
+        "sko(degrees=(2,3))",
+        "sko(degrees=(4,5))",
+        "ska(power=0)",
+        "ridge",
+        "ska(power=7)",
+        "mine",
+    ]
     assert len(set(style.looks(specs).values())) == len(specs)
 
 

@@ -17,7 +17,11 @@ PUBLISHED = Published(
         PublishedTable(
             "Their table 7",
             ("theirs: A", "theirs: B"),
-            (PublishedRow("Needles", {"task": "needle"}, (0.25, None)), PublishedRow("Far", {"task": "needle", "pairs": 1, "length": 128}, (0.5, 0.75)), PublishedRow("Nothing", {"task": "mqar"}, (None, None))),
+            (
+                PublishedRow("Needles", {"task": "needle"}, (0.25, None)),
+                PublishedRow("Far", {"task": "needle", "pairs": 1, "length": 128}, (0.5, 0.75)),
+                PublishedRow("Nothing", {"task": "mqar"}, (None, None)),
+            ),
         ),
     ),
     (("steps", "6000", "60 & fewer"),),
@@ -36,7 +40,14 @@ def folder(tmp_path):
         record = json.loads(path.read_text())
         shift = 0.3 if record["operator"] == "sko" else 0.0
         record["final"]["transfer"] = [
-            {"task": task, "pairs": pairs, "length": length, "accuracy": accuracy(record["seed"], index) + shift, "loss": 1.0, "examples": 9}
+            {
+                "task": task,
+                "pairs": pairs,
+                "length": length,
+                "accuracy": accuracy(record["seed"], index) + shift,
+                "loss": 1.0,
+                "examples": 9,
+            }
             for index, (task, pairs, length) in enumerate(CELLS)
         ]
         path.write_text(json.dumps(record))
@@ -63,7 +74,11 @@ def test_ours_beside_theirs(folder):
 def test_what_is_drawn(folder):
     summary = report.summarise(report.load(folder))
     lines = transfer.lines(summary.row("softmax"))
-    assert [(line["task"], line["pairs"], line["x"]) for line in lines] == [("needle", 1, [64, 128]), ("needle", 4, [64]), ("two-hop", 4, [64])]
+    assert [(line["task"], line["pairs"], line["x"]) for line in lines] == [
+        ("needle", 1, [64, 128]),
+        ("needle", 4, [64]),
+        ("two-hop", 4, [64]),
+    ]
     assert lines[0]["mean"] == pytest.approx([0.12, 0.22])
     assert transfer.trained_length(summary) == 64
     (view,) = page.context([summary])["views"]
@@ -85,7 +100,10 @@ def test_without_a_paper_the_means_stand_by_task(folder):
     (folder / "comparison.json").write_text(json.dumps(record))
     ((title, table),) = transfer.tables(report.summarise(report.load(folder)))
     assert title == "Mean accuracy by task"
-    assert [[cell.text for cell in row] for _, row in table.rows] == [["needle", "0.220 ± 0.020", "0.520 ± 0.020"], ["two-hop", "0.420 ± 0.020", "0.720 ± 0.020"]]
+    assert [[cell.text for cell in row] for _, row in table.rows] == [
+        ["needle", "0.220 ± 0.020", "0.520 ± 0.020"],
+        ["two-hop", "0.420 ± 0.020", "0.720 ± 0.020"],
+    ]
 
 
 def test_damaged_files(folder):

@@ -60,7 +60,9 @@ def solve(task, tokens):
 
 def asked(task, batch, row):
     """(prompt, answer) of a row of an evaluation batch."""
-    return batch.tokens[row, : batch.tokens.shape[1] - LONGEST].tolist(), [token for token in batch.targets[row].tolist() if token >= 0]
+    return batch.tokens[row, : batch.tokens.shape[1] - LONGEST].tolist(), [
+        token for token in batch.targets[row].tolist() if token >= 0
+    ]
 
 
 def test_the_answer_is_in_the_context():
@@ -93,7 +95,9 @@ def test_training_asks_for_heads_and_atoms_of_the_reading():
         second = range(len(prompt) - 2 - (size - len(answer.split()) + 1), len(prompt) - 2)
         expected = {place - 1: prompt[place] for place in second if task.decode([prompt[place]])[0] in "fa"}
         assert gap in second
-        expected |= {len(prompt) - 1 + place: task_token(task, word) for place, word in enumerate(f"{answer} .".split())}
+        expected |= {
+            len(prompt) - 1 + place: task_token(task, word) for place, word in enumerate(f"{answer} .".split())
+        }
         assert {place: target for place, target in enumerate(targets) if target >= 0} == expected
 
 
@@ -104,7 +108,10 @@ def test_batches_are_functions_of_their_number():
         assert torch.equal(left.tokens, right.tokens)
         assert torch.equal(left.targets, right.targets)
         assert left.slices == right.slices
-    seen = [{task.train_batch(step, 1, 0).slices["depth"][0] for step in steps} for steps in (range(50), range(50, 100), range(2000, 2100))]
+    seen = [
+        {task.train_batch(step, 1, 0).slices["depth"][0] for step in steps}
+        for steps in (range(50), range(50, 100), range(2000, 2100))
+    ]
     assert seen == [{2, 3}, {2, 3, 4}, set(range(2, 16))]
     assert task.length == max(batch.tokens.shape[1] for batch in task.evaluation_batches(64))
 
@@ -123,7 +130,24 @@ def test_expressions_parse(words):
     assert found is not None
 
 
-@pytest.mark.parametrize("words", ["", "(", ")", "f0", "( f0 a1 )", "( f0 a1 a2", "( f0 a1 a2 a3 )", "( a0 a1 a2 )", "( f0 f1 a2 )", "a1 a2", "( f0 a1 a2 ) )", "( f0 a1 _ )", "( f0 a1 = )"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "(",
+        ")",
+        "f0",
+        "( f0 a1 )",
+        "( f0 a1 a2",
+        "( f0 a1 a2 a3 )",
+        "( a0 a1 a2 )",
+        "( f0 f1 a2 )",
+        "a1 a2",
+        "( f0 a1 a2 ) )",
+        "( f0 a1 _ )",
+        "( f0 a1 = )",
+    ],
+)
 def test_what_is_no_expression(words):
     task = Expressions()
     assert parse([task_token(task, word) for word in words.split()]) is None
@@ -154,14 +178,19 @@ def test_examination():
     def cells(say):
         found = list(task.examine(Writer(say), 4))
         assert [each.slices["depth"] for each in found] == [[5] * 4, [5] * 2, [9] * 4, [9] * 2]
-        return {name: [value for each in found for value in each.values[name]] for name in ("exact match", "parse errors")}
+        return {
+            name: [value for each in found for value in each.values[name]] for name in ("exact match", "parse errors")
+        }
 
     stop, first, atom = (task_token(task, word) for word in (".", "(", "a0"))
     assert cells(solution) == {"exact match": [1.0] * 12, "parse errors": [0.0] * 12}
     # the longest answer fits
     assert cells(lambda row: [first] * 20) == {"exact match": [0.0] * 12, "parse errors": [1.0] * 12}
     assert cells(lambda row: [atom, stop, first]) == {"exact match": [0.0] * 12, "parse errors": [0.0] * 12}
-    assert cells(lambda row: [*solution(row)[:-1], atom, stop]) == {"exact match": [0.0] * 12, "parse errors": [1.0] * 12}
+    assert cells(lambda row: [*solution(row)[:-1], atom, stop]) == {
+        "exact match": [0.0] * 12,
+        "parse errors": [1.0] * 12,
+    }
 
 
 def test_the_deepest_tree_uses_all_atoms():
@@ -178,7 +207,16 @@ def test_what_is_told():
     assert [names[each] for each in group.tolist()] == ["sign", "sign", "head", "head", "atom", "atom"]
 
 
-@pytest.mark.parametrize(("options", "words"), [({"depths": (1,)}, "depths from 2"), ({"depths": ()}, "depths from 2"), ({"depths": (25,)}, "depths from 2 to 24"), ({"test_examples": 0}, "1 test example"), ({"seed": -1}, "seed of at least 0")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"depths": (1,)}, "depths from 2"),
+        ({"depths": ()}, "depths from 2"),
+        ({"depths": (25,)}, "depths from 2 to 24"),
+        ({"test_examples": 0}, "1 test example"),
+        ({"seed": -1}, "seed of at least 0"),
+    ],
+)
 def test_bad_arguments(options, words):
     with pytest.raises(ArgumentError, match=words):
         Expressions(**options)
@@ -186,6 +224,11 @@ def test_bad_arguments(options, words):
 
 def test_bad_batches():
     task = Expressions((2,))
-    for make in (lambda: task.train_batch(-1, 4, 0), lambda: task.train_batch(0, 0, 0), lambda: next(task.evaluation_batches(0)), lambda: next(task.examine(Writer(list), 0))):
+    for make in (
+        lambda: task.train_batch(-1, 4, 0),
+        lambda: task.train_batch(0, 0, 0),
+        lambda: next(task.evaluation_batches(0)),
+        lambda: next(task.examine(Writer(list), 0)),
+    ):
         with pytest.raises(ArgumentError, match=r"Expressions\.\w+: (batch_size must|step and seed)"):
             make()

@@ -11,7 +11,9 @@ from zonal.tasks.expressions import Expressions
 from zonal.tasks.task import IGNORED
 
 
-@pytest.mark.parametrize("name", [name for name in tasks.names() if name not in ("mqar-based-fig2", "mqar-iclr24-fig2")])
+@pytest.mark.parametrize(
+    "name", [name for name in tasks.names() if name not in ("mqar-based-fig2", "mqar-iclr24-fig2")]
+)
 def test_every_task_has_a_guess(name):
     task = tasks.resolve(name)
     guess = task.guess()
@@ -35,7 +37,9 @@ def test_recall_by_naming_any_value_of_the_context():
 
 def test_recall_is_judged_at_the_pairs_that_were_trained():
     task = tasks.MQAR(
-        128, train_segments=[tasks.Segment(16, 2, 50), tasks.Segment(32, 4, 50)], test_segments=[tasks.Segment(32, 4, 10), tasks.Segment(64, 16, 10)]
+        128,
+        train_segments=[tasks.Segment(16, 2, 50), tasks.Segment(32, 4, 50)],
+        test_segments=[tasks.Segment(32, 4, 10), tasks.Segment(64, 16, 10)],
     )
     assert task.guess() == (1 / 4, ("pairs", ("4",)))
 
@@ -45,7 +49,9 @@ def test_text_by_the_frequencies_of_bytes(tmp_path):
     path.write_text("abababac" * 500)
     task = tasks.Text(str(path), length=16)
     share = np.array([0.5, 0.375, 0.125])
-    assert task.guess().value == pytest.approx(-(share * np.log(share)).sum(), rel=0.01, abs=0.15)  # each of 256 bytes counts once more than it stands there
+    assert task.guess().value == pytest.approx(
+        -(share * np.log(share)).sum(), rel=0.01, abs=0.15
+    )  # each of 256 bytes counts once more than it stands there
 
 
 def test_signals_by_one_level():
@@ -64,5 +70,11 @@ def test_expressions_by_their_brackets():
 
 
 def test_lookups_are_judged_on_what_was_trained():
-    assert tasks.resolve("hypernyms", subset="carnivore", pairs=4, questions=2).guess() == (1 / 4, ("pairs", ("trained",)))
-    assert tasks.resolve("paths", subset="carnivore", pairs=4, questions=2).guess() == (1 / 4, ("composition", ("trained",)))
+    assert tasks.resolve("hypernyms", subset="carnivore", pairs=4, questions=2).guess() == (
+        1 / 4,
+        ("pairs", ("trained",)),
+    )
+    assert tasks.resolve("paths", subset="carnivore", pairs=4, questions=2).guess() == (
+        1 / 4,
+        ("composition", ("trained",)),
+    )

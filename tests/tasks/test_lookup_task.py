@@ -77,7 +77,9 @@ def test_one_candidate_is_an_ancestor(hypernyms):
         assert len({label for _, _, label in asked}) == len(asked) == 3
         for entity, relations, label in asked:
             assert relations == []
-            right = [node for node in labels if node + first in above(entity + first) or (distance == 0 and node == entity)]
+            right = [
+                node for node in labels if node + first in above(entity + first) or (distance == 0 and node == entity)
+            ]
             assert [labels[node] for node in right] == [label]
             assert distance == 0 or NOUNS.ancestors(entity + first)[distance - 1] == right[0] + first
         seen.add((group, distance))
@@ -93,17 +95,25 @@ def test_pairs_held_out_follow_from_trained_ones():
     assert not held & trained
     parents = {(a, b) for a, b in source.pairs(Cell("trained", 1)).tolist()}
     for node, ancestor in held:
-        chain = [node, *(a - NOUNS.under("carnivore").start for a in NOUNS.ancestors(node + NOUNS.under("carnivore").start))]
+        chain = [
+            node,
+            *(a - NOUNS.under("carnivore").start for a in NOUNS.ancestors(node + NOUNS.under("carnivore").start)),
+        ]
         assert all(pair in parents for pair in itertools.pairwise(chain[: chain.index(ancestor) + 1]))
     widest = len(NOUNS.under("carnivore")) // 8
-    assert all(NOUNS.ends[ancestor + NOUNS.under("carnivore").start] - NOUNS.under("carnivore").start - ancestor <= widest for _, ancestor in held)
+    assert all(
+        NOUNS.ends[ancestor + NOUNS.under("carnivore").start] - NOUNS.under("carnivore").start - ancestor <= widest
+        for _, ancestor in held
+    )
     more = sum(len(Ancestors("carnivore", closure=0.6).pairs(cell)) for cell in source.training if cell.size > 1)
     assert more > sum(len(source.pairs(cell)) for cell in source.training if cell.size > 1)
 
 
 def test_held_out_pairs_are_not_trained(hypernyms):
     held = {tuple(pair) for cell in hypernyms.source.tests for pair in hypernyms.source.pairs(cell).tolist()}
-    for tokens, targets, _, _ in itertools.chain.from_iterable(rows([hypernyms.train_batch(step, 16, 3)]) for step in range(20)):
+    for tokens, targets, _, _ in itertools.chain.from_iterable(
+        rows([hypernyms.train_batch(step, 16, 3)]) for step in range(20)
+    ):
         labels, asked = questions(hypernyms, tokens, targets)
         node = {label: candidate for candidate, label in labels.items()}
         assert not {(entity, node[label]) for entity, _, label in asked} & held
@@ -123,7 +133,9 @@ def test_one_candidate_is_at_the_end_of_a_path(paths):
     nodes += sorted(groups)
     assert [NOUNS.words[node] for node in nodes] == [source.word(entity) for entity in range(source.entities)]
     place = {node: entity for entity, node in enumerate(nodes)}
-    trained = {path: set(starts.tolist()) for hops in range(4) for path, starts in source.compositions(Cell("trained", hops))}
+    trained = {
+        path: set(starts.tolist()) for hops in range(4) for path, starts in source.compositions(Cell("trained", hops))
+    }
     found = set()
     train = itertools.chain.from_iterable(rows([paths.train_batch(number, 4, 0)]) for number in range(12))
     for tokens, targets, group, hops in itertools.chain(train, rows(paths.evaluation_batches(4))):
@@ -146,12 +158,19 @@ def test_one_candidate_is_at_the_end_of_a_path(paths):
 def test_compositions_are_divided(paths):
     source = paths.source
     for hops in (2, 3):
-        parts = {group: {path for path, _ in source.compositions(Cell(group, hops))} for group in ("trained", "seen", "unseen")}
+        parts = {
+            group: {path for path, _ in source.compositions(Cell(group, hops))}
+            for group in ("trained", "seen", "unseen")
+        }
         assert parts["unseen"]
         assert not parts["unseen"] & (parts["trained"] | parts["seen"])
         assert parts["seen"] <= parts["trained"]
         assert len(parts["unseen"]) == (len(parts["unseen"]) + len(parts["trained"])) // 4
-        assert not any((1, 0) in itertools.pairwise(path) or (3, 2) in itertools.pairwise(path) for part in parts.values() for path in part)
+        assert not any(
+            (1, 0) in itertools.pairwise(path) or (3, 2) in itertools.pairwise(path)
+            for part in parts.values()
+            for path in part
+        )
         for path, starts in source.compositions(Cell("seen", hops)):
             mine = dict(source.compositions(Cell("trained", hops)))[path]
             assert not set(starts.tolist()) & set(mine.tolist())
@@ -167,7 +186,9 @@ def test_batches_are_functions_of_their_number(name, request):
         assert torch.equal(left.targets, right.targets)
         assert left.slices == right.slices
     assert not torch.equal(task.train_batch(0, 4, 1).tokens, task.train_batch(0, 4, 2).tokens)
-    assert [batch.slices for batch in task.evaluation_batches(4)] == [batch.slices for batch in again.evaluation_batches(4)]
+    assert [batch.slices for batch in task.evaluation_batches(4)] == [
+        batch.slices for batch in again.evaluation_batches(4)
+    ]
     assert task.length == max(batch.tokens.shape[1] for batch in task.evaluation_batches(64))
 
 
@@ -176,7 +197,11 @@ class Speaker:
 
     def __init__(self, task, right):
         batches = [*task._fixed(task.controls, 8, 2), *task._fixed(task.tests, 8, 1)]
-        self.answers = {tuple(row): targets for batch in batches for row, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)}
+        self.answers = {
+            tuple(row): targets
+            for batch in batches
+            for row, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)
+        }
         self.task, self.right = task, right
 
     def parameters(self):
@@ -188,14 +213,18 @@ class Speaker:
             for place, target in enumerate(self.answers[tuple(words)]):
                 if target >= 0 and self.right:
                     logits[row, place, target] = 1.0
-                if target >= 0 and self.right == "second":  # another label of the context is more likely, and one that is not in it most of all
+                if (
+                    target >= 0 and self.right == "second"
+                ):  # another label of the context is more likely, and one that is not in it most of all
                     others = [label for label in words[1 : 2 * self.task.pairs : 2] if label != target]
                     logits[row, place, others[0]] = 2.0
                     logits[row, place, next(label for label in range(1, 9) if label not in (target, *others))] = 3.0
         return logits
 
 
-@pytest.mark.parametrize(("right", "accuracy", "precision"), [(True, 1.0, 1.0), ("second", 0.0, 0.5), (False, 0.0, 0.25)])
+@pytest.mark.parametrize(
+    ("right", "accuracy", "precision"), [(True, 1.0, 1.0), ("second", 0.0, 0.5), (False, 0.0, 0.25)]
+)
 def test_examination(hypernyms, right, accuracy, precision):
     found = list(hypernyms.examine(Speaker(hypernyms, right), 5))
     cells = {(each.slices["pairs"][0], each.slices["distance"][0]) for each in found}

@@ -43,7 +43,9 @@ ZOOLOGY = [
 
 @pytest.mark.parametrize("setting", ZOOLOGY, ids=lambda setting: f"V{setting[0]}-T{setting[2]}-kv{setting[5]}")
 def test_equals_zoology(setting):
-    vocab_size, examples, length, seed, power_a, pairs, random_non_queries, noise, inputs_digest, labels_digest = setting
+    vocab_size, examples, length, seed, power_a, pairs, random_non_queries, noise, inputs_digest, labels_digest = (
+        setting
+    )
     inputs, labels = multiquery_ar(
         vocab_size,
         examples,
@@ -108,7 +110,9 @@ def test_the_task_itself():
         queried = (labels[row] != -100).nonzero()[:, 0].tolist()
         assert len(queried) == 5
         assert all(place >= 10 and place % 2 == 0 for place in queried)
-        assert [labels[row, place].item() for place in queried] == [answers[inputs[row, place].item()] for place in queried]
+        assert [labels[row, place].item() for place in queried] == [
+            answers[inputs[row, place].item()] for place in queried
+        ]
         assert all(inputs[row, place] == 0 for place in range(10, 32) if place not in queried)
 
 

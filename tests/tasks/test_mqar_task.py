@@ -26,7 +26,9 @@ def test_segments_hold_what_the_generator_gives():
     task = MQAR(200, length=32, pairs=4, train_examples=30, test_examples=10, seed=123)
     inputs, labels = multiquery_ar(200, 30, 32, 843828734, num_kv_pairs=4)
     batches = [task.train_batch(step, 10, 0) for step in range(3)]
-    drawn = {row: target for batch in batches for row, target in zip(rows_of(batch), batch.targets.tolist(), strict=True)}
+    drawn = {
+        row: target for batch in batches for row, target in zip(rows_of(batch), batch.targets.tolist(), strict=True)
+    }
     assert drawn == dict(zip(map(tuple, inputs.tolist()), labels.tolist(), strict=True))
 
 
@@ -47,7 +49,9 @@ def test_an_epoch_reads_every_row(mixed):
         assert sorted(batch.tokens.shape[1] for batch in batches) == [16] * 3 + [32] * 6
         assert all(len(batch.tokens) == 4 for batch in batches)
         for length, rows in ((16, 10), (32, 23)):
-            assert len({row for batch in batches if batch.tokens.shape[1] == length for row in rows_of(batch)}) >= rows - 4
+            assert (
+                len({row for batch in batches if batch.tokens.shape[1] == length for row in rows_of(batch)}) >= rows - 4
+            )
 
 
 def test_every_round_of_a_segment_reads_each_row_once_in_a_new_order():
@@ -62,7 +66,9 @@ def test_every_round_of_a_segment_reads_each_row_once_in_a_new_order():
 
 
 def test_batch_order_of_segments_changes_from_epoch_to_epoch(mixed):
-    orders = {tuple(mixed.train_batch(9 * epoch + step, 4, seed=0).tokens.shape[1] for step in range(9)) for epoch in range(4)}
+    orders = {
+        tuple(mixed.train_batch(9 * epoch + step, 4, seed=0).tokens.shape[1] for step in range(9)) for epoch in range(4)
+    }
     assert len(orders) > 1
 
 
@@ -75,7 +81,9 @@ def test_evaluation_is_fixed_and_labelled(mixed):
         torch.cat([batch.tokens for batch in batches[2:]]),
         multiquery_ar(200, 7, 64, 1, num_kv_pairs=8, random_non_queries=False)[0],
     )
-    assert all(torch.equal(left.tokens, right.tokens) for left, right in zip(batches, mixed.evaluation_batches(4), strict=True))
+    assert all(
+        torch.equal(left.tokens, right.tokens) for left, right in zip(batches, mixed.evaluation_batches(4), strict=True)
+    )
 
 
 def test_describe_decode_and_length(mixed):
@@ -100,7 +108,10 @@ def test_the_demo_is_quick():
     [
         ({"length": 32, "train_segments": [Segment(16, 2, 3)], "test_segments": [Segment(16, 2, 3)]}, "not both"),
         ({"train_segments": [Segment(16, 2, 3)]}, "at least one training and one test segment"),
-        ({"train_segments": [Segment(15, 2, 3)], "test_segments": [Segment(16, 2, 3)]}, "an even length is required, got 15"),
+        (
+            {"train_segments": [Segment(15, 2, 3)], "test_segments": [Segment(16, 2, 3)]},
+            "an even length is required, got 15",
+        ),
         ({"seed": -1}, "seed must lie in"),
         ({"train_examples": 0}, "at least 1 example"),
     ],
@@ -132,6 +143,9 @@ def test_no_test_sequence_is_trained_on(seed):
     train, test = task._seeds
     assert len({*train, *test}) == 4
     for number in range(len(shapes)):
-        rows = [{tuple(row) for row in task.examples(number, train=part).tensors(slice(None))[0].tolist()} for part in (True, False)]
+        rows = [
+            {tuple(row) for row in task.examples(number, train=part).tensors(slice(None))[0].tolist()}
+            for part in (True, False)
+        ]
         assert [len(part) for part in rows] == [200, 200]
         assert not rows[0] & rows[1]

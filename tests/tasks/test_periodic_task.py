@@ -14,7 +14,9 @@ def test_levels_are_the_signals():
     for count, reach in ((1, 1.0), (3, 3 / math.sqrt(2))):
         frequencies, phases = task.waves(count, (1, 2, 3))
         for t, token in enumerate(task.levels(frequencies, phases).tolist()):
-            value = sum(math.cos(2 * math.pi * f * t + p) for f, p in zip(frequencies, phases, strict=True)) / math.sqrt(count)
+            value = sum(
+                math.cos(2 * math.pi * f * t + p) for f, p in zip(frequencies, phases, strict=True)
+            ) / math.sqrt(count)
             assert token == min(15, max(0, math.floor(16 * (1 + value / reach) / 2)))
 
 
@@ -82,11 +84,17 @@ def test_examination():
 def test_what_is_told():
     task = tasks.resolve("periodic", frequencies=3, vocab_size=8, length=20, test_examples=2)
     assert (task.frequencies, task.vocab_size, task.length) == ((3,), 8, 20)
-    assert task.describe() == "Periodic signals: the next of 8 levels of a sum of 3 waves without a common period, after 10 to 20 values."
+    assert (
+        task.describe()
+        == "Periodic signals: the next of 8 levels of a sum of 3 waves without a common period, after 10 to 20 values."
+    )
     assert task.decode([3, 0]) == "3 0"
 
 
-@pytest.mark.parametrize("options", [{"frequencies": ()}, {"frequencies": (0,)}, {"vocab_size": 1}, {"length": 1}, {"test_examples": 0}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"frequencies": ()}, {"frequencies": (0,)}, {"vocab_size": 1}, {"length": 1}, {"test_examples": 0}, {"seed": -1}],
+)
 def test_bad_arguments(options):
     with pytest.raises(ArgumentError, match="Periodic: numbers of frequencies of at least 1"):
         Periodic(**options)
@@ -94,6 +102,10 @@ def test_bad_arguments(options):
 
 def test_bad_batches():
     task = Periodic()
-    for make in (lambda: task.train_batch(-1, 4, 0), lambda: task.train_batch(0, 0, 0), lambda: next(task.evaluation_batches(0))):
+    for make in (
+        lambda: task.train_batch(-1, 4, 0),
+        lambda: task.train_batch(0, 0, 0),
+        lambda: next(task.evaluation_batches(0)),
+    ):
         with pytest.raises(ArgumentError, match=r"Periodic\.\w+: (batch_size must|step and seed)"):
             make()

@@ -10,7 +10,13 @@ from zonal.tasks.retrieval import KINDS, Words, check, example
 
 WORDS = Words(128)
 SIGNS = {sign: token for token, sign in enumerate("?:>=[]#")}
-SHAPES = [(kind, pairs, KINDS[kind].size(pairs) + room) for kind in KINDS for pairs in (1, 3, 8) for room in (0, 1, 30) if not (kind.startswith("offset") and pairs < 8)]
+SHAPES = [
+    (kind, pairs, KINDS[kind].size(pairs) + room)
+    for kind in KINDS
+    for pairs in (1, 3, 8)
+    for room in (0, 1, 30)
+    if not (kind.startswith("offset") and pairs < 8)
+]
 
 
 def is_key(token):
@@ -38,7 +44,11 @@ def answers(kind, tokens):
             stop = rest.index(SIGNS["="], at) if kind == "tool-trace" else at + 1
             asked.append((start + stop, rest[at + 1 : stop + 1]))
     if kind == "tool-trace":
-        calls = {(context[at - 1], context[at + 1]): context[at + 3] for at, token in enumerate(context) if token == SIGNS[":"]}
+        calls = {
+            (context[at - 1], context[at + 1]): context[at + 3]
+            for at, token in enumerate(context)
+            if token == SIGNS[":"]
+        }
         return {at: calls[name[0], name[2]] for at, name in asked}
     if kind == "common-word":
         counted = Counter(context[at + 1] for at, token in enumerate(context) if token == SIGNS["#"]).most_common(2)
@@ -77,7 +87,9 @@ def test_the_solver_notices_a_wrong_sequence(kind):
     for number in range(20):
         tokens, targets = example(kind, pairs, KINDS[kind].size(pairs) + 10, WORDS, (number,))
         stop = tokens.tolist().index(SIGNS["?"])
-        places = [at for at in range(stop) if tokens[at] in WORDS.values or (kind.startswith("offset") and is_key(tokens[at]))]
+        places = [
+            at for at in range(stop) if tokens[at] in WORDS.values or (kind.startswith("offset") and is_key(tokens[at]))
+        ]
         if kind.startswith("offset"):
             asked = int(np.flatnonzero(tokens[:stop] == tokens[stop + 1])[0])
             places.remove(asked)  # it stays, and what stands after it moves
@@ -99,7 +111,10 @@ def test_how_many_are_asked():
 
 
 def test_needles_lie_at_any_depth():
-    depths = [int(np.flatnonzero([is_key(token) for token in example("needle", 1, 64, WORDS, (number,))[0]])[0]) for number in range(400)]
+    depths = [
+        int(np.flatnonzero([is_key(token) for token in example("needle", 1, 64, WORDS, (number,))[0]])[0])
+        for number in range(400)
+    ]
     assert (min(depths), max(depths)) == (0, 60)
     assert np.histogram(depths, 4, (0, 61))[0].min() > 70
 
@@ -115,7 +130,9 @@ def test_in_a_trace_neither_agent_nor_tool_is_enough():
     assert ambiguous == 50
 
 
-@pytest.mark.parametrize("kind", ["mqar", "needle", "two-hop", "common-word", "tool-trace", "system-prompt-distractors"])
+@pytest.mark.parametrize(
+    "kind", ["mqar", "needle", "two-hop", "common-word", "tool-trace", "system-prompt-distractors"]
+)
 def test_a_guess_is_right_as_often_as_said(kind):
     """Drawing one of the answers that the context offers, as often as each stands there."""
     stream, right, pairs = np.random.default_rng(0), [], 4

@@ -13,11 +13,22 @@ FAR = (Shape("needle", 1, 48), Shape("needle", 1, 24), Shape("two-hop", 2, 24))
 
 @pytest.fixture
 def task():
-    return Retrieval([Stage(0, EASY), Stage(10, HARD)], transfer_shapes=FAR, vocab_size=64, test_examples=5, transfer_examples=7, seed=3)
+    return Retrieval(
+        [Stage(0, EASY), Stage(10, HARD)],
+        transfer_shapes=FAR,
+        vocab_size=64,
+        test_examples=5,
+        transfer_examples=7,
+        seed=3,
+    )
 
 
 def same(left, right):
-    return torch.equal(left.tokens, right.tokens) and torch.equal(left.targets, right.targets) and left.slices == right.slices
+    return (
+        torch.equal(left.tokens, right.tokens)
+        and torch.equal(left.targets, right.targets)
+        and left.slices == right.slices
+    )
 
 
 def test_batches_are_functions_of_their_number(task):
@@ -32,7 +43,11 @@ def test_batches_are_functions_of_their_number(task):
 
 def test_the_curriculum(task):
     early = [task.train_batch(step, 8, 0) for step in range(10)]
-    assert {(kind, pairs) for batch in early for kind, pairs in zip(batch.slices["task"], batch.slices["pairs"], strict=True)} == {("system-prompt", 1), ("tool-trace", 1)}
+    assert {
+        (kind, pairs)
+        for batch in early
+        for kind, pairs in zip(batch.slices["task"], batch.slices["pairs"], strict=True)
+    } == {("system-prompt", 1), ("tool-trace", 1)}
     late = [task.train_batch(step, 8, 0) for step in range(10, 60)]
     lengths = [batch.tokens.shape[1] for batch in late]
     assert set(lengths) == {24, 40}
@@ -74,19 +89,34 @@ def test_what_a_task_says_of_itself(task):
 
 def test_a_grid_leaves_out_what_does_not_fit():
     found = grid(("needle", "mqar"), (1, 8), (8, 64))
-    assert found == (Shape("needle", 1, 8), Shape("needle", 1, 64), Shape("needle", 8, 64), Shape("mqar", 1, 8), Shape("mqar", 1, 64), Shape("mqar", 8, 64))
+    assert found == (
+        Shape("needle", 1, 8),
+        Shape("needle", 1, 64),
+        Shape("needle", 8, 64),
+        Shape("mqar", 1, 8),
+        Shape("mqar", 1, 64),
+        Shape("mqar", 8, 64),
+    )
 
 
 def test_the_settings_of_the_paper():
     mixed = tasks.resolve("mixed")
     assert isinstance(mixed, Retrieval)
     assert (mixed.vocab_size, mixed.length) == (128, 64)
-    assert {shape.kind for stage in mixed.stages for shape in stage.shapes} == {"system-prompt", "system-prompt-distractors", "tool-trace"}
-    assert {shape.length for shape in mixed.transfer_shapes if shape.kind == "needle" and shape.pairs == 1} == {64 * 2**n for n in range(7)}
+    assert {shape.kind for stage in mixed.stages for shape in stage.shapes} == {
+        "system-prompt",
+        "system-prompt-distractors",
+        "tool-trace",
+    }
+    assert {shape.length for shape in mixed.transfer_shapes if shape.kind == "needle" and shape.pairs == 1} == {
+        64 * 2**n for n in range(7)
+    }
     assert {shape.kind for shape in mixed.transfer_shapes} == {kind for kind in KINDS if not kind.startswith("offset")}
     cells = tasks.resolve("mqar-grid")
     assert isinstance(cells, Retrieval)
-    assert {(shape.pairs, shape.length) for shape in cells.transfer_shapes} >= {(pairs, 4096) for pairs in (4, 8, 16, 32)}
+    assert {(shape.pairs, shape.length) for shape in cells.transfer_shapes} >= {
+        (pairs, 4096) for pairs in (4, 8, 16, 32)
+    }
     assert tasks.resolve("two-hop", pairs=3, length=16, vocab_size=40).length == 16
 
 
@@ -109,7 +139,12 @@ def test_bad_arguments(stages, options, words):
 
 
 def test_bad_batches(task):
-    for make in (lambda: task.train_batch(-1, 4, 0), lambda: task.train_batch(0, 0, 0), lambda: next(task.transfer_batches(0)), lambda: next(task.evaluation_batches(0))):
+    for make in (
+        lambda: task.train_batch(-1, 4, 0),
+        lambda: task.train_batch(0, 0, 0),
+        lambda: next(task.transfer_batches(0)),
+        lambda: next(task.evaluation_batches(0)),
+    ):
         with pytest.raises(ArgumentError, match=r"Retrieval\.\w+: (batch_size must|step and seed)"):
             make()
 
@@ -117,6 +152,26 @@ def test_bad_batches(task):
 def test_tokens_are_markers_noise_keys_or_values():
     task = tasks.resolve("needle")
     words = task.words
-    tokens = torch.tensor([0, words.noise[0] - 1, words.noise[0], words.noise[-1], words.keys[0], words.keys[-1], words.values[0], words.values[-1]])
+    tokens = torch.tensor(
+        [
+            0,
+            words.noise[0] - 1,
+            words.noise[0],
+            words.noise[-1],
+            words.keys[0],
+            words.keys[-1],
+            words.values[0],
+            words.values[-1],
+        ]
+    )
     names, group = task.token_groups(tokens)
-    assert [names[each] for each in group.tolist()] == ["marker", "marker", "noise", "noise", "key", "key", "value", "value"]
+    assert [names[each] for each in group.tolist()] == [
+        "marker",
+        "marker",
+        "noise",
+        "noise",
+        "key",
+        "key",
+        "value",
+        "value",
+    ]

@@ -51,9 +51,17 @@ def test_arguments_reach_the_task(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("some words " * 200)
     text = tasks.resolve(
-        "text", data=str(path), tokenizer="gpt2", length=16, validation_fraction=0.2, evaluation_bytes=100, max_bytes=1500
+        "text",
+        data=str(path),
+        tokenizer="gpt2",
+        length=16,
+        validation_fraction=0.2,
+        evaluation_bytes=100,
+        max_bytes=1500,
     )
-    assert text.config() == Text(path, "gpt2", 16, validation_fraction=0.2, evaluation_bytes=100, max_bytes=1500).config()
+    assert (
+        text.config() == Text(path, "gpt2", 16, validation_fraction=0.2, evaluation_bytes=100, max_bytes=1500).config()
+    )
     recall = tasks.resolve(
         "mqar",
         vocab_size=100,
@@ -65,7 +73,9 @@ def test_arguments_reach_the_task(tmp_path):
         random_non_queries=False,
         seed=9,
     )
-    expected = MQAR(100, length=32, pairs=3, train_examples=7, test_examples=5, power_a=0.5, random_non_queries=False, seed=9)
+    expected = MQAR(
+        100, length=32, pairs=3, train_examples=7, test_examples=5, power_a=0.5, random_non_queries=False, seed=9
+    )
     assert recall.config() == expected.config()
     assert tasks.resolve("mqar-demo", random_non_queries=True).config()["random_non_queries"] is True
 

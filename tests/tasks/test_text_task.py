@@ -92,7 +92,10 @@ def test_tokenizers_are_validated_on_the_same_text():
 def test_an_epoch_reads_windows_once_and_the_next_from_another_phase(counted):
     task = Text(counted(2500), length=10)
     windows = (task.split - 1) // 10 - 1
-    epochs = [np.concatenate([task.train_starts(epoch * windows + i, 1, seed=4) for i in range(windows)]) for epoch in range(6)]
+    epochs = [
+        np.concatenate([task.train_starts(epoch * windows + i, 1, seed=4) for i in range(windows)])
+        for epoch in range(6)
+    ]
     for starts in epochs:
         assert (np.diff(np.sort(starts)) == 10).all()
     assert len({int(starts.min()) % 10 for starts in epochs}) > 1
@@ -222,7 +225,15 @@ def test_bad_batches(counted, step, size, seed):
 def test_tokens_are_told_apart_by_their_first_character():
     task = Text("novel")
     names, group = task.token_groups(torch.tensor(list(b" a\nZ7.\xc3")))
-    assert [names[each] for each in group.tolist()] == ["space", "small letter", "space", "capital letter", "digit", "sign", "part of a character"]
+    assert [names[each] for each in group.tolist()] == [
+        "space",
+        "small letter",
+        "space",
+        "capital letter",
+        "digit",
+        "sign",
+        "part of a character",
+    ]
     task = Text("novel", "gpt2", max_bytes=20_000)
     names, group = task.token_groups(torch.tensor([task.encode(" the Whale 12")]))
     assert [names[each] for each in group[0].tolist()][:2] == ["small letter", "capital letter"]
@@ -236,10 +247,14 @@ def test_a_fraction_of_the_training_part(counted, fraction):
     assert part.split == whole.split == whole.train_end
     lengths = tokenizers.resolve("gpt2").token_bytes[:2500]
     # set in bytes, from the start
-    assert lengths[: part.train_end].sum() == pytest.approx(fraction * lengths[: whole.split].sum(), abs=float(lengths.max()) + 1)
+    assert lengths[: part.train_end].sum() == pytest.approx(
+        fraction * lengths[: whole.split].sum(), abs=float(lengths.max()) + 1
+    )
     trained = {token for step in range(200) for token in part.train_batch(step, 4, 0).targets.flatten().tolist()}
     assert max(trained) < part.train_end
-    assert [batch.tokens.tolist() for batch in part.evaluation_batches(4)] == [batch.tokens.tolist() for batch in whole.evaluation_batches(4)]
+    assert [batch.tokens.tolist() for batch in part.evaluation_batches(4)] == [
+        batch.tokens.tolist() for batch in whole.evaluation_batches(4)
+    ]
     assert f"({fraction:.0%} of {whole.split:,})" in part.describe()
     assert tasks.from_config(part.config()).config() == part.config()
 
@@ -260,7 +275,12 @@ def test_long_sequences():
 
 
 def test_code_in_a_folder_or_by_a_pattern(tmp_path):
-    for name, code in (("b.py", "import a\n"), ("sub/c.py", "x = 1\n"), ("a.py", "def f():\n    return 0\n"), ("notes.txt", "not code\n")):
+    for name, code in (
+        ("b.py", "import a\n"),
+        ("sub/c.py", "x = 1\n"),
+        ("a.py", "def f():\n    return 0\n"),
+        ("notes.txt", "not code\n"),
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(code * 30)

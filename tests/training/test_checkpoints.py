@@ -47,7 +47,13 @@ def run(folder, *, stop=None, config=None, model=None, task=None):
 
 
 @pytest.mark.parametrize(
-    "stops", [[(3, False), (4, False), (8, False)], [(12, True)], [(n, False) for n in range(1, 12, 2)], [(5, True), (10, True)]]
+    "stops",
+    [
+        [(3, False), (4, False), (8, False)],
+        [(12, True)],
+        [(n, False) for n in range(1, 12, 2)],
+        [(5, True), (10, True)],
+    ],
 )
 def test_stopped_and_resumed_is_bit_identical(whole, tmp_path, stops):
     for step, in_evaluation in stops:
@@ -64,7 +70,10 @@ class KilledError(Exception):
     """Stands for a kill: nothing after it runs."""
 
 
-@pytest.mark.parametrize(("step", "torn"), [(2, b""), (4, b'{"kind": "train", "step": 5, "lo'), (6, b"\xff\xfe"), (9, b""), (11, b"{" * 100_000)])
+@pytest.mark.parametrize(
+    ("step", "torn"),
+    [(2, b""), (4, b'{"kind": "train", "step": 5, "lo'), (6, b"\xff\xfe"), (9, b""), (11, b"{" * 100_000)],
+)
 def test_what_came_after_the_checkpoint_is_cut_and_repeated(whole, tmp_path, step, torn):
     def kill(event):
         if isinstance(event, kinds.StepDone) and event.step == step:
@@ -128,11 +137,24 @@ def test_random_numbers_go_on(tmp_path):
 
 
 def test_threads_stay_as_the_run_began(tmp_path):
-    train(tiny_model(), Recall(), tiny_config(), tmp_path, threads=1, should_stop=(stop := StopAfter(4)), on_event=stop.listen)
+    train(
+        tiny_model(),
+        Recall(),
+        tiny_config(),
+        tmp_path,
+        threads=1,
+        should_stop=(stop := StopAfter(4)),
+        on_event=stop.listen,
+    )
     seen = []
     during = []
     result = train(
-        tiny_model(), Recall(), tiny_config(), tmp_path, threads=2, on_event=lambda event: (seen.append(event), during.append(torch.get_num_threads()))
+        tiny_model(),
+        Recall(),
+        tiny_config(),
+        tmp_path,
+        threads=2,
+        on_event=lambda event: (seen.append(event), during.append(torch.get_num_threads())),
     )
     assert result.threads == 1
     assert set(during) == {1}
@@ -203,7 +225,12 @@ def test_missing_and_unknown_tensors(whole, tmp_path):
     folder = copied(whole, tmp_path)
     path = folder / "checkpoint.safetensors"
     tensors, header = load_tensors(path, "checkpoint")
-    for change, message in (("drop", "lacks tensor"), ("add", "unknown tensor"), ("shape", "of shape"), ("optimiser", "for other parameters")):
+    for change, message in (
+        ("drop", "lacks tensor"),
+        ("add", "unknown tensor"),
+        ("shape", "of shape"),
+        ("optimiser", "for other parameters"),
+    ):
         altered = dict(tensors)
         if change == "drop":
             del altered["model/embedding.weight"]
@@ -301,6 +328,10 @@ def test_optimiser_state_is_restored_exactly(whole):
     model = tiny_model("sko")
     names = {name for name, _ in model.named_parameters()}
     assert {name.split("/")[1] for name in tensors if name.startswith("optimiser/")} == names
-    assert {name.rsplit("/", 1)[1] for name in tensors if name.startswith("optimiser/")} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {name.rsplit("/", 1)[1] for name in tensors if name.startswith("optimiser/")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert header["progress"]["step"] == 12
     assert len(adamw(model, weight_decay=0.1, betas=(0.9, 0.95)).param_groups) == 2

@@ -29,7 +29,9 @@ def a_spec(**changes):
     settings = {
         "task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=2, train_examples=200, test_examples=24),
         "model": ModelConfig(vocab_size=32, dim=16, layers=("softmax",), heads=2, mlp="none", conv=2, init_std=0.1),
-        "training": TrainConfig(steps=6, batch_size=8, eval_every=3, learning_rate=1e-2, tensorboard=False, checkpoint_seconds=None),
+        "training": TrainConfig(
+            steps=6, batch_size=8, eval_every=3, learning_rate=1e-2, tensorboard=False, checkpoint_seconds=None
+        ),
         "operators": ("softmax", "sko(degrees=(2.0, 3.0))"),
         "seeds": (0, 1),
     }
@@ -82,7 +84,9 @@ def test_equal_data_and_equal_shared_weights():
     assert "embedding.weight" in shared
     assert len(shared) >= 5
     assert all(torch.equal(states[0][name], states[1][name]) for name in shared)
-    assert not torch.equal(build(spec.model_for("softmax"), 2).state_dict()["embedding.weight"], states[0]["embedding.weight"])
+    assert not torch.equal(
+        build(spec.model_for("softmax"), 2).state_dict()["embedding.weight"], states[0]["embedding.weight"]
+    )
 
 
 def test_every_operator_sees_the_same_batches(tmp_path, monkeypatch):
@@ -98,7 +102,9 @@ def test_every_operator_sees_the_same_batches(tmp_path, monkeypatch):
         return batch
 
     monkeypatch.setattr(spec.task, "train_batch", watched)
-    Comparison(tmp_path, spec).run(on_event=lambda event: current.append(event.run) if isinstance(event, kinds.RunStarted) else None)
+    Comparison(tmp_path, spec).run(
+        on_event=lambda event: current.append(event.run) if isinstance(event, kinds.RunStarted) else None
+    )
     first, second, third, fourth = (torch.stack(seen[run.name][:6]) for run in spec.runs())
     assert torch.equal(first, second)
     assert torch.equal(third, fourth)
@@ -119,7 +125,9 @@ def test_finished_runs_are_skipped(whole):
 def stop_after(count):
     """(should_stop, on_event): a wish to stop after ``count`` updates of runs."""
     done = []
-    return (lambda: len(done) >= count), (lambda event: done.append(event) if isinstance(event, kinds.StepDone) else None)
+    return (lambda: len(done) >= count), (
+        lambda event: done.append(event) if isinstance(event, kinds.StepDone) else None
+    )
 
 
 @pytest.mark.parametrize("open_it", [False, True])
@@ -153,7 +161,10 @@ def test_stop_while_measuring_leaves_no_plan(tmp_path):
         ({"budget_seconds": 60.0}, "budget_seconds is None there and 60.0 here"),
         ({"training": replace(a_spec().training, batch_size=4)}, "training.batch_size is 8 there and 4 here"),
         ({"model": replace(a_spec().model, dim=32)}, "model.dim is 16 there and 32 here"),
-        ({"task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=4, train_examples=200, test_examples=24)}, "task"),
+        (
+            {"task": tasks.resolve("mqar", vocab_size=32, length=16, pairs=4, train_examples=200, test_examples=24)},
+            "task",
+        ),
     ],
 )
 def test_another_comparison_in_the_folder(whole, changes, field):
@@ -163,7 +174,9 @@ def test_another_comparison_in_the_folder(whole, changes, field):
 
 
 def test_what_does_not_change_a_number_may_change(whole):
-    again = Comparison(whole[0], a_spec(title="other", command="other", training=replace(a_spec().training, keep_best=True)))
+    again = Comparison(
+        whole[0], a_spec(title="other", command="other", training=replace(a_spec().training, keep_best=True))
+    )
     assert [record.status for record in again.records()] == ["done"] * len(again.records())
 
 
@@ -215,7 +228,12 @@ def test_one_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     assert [run.status for run in result.runs] == ["failed", "done", "failed", "done"]
     assert "the loss became nan in step 1 of 6" in result.runs[0].message
     assert result.best_learning_rates["softmax"] is None
-    assert [event.status for event in seen if isinstance(event, kinds.RunFinished)] == ["failed", "done", "failed", "done"]
+    assert [event.status for event in seen if isinstance(event, kinds.RunFinished)] == [
+        "failed",
+        "done",
+        "failed",
+        "done",
+    ]
     assert Comparison.open(tmp_path).run().status == "failed"  # a failure is an end
     assert Comparison.open(tmp_path).run(retry_failed=True).status == "done"
 
@@ -294,7 +312,14 @@ def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monke
     ]  # fmt: skip
     accuracy = {(0, 0.01): 0.5, (1, 0.01): 0.5, (0, 0.02): 0.9, (1, 0.02): 0.2, (0, 0.04): 0.8, (1, 0.04): None}
     records = tuple(
-        RunResult("softmax", "softmax", seed, rate, status="failed" if value is None else "done", final=value and {"accuracy": value, "loss": 1.0})
+        RunResult(
+            "softmax",
+            "softmax",
+            seed,
+            rate,
+            status="failed" if value is None else "done",
+            final=value and {"accuracy": value, "loss": 1.0},
+        )
         for (seed, rate), value in accuracy.items()
     )
     assert comparison.best_learning_rates(records) == {"softmax": 0.02}
@@ -321,7 +346,13 @@ def test_a_budget_gives_every_run_the_same_steps(budget, eval_every, jobs):
     spec = a_spec(budget_seconds=budget, training=training)
     times = timings(softmax=0.01, sko=0.03)
     plan = decide_steps(spec, times, spent=3.0, jobs=jobs)
-    expected = sum(plan.steps * time.update + evaluations(training, plan.steps) * time.evaluation + 1.0 for time in times.values()) * 2
+    expected = (
+        sum(
+            plan.steps * time.update + evaluations(training, plan.steps) * time.evaluation + 1.0
+            for time in times.values()
+        )
+        * 2
+    )
     assert estimate(spec, times, plan.steps, 1) == pytest.approx(expected)
     assert plan.estimated_seconds <= budget * 0.9 - 3.0
     # nothing is wasted: a twentieth more would not fit
@@ -336,7 +367,9 @@ def test_steps_are_the_most_a_budget_may_take():
 def test_a_budget_too_small_says_what_is_needed():
     training = replace(a_spec().training, steps=1000)
     times = timings(softmax=0.01, sko=0.03)
-    with pytest.raises(ArgumentError, match=r"a budget of 3 s is too small for 10 updates in each of 4 runs; about (\d+) s") as caught:
+    with pytest.raises(
+        ArgumentError, match=r"a budget of 3 s is too small for 10 updates in each of 4 runs; about (\d+) s"
+    ) as caught:
         decide_steps(a_spec(budget_seconds=3.0, training=training), times, 0.5, 1)
     needed = int(str(caught.value).split("about ")[1].split(" s")[0])
     assert decide_steps(a_spec(budget_seconds=float(needed), training=training), times, 0.5, 1).steps >= 10
@@ -361,7 +394,11 @@ def test_a_budgeted_comparison_keeps_its_plan(tmp_path, monkeypatch):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)]),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 SCRIPT = """
@@ -411,7 +448,9 @@ def test_ctrl_c_then_again(tmp_path, jobs):
     assert 20 <= max(record.steps_done for record in begun.values()) < 10_000
     should_stop, on_event = stop_after(1)
     first = []
-    Comparison.open(tmp_path / "it").run(should_stop=should_stop, on_event=lambda event: (first.append(event), on_event(event)))
+    Comparison.open(tmp_path / "it").run(
+        should_stop=should_stop, on_event=lambda event: (first.append(event), on_event(event))
+    )
     started = next(event for event in first if isinstance(event, kinds.RunStarted))
     assert (started.run, started.step) == ("runs/softmax/seed-0-lr-0.01", begun[started.run].steps_done)
 

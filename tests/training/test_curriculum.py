@@ -35,7 +35,10 @@ def pieces(model):
     layer = model.blocks[0].attention
     rows = layer.query.weight.detach().unflatten(0, (2, 8)).split((3, 2, 3), 1)
     learned = layer.operator.learned_parts
-    return [(learned["score_gate"][:, i].detach().clone(), learned["score_weight"][:, i].detach().clone(), rows[i].clone()) for i in range(3)]
+    return [
+        (learned["score_gate"][:, i].detach().clone(), learned["score_weight"][:, i].detach().clone(), rows[i].clone())
+        for i in range(3)
+    ]
 
 
 def moved(before, after):
@@ -54,7 +57,9 @@ def test_stages_are_a_function_of_the_step():
     assert [Curriculum(model_of(), (0.0, 0.0, 1.0), 3).stage(step) for step in range(3)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize(("step", "open_"), [(0, [False, True, False]), (3, [True, True, False]), (6, [True, True, True])])
+@pytest.mark.parametrize(
+    ("step", "open_"), [(0, [False, True, False]), (3, [True, True, False]), (6, [True, True, True])]
+)
 def test_what_is_closed_does_not_move(step, open_):
     """Sphere, then plane, then hyperbolic space; to the bit, with weight decay, and with nothing left in the optimiser."""
     model = model_of()
@@ -90,7 +95,12 @@ def test_what_has_opened_goes_a_tenth_of_the_way():
                     optimiser.step()
             else:
                 optimiser.step()
-            steps.append([[b - a for a, b in zip(one, other, strict=True)] for one, other in zip(before, pieces(model), strict=True)])
+            steps.append(
+                [
+                    [b - a for a, b in zip(one, other, strict=True)]
+                    for one, other in zip(before, pieces(model), strict=True)
+                ]
+            )
         for rate, whole, part in zip(rates, *steps, strict=True):
             for a, b in zip(whole, part, strict=True):
                 assert torch.allclose(b, rate * a, atol=1e-7)
@@ -101,16 +111,24 @@ def test_what_has_opened_goes_a_tenth_of_the_way():
 
 def test_a_run_opens_one_after_another_and_says_so(tmp_path):
     model, seen = model_of(), []
-    result = train(model, Recall(), tiny_config(steps=16, curriculum=STARTS, tensorboard=True), tmp_path, on_event=seen.append)
+    result = train(
+        model, Recall(), tiny_config(steps=16, curriculum=STARTS, tensorboard=True), tmp_path, on_event=seen.append
+    )
     assert result.status == "done"
-    logged = [line for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "train"]
+    logged = [
+        line
+        for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "train"
+    ]
     assert [line["stage"] for line in logged] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     gates = {name: [line["gates"][name] for line in logged] for name in ("sphere", "euclidean", "hyperbolic")}
     assert gates["euclidean"][:4] == [0.0] * 4  # closed at the start, whatever was declared
     assert gates["hyperbolic"][:8] == [0.0] * 8
     assert gates["sphere"][0] != gates["sphere"][3] > 0
     assert max(gates["euclidean"] + gates["hyperbolic"]) > 0  # something opened
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(tmp_path))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(
+        str(tmp_path)
+    )
     accumulator.Reload()
     assert {"train/stage", "gates/sphere", "gates/euclidean", "gates/hyperbolic"} <= set(accumulator.Tags()["scalars"])
     assert seen[0].notes == ()
@@ -129,10 +147,15 @@ def test_a_run_that_is_stopped_in_every_stage_goes_on_as_one(tmp_path):
             if isinstance(event, events.StepDone):
                 reached.append(event.step)
 
-        assert train(model_of(), Recall(), config, tmp_path / "parts", on_event=listen, should_stop=asked).status == "stopped"
+        assert (
+            train(model_of(), Recall(), config, tmp_path / "parts", on_event=listen, should_stop=asked).status
+            == "stopped"
+        )
     assert train(model_of(), Recall(), config, tmp_path / "parts").status == "done"
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    ours, theirs = (load_tensors(tmp_path / name / "checkpoint.safetensors", "checkpoint")[0] for name in ("parts", "whole"))
+    ours, theirs = (
+        load_tensors(tmp_path / name / "checkpoint.safetensors", "checkpoint")[0] for name in ("parts", "whole")
+    )
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     with pytest.raises(FileFormatError, match="curriculum"):
         train(model_of(), Recall(), tiny_config(steps=16, curriculum=(0.1, 0.5, 0.75)), tmp_path / "parts")

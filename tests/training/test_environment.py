@@ -48,7 +48,9 @@ def test_deterministic_puts_everything_back():
 
 def test_first_interrupt_is_a_wish_second_is_at_once(request):
     # a shell that starts the suite in the background has it ignore the signal
-    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)))
+    request.addfinalizer(
+        functools.partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     with pytest.raises(KeyboardInterrupt), interruptible() as wished:  # noqa: PT012
         assert not wished()
         os.kill(os.getpid(), signal.SIGINT)
@@ -101,7 +103,12 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_commit_of_a_checkout_and_of_a_package(tmp_path, monkeypatch):
     def git(*words):
-        return subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", *words], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x", *words],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     package = tmp_path / "zonal" / "training"
     package.mkdir(parents=True)

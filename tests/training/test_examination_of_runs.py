@@ -8,9 +8,15 @@ from zonal.models import ModelConfig, build
 from zonal.tasks import Ancestors, Lookup
 from zonal.training import TrainConfig, train
 
-CONFIG = TrainConfig(steps=3, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None, checkpoint_every=1)
+CONFIG = TrainConfig(
+    steps=3, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None, checkpoint_every=1
+)
 EXPRESSIONS = tasks.resolve("sexpr", depth=2, test_examples=3)
-TASKS = [EXPRESSIONS, Lookup(Ancestors("carnivore"), pairs=2, questions=1, test_examples=3), tasks.resolve("periodic", frequencies=1, length=8, test_examples=3)]
+TASKS = [
+    EXPRESSIONS,
+    Lookup(Ancestors("carnivore"), pairs=2, questions=1, test_examples=3),
+    tasks.resolve("periodic", frequencies=1, length=8, test_examples=3),
+]
 
 
 def model(task):

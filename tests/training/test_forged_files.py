@@ -120,7 +120,17 @@ def test_links_in_a_run_are_refused(tmp_path, name):
     assert target.read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, '{"schema": 1e999}', "NaN", "\udcff".encode(errors="surrogateescape")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 5000,
+        '{"schema": 1e999}',
+        "NaN",
+        "\udcff".encode(errors="surrogateescape"),
+    ],
+)
 def test_json_that_is_none(tmp_path, text):
     path = tmp_path / "comparison.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -142,14 +152,35 @@ def test_comparisons_and_recipes(tmp_path, monkeypatch, capsys):
     words = "compare --task mqar-demo --train-examples 8 --test-examples 4 --steps 1 --batch-size 2 --dim 8 --heads 2 --no-tensorboard --operators softmax --out c"
     assert main(words.split()) == 0
     stored = json.loads((tmp_path / "c" / "comparison.json").read_text())
-    for key in ("task", "model", "training", "operators", "seeds", "learning_rates", "labels", "plan", "device", "requested_steps", "steps"):
+    for key in (
+        "task",
+        "model",
+        "training",
+        "operators",
+        "seeds",
+        "learning_rates",
+        "labels",
+        "plan",
+        "device",
+        "requested_steps",
+        "steps",
+    ):
         for value in (None, 5.5, "x", [None]):
             write_json(tmp_path / "c" / "comparison.json", {**stored, key: value})
             capsys.readouterr()
             code = main(["compare", "--resume", "c"])
             assert code == 2, (key, value)
             assert capsys.readouterr().err.count("\n") == 1, (key, value)
-    recipe = {"schema": 1, "about": "x", "models": {"a": "softmax"}, "seeds": "1", "learning_rates": "1e-3", "task": {"task": "mqar-demo"}, "model": {}, "training": {"steps": 1}}
+    recipe = {
+        "schema": 1,
+        "about": "x",
+        "models": {"a": "softmax"},
+        "seeds": "1",
+        "learning_rates": "1e-3",
+        "task": {"task": "mqar-demo"},
+        "model": {},
+        "training": {"steps": 1},
+    }
     for key in ("about", "models", "seeds", "learning_rates", "task", "model", "training"):
         for value in (None, 5, [None], {"dim": "x", "steps": [], "task": 5}):
             write_json(tmp_path / "r.json", {**recipe, key: value})

@@ -22,16 +22,24 @@ def test_a_finished_run_says_what_is_in_its_memories(layers, tmp_path):
     found = diagnostics.load(tmp_path)
     assert found is not None
     solving = [index for index, spec in enumerate(model.config.layers) if spec != "softmax"]
-    assert {(head.layer, head.head) for head in found.heads} == {(index + 1, head + 1) for index in solving for head in range(2)}
+    assert {(head.layer, head.head) for head in found.heads} == {
+        (index + 1, head + 1) for index in solving for head in range(2)
+    }
     tokens = next(iter(task.evaluation_batches(ROWS))).tokens
     model.eval()
     after = {index: layer(x, return_memory=True)[1].memory for index, layer, x in model.layer_inputs(tokens)}
     for head in found.heads:
         memory = after[head.layer - 1]
-        regular = memory.regularised(memory.operator.bind(2, 2)) if not isinstance(memory, RidgeStatistics) else torch.linalg.inv(memory.made(memory.operator.bind(2, 2)))
+        regular = (
+            memory.regularised(memory.operator.bind(2, 2))
+            if not isinstance(memory, RidgeStatistics)
+            else torch.linalg.inv(memory.made(memory.operator.bind(2, 2)))
+        )
         eigenvalues = torch.linalg.eigvalsh(regular[:, head.head - 1])
         assert head.numbers["smallest_eigenvalue"] == pytest.approx(eigenvalues[:, 0].mean().item(), rel=1e-4)
-        assert head.numbers["condition"] == pytest.approx((eigenvalues[:, -1] / eigenvalues[:, 0]).mean().item(), rel=1e-4)
+        assert head.numbers["condition"] == pytest.approx(
+            (eigenvalues[:, -1] / eigenvalues[:, 0]).mean().item(), rel=1e-4
+        )
         assert head.stored[-1] == tokens.shape[1]
         assert sorted(head.estimate) == list(head.estimate)  # more keys fill a state that does not fade
         assert len(head.leverage) == tokens.numel()
@@ -40,7 +48,12 @@ def test_a_finished_run_says_what_is_in_its_memories(layers, tmp_path):
 
 
 def test_other_runs_write_none(tmp_path):
-    train(build(ModelConfig(vocab_size=Recall().vocab_size, dim=16, layers="softmax", heads=2), seed=0), Recall(), tiny_config(), tmp_path)
+    train(
+        build(ModelConfig(vocab_size=Recall().vocab_size, dim=16, layers="softmax", heads=2), seed=0),
+        Recall(),
+        tiny_config(),
+        tmp_path,
+    )
     assert diagnostics.load(tmp_path) is None
 
 
@@ -55,10 +68,15 @@ def test_an_unfinished_run_writes_none(tmp_path):
 
 
 def test_a_finished_run_says_where_its_keys_lie_and_what_its_heads_made_of_distances(tmp_path):
-    task, model = Recall(), build(ModelConfig(vocab_size=Recall().vocab_size, dim=24, layers="softmax, rewa", heads=2), seed=0)
+    task, model = (
+        Recall(),
+        build(ModelConfig(vocab_size=Recall().vocab_size, dim=24, layers="softmax, rewa", heads=2), seed=0),
+    )
     train(model, task, tiny_config(), tmp_path)
     found = witnesses.load(tmp_path)
-    assert {(space.layer, space.head, space.name) for space in found.spaces} == {(2, head, name) for head in (1, 2) for name in ("Euclidean", "Sphere", "Hyperbolic")}
+    assert {(space.layer, space.head, space.name) for space in found.spaces} == {
+        (2, head, name) for head in (1, 2) for name in ("Euclidean", "Sphere", "Hyperbolic")
+    }
     tokens = next(iter(task.evaluation_batches(ROWS))).tokens
     assert len(found.tokens) == min(500, tokens.numel())
     assert diagnostics.load(tmp_path) is None

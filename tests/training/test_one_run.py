@@ -107,15 +107,24 @@ def test_parts_give_the_gradient_of_the_whole(accumulate):
     assert parts == pytest.approx(whole, rel=1e-13)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-11, atol=1e-14)
-    mean_of_means = sum(
-        float(model.loss(part.tokens, part.targets)[0].detach()) / max(1, int((part.targets != -100).sum())) for part in split(batch, accumulate, torch.device("cpu"))
-    ) / accumulate
+    mean_of_means = (
+        sum(
+            float(model.loss(part.tokens, part.targets)[0].detach()) / max(1, int((part.targets != -100).sum()))
+            for part in split(batch, accumulate, torch.device("cpu"))
+        )
+        / accumulate
+    )
     assert abs(mean_of_means - whole) > 1e-3
 
 
 def test_a_run_in_parts_is_the_run(tmp_path):
     for accumulate in (1, 4):
-        train(tiny_model(), Recall(), tiny_config(dtype="float64", accumulate=accumulate, eval_batch_size=8), tmp_path / str(accumulate))
+        train(
+            tiny_model(),
+            Recall(),
+            tiny_config(dtype="float64", accumulate=accumulate, eval_batch_size=8),
+            tmp_path / str(accumulate),
+        )
     one, four = ([json.loads(line) for line in lines(tmp_path / name)] for name in ("1", "4"))
     assert len(one) == len(four)
     for left, right in zip(one, four, strict=True):
@@ -131,13 +140,27 @@ def test_bfloat16_runs_near_float32(whole, tmp_path):
 
 
 def test_clipping(tmp_path):
-    train(tiny_model(), Recall(), tiny_config(clip=1e-9, weight_decay=0.0, warmup_ratio=0.0, steps=1), tmp_path / "clipped")
-    train(tiny_model(), Recall(), tiny_config(clip=None, weight_decay=0.0, warmup_ratio=0.0, steps=1), tmp_path / "free")
+    train(
+        tiny_model(),
+        Recall(),
+        tiny_config(clip=1e-9, weight_decay=0.0, warmup_ratio=0.0, steps=1),
+        tmp_path / "clipped",
+    )
+    train(
+        tiny_model(), Recall(), tiny_config(clip=None, weight_decay=0.0, warmup_ratio=0.0, steps=1), tmp_path / "free"
+    )
     clipped, free = (json.loads(lines(tmp_path / name)[0]) for name in ("clipped", "free"))
     assert clipped["gradient_norm"] == pytest.approx(free["gradient_norm"])  # logged before it is scaled
-    start, small, large = tiny_model(), load_model(tmp_path / "clipped/checkpoint.safetensors")[0], load_model(tmp_path / "free/checkpoint.safetensors")[0]
+    start, small, large = (
+        tiny_model(),
+        load_model(tmp_path / "clipped/checkpoint.safetensors")[0],
+        load_model(tmp_path / "free/checkpoint.safetensors")[0],
+    )
     moved = [
-        sum(float((after - before).detach().abs().sum()) for after, before in zip(model.parameters(), start.parameters(), strict=True))
+        sum(
+            float((after - before).detach().abs().sum())
+            for after, before in zip(model.parameters(), start.parameters(), strict=True)
+        )
         for model in (small, large)
     ]
     assert 0 < moved[0] < 0.5 * moved[1]  # Adam's epsilon is felt where gradients are that small
@@ -148,11 +171,18 @@ def test_log_every_writes_means(whole, tmp_path):
     every = [json.loads(line)["loss"] for line in lines(whole[0]) if '"train"' in line]
     some = [json.loads(line) for line in lines(tmp_path) if '"train"' in line]
     assert [line["step"] for line in some] == [5, 10, 12]
-    assert [line["loss"] for line in some] == [pytest.approx(sum(part) / len(part)) for part in (every[:5], every[5:10], every[10:])]
+    assert [line["loss"] for line in some] == [
+        pytest.approx(sum(part) / len(part)) for part in (every[:5], every[5:10], every[10:])
+    ]
 
 
 def test_thresholds_and_early_stop(tmp_path):
-    result = train(tiny_model(), Recall(), tiny_config(steps=400, eval_every=10, thresholds=(0.1, 0.5, 1.0), stop_at_accuracy=0.6), tmp_path)
+    result = train(
+        tiny_model(),
+        Recall(),
+        tiny_config(steps=400, eval_every=10, thresholds=(0.1, 0.5, 1.0), stop_at_accuracy=0.6),
+        tmp_path,
+    )
     assert result.stopped_early
     assert result.status == "done"
     assert result.steps_done < 400
@@ -162,7 +192,13 @@ def test_thresholds_and_early_stop(tmp_path):
     assert result.steps_to["0.5"] == min(step for step, value in curve.items() if value >= 0.5)
     assert result.steps_to["1"] is None
     seen = []
-    again = train(tiny_model(), Recall(), tiny_config(steps=400, eval_every=10, thresholds=(0.1, 0.5, 1.0), stop_at_accuracy=0.6), tmp_path, on_event=seen.append)
+    again = train(
+        tiny_model(),
+        Recall(),
+        tiny_config(steps=400, eval_every=10, thresholds=(0.1, 0.5, 1.0), stop_at_accuracy=0.6),
+        tmp_path,
+        on_event=seen.append,
+    )
     assert (again.steps_done, [type(event) for event in seen]) == (result.steps_done, [kinds.RunFinished])
 
 
@@ -222,7 +258,9 @@ def test_nan_in_the_gradient_names_the_layer(tmp_path):
         return output
 
     task = Poisoned(lambda: model.blocks[0].attention.register_forward_hook(spoil), 2)
-    with pytest.raises(NonFiniteError, match=r"gradient norm became (nan|inf) .* in step 3 of 12: the gradient .*'blocks\.0\.attention"):
+    with pytest.raises(
+        NonFiniteError, match=r"gradient norm became (nan|inf) .* in step 3 of 12: the gradient .*'blocks\.0\.attention"
+    ):
         train(model, task, tiny_config(), tmp_path)
     assert RunResult.read(tmp_path).status == "failed"
     assert "none was written yet" in RunResult.read(tmp_path).message
@@ -243,9 +281,13 @@ def test_nan_in_evaluation(tmp_path):
     model = tiny_model()
 
     def spoil():
-        model.blocks[0].attention.register_forward_hook(lambda module, inputs, output: output if module.training else output * math.nan)
+        model.blocks[0].attention.register_forward_hook(
+            lambda module, inputs, output: output if module.training else output * math.nan
+        )
 
-    with pytest.raises(NonFiniteError, match=r"evaluation loss became nan after step 5: .*layer 'blocks\.0\.attention'"):
+    with pytest.raises(
+        NonFiniteError, match=r"evaluation loss became nan after step 5: .*layer 'blocks\.0\.attention'"
+    ):
         train(model, Poisoned(spoil, 0), tiny_config(), tmp_path)
     assert RunResult.read(tmp_path).status == "failed"
 

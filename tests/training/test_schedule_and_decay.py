@@ -53,7 +53,10 @@ def test_what_decays():
     decaying, constant = decay_groups(model)
     assert set(decaying) | set(constant) == {name for name, _ in model.named_parameters()}
     assert decaying
-    assert all(parameter.ndim >= 2 and "operator" not in name and "embedding" not in name for name, parameter in decaying.items())
+    assert all(
+        parameter.ndim >= 2 and "operator" not in name and "embedding" not in name
+        for name, parameter in decaying.items()
+    )
     # degrees have a row a head, so their shape alone would let them decay
     assert any("operator" in name and parameter.ndim >= 2 for name, parameter in constant.items())
     assert "embedding.weight" in constant
@@ -63,7 +66,11 @@ def test_what_decays():
 def test_gates_of_a_dense_skip_do_not_decay():
     model = build(ModelConfig(7, 8, ("softmax",) * 2, heads=2, residual="dense", mlp="experts", experts=2), seed=0)
     decaying, constant = decay_groups(model)
-    assert {name for name in constant if "history" in name} == {"blocks.0.history.weight", "blocks.1.history.weight", "history.weight"}
+    assert {name for name in constant if "history" in name} == {
+        "blocks.0.history.weight",
+        "blocks.1.history.weight",
+        "history.weight",
+    }
     assert {"blocks.0.mlp.gate", "blocks.0.mlp.router.weight"} <= set(decaying)
 
 
@@ -121,7 +128,10 @@ def test_config_names_a_misspelt_field():
 
 
 def test_files_are_not_part_of_the_trajectory():
-    plain, other = tiny_config().trajectory(), tiny_config(checkpoint_every=1, tensorboard=True, keep_best=True).trajectory()
+    plain, other = (
+        tiny_config().trajectory(),
+        tiny_config(checkpoint_every=1, tensorboard=True, keep_best=True).trajectory(),
+    )
     assert plain == other
     assert plain != tiny_config(clip=0.5).trajectory()
 

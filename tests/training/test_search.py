@@ -76,9 +76,22 @@ def test_moves_are_judged_by_the_declaration_not_by_a_list():
 
 def test_powers_ranks_and_parameters_step_up_and_down_again():
     start = Regime(("ska",) * 2, 4e-3)
-    for kind, expected in (("power", {"ska(power=0)", "ska(power=2)"}), ("rank", {8, 32}), ("learning_rate", {8e-3, 2e-3}), ("head_dim", {8, 32})):
+    for kind, expected in (
+        ("power", {"ska(power=0)", "ska(power=2)"}),
+        ("rank", {8, 32}),
+        ("learning_rate", {8e-3, 2e-3}),
+        ("head_dim", {8, 32}),
+    ):
         found = moves(start, MODEL, kinds=(kind,)).legal
-        reached = {{"power": m.target.operator, "rank": mechanisms.resolve(m.target.layers[0]).qk_dim, "learning_rate": m.target.learning_rate, "head_dim": m.target.head_dim}[kind] for m in found}
+        reached = {
+            {
+                "power": m.target.operator,
+                "rank": mechanisms.resolve(m.target.layers[0]).qk_dim,
+                "learning_rate": m.target.learning_rate,
+                "head_dim": m.target.head_dim,
+            }[kind]
+            for m in found
+        }
         assert reached == expected
         for move in found:  # each has its way back
             assert start in {back.target for back in moves(move.target, MODEL, kinds=(kind,)).legal}, (kind, move.text)
@@ -87,21 +100,38 @@ def test_powers_ranks_and_parameters_step_up_and_down_again():
 def test_layers_change_places():
     mixed = Regime(("softmax", "mamba2"), 4e-3)
     model = replace(MODEL, dim=64)
-    targets = {move.target.layers for move in moves(mixed, model, kinds=("placement",), palette=("softmax", "yat")).legal}
-    assert targets == {("mamba2", "softmax"), ("mamba2", "mamba2"), ("softmax", "softmax"), ("yat", "mamba2"), ("softmax", "yat")}
+    targets = {
+        move.target.layers for move in moves(mixed, model, kinds=("placement",), palette=("softmax", "yat")).legal
+    }
+    assert targets == {
+        ("mamba2", "softmax"),
+        ("mamba2", "mamba2"),
+        ("softmax", "softmax"),
+        ("yat", "mamba2"),
+        ("softmax", "yat"),
+    }
     swaps = moves(mixed, model, kinds=("link",))
     assert all(move.target.layers[1] == "mamba2" for move in swaps.legal)
     assert any("mamba2 is a recurrence" in skipped.reason for skipped in swaps.skipped)
-    assert [type(found) for found in proposals(Regime(("softmax",), 4e-3), replace(MODEL, layers=("softmax",)), kinds=("placement",))] == [Skipped]
+    assert [
+        type(found)
+        for found in proposals(Regime(("softmax",), 4e-3), replace(MODEL, layers=("softmax",)), kinds=("placement",))
+    ] == [Skipped]
 
 
 def test_sizes_that_do_not_fit_are_skipped_with_the_models_words():
-    odd = moves(Regime(("softmax",), 4e-3, head_dim=2), ModelConfig(64, dim=32, layers=("softmax",), heads=2, rotary=True), kinds=("head_dim",))
+    odd = moves(
+        Regime(("softmax",), 4e-3, head_dim=2),
+        ModelConfig(64, dim=32, layers=("softmax",), heads=2, rotary=True),
+        kinds=("head_dim",),
+    )
     assert any("rotary needs an even head size" in skipped.reason for skipped in odd.skipped)
     assert {move.target.head_dim for move in odd.legal} == {4}
     ranks = moves(START, replace(MODEL, qk_dim=8), kinds=("rank",))
     assert not ranks.legal
-    assert all("the model gives queries and keys of all layers 8 numbers" in skipped.reason for skipped in ranks.skipped)
+    assert all(
+        "the model gives queries and keys of all layers 8 numbers" in skipped.reason for skipped in ranks.skipped
+    )
 
 
 # --- the walk ---------------------------------------------------------------------------------------------------------
@@ -124,7 +154,9 @@ def test_a_search_ends_with_a_winner_and_all_that_led_to_it(whole):
         after = each.chosen if each.accepted else each.current
         assert number + 1 == len(result.rounds) or result.rounds[number + 1].current == after
     judged = [event for event in seen if isinstance(event, kinds.Judged)]
-    assert [(event.regime, event.accepted) for event in judged] == [(each.chosen.label, each.accepted) for each in result.rounds if each.chosen]
+    assert [(event.regime, event.accepted) for event in judged] == [
+        (each.chosen.label, each.accepted) for each in result.rounds if each.chosen
+    ]
     rungs = [event for event in seen if isinstance(event, kinds.RungStarted)]
     assert [event.round for event in rungs] == [0, 0, 1, 1, 2, 2]
     assert all(a.share < b.share for a, b in itertools.pairwise(rungs))
@@ -135,15 +167,28 @@ def test_all_regimes_see_the_same_data_and_the_cost_is_that_of_their_runs(whole)
     for regime, rungs in result.outcomes.items():
         for steps, outcome in rungs.items():
             stored = json.loads((Search(folder, a_search()).folder(regime, steps) / "comparison.json").read_text())
-            assert (stored["seeds"], stored["steps"], stored["learning_rates"]) == ([0, 1], steps, [regime.learning_rate])
+            assert (stored["seeds"], stored["steps"], stored["learning_rates"]) == (
+                [0, 1],
+                steps,
+                [regime.learning_rate],
+            )
             assert outcome.costs == {run.seed: run.final["loss"] for run in outcome.runs if run.final}
 
 
 def test_killed_and_gone_on_is_the_same_search(whole, tmp_path):
     folder = tmp_path / "killed"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)]),
+        "OMP_NUM_THREADS": "1",
+    }
     for updates in (3, 15):  # inside the start, and inside a round
-        process = subprocess.Popen([sys.executable, str(HERE / "search_and_be_killed.py"), str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "search_and_be_killed.py"), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert process.stdout is not None
         for _ in range(updates):
             assert process.stdout.readline(), "the search ended before it was killed"
@@ -190,7 +235,11 @@ def test_a_regime_that_fails_is_told_and_never_chosen(tmp_path, monkeypatch):
     result = Search(tmp_path, a_search(rounds=1, rungs=1, seeds=(0,))).run(threads=1)
     assert result.winner == a_search().start
     assert result.rounds[0].chosen is None
-    messages = [rung["message"] for regime in json.loads((tmp_path / "findings.json").read_text())["regimes"][1:] for rung in regime["rungs"]]
+    messages = [
+        rung["message"]
+        for regime in json.loads((tmp_path / "findings.json").read_text())["regimes"][1:]
+        for rung in regime["rungs"]
+    ]
     assert messages == ["the loss became NaN at step 2"] * 2
 
 
@@ -203,7 +252,16 @@ def test_rules():
 
 
 def test_costs_of_each_measure():
-    run = RunResult("softmax", "Softmax", 0, 1e-2, "done", steps=40, final={"loss": 0.7, "accuracy": 0.25}, steps_to={"0.5": 20, "0.9": None})
+    run = RunResult(
+        "softmax",
+        "Softmax",
+        0,
+        1e-2,
+        "done",
+        steps=40,
+        final={"loss": 0.7, "accuracy": 0.25},
+        steps_to={"0.5": 20, "0.9": None},
+    )
     assert a_search().cost(run) == 0.7
     assert a_search(measure="metric").cost(run) == 0.75
     assert a_search(measure="steps", target=0.5).cost(run) == 20
@@ -216,7 +274,10 @@ def test_costs_of_each_measure():
 
 def test_edges_join_single_moves_and_mixed_rungs_circulate():
     """Costs made by hand: with equal steps everywhere a potential gives all efforts; an edge on a short rung, where the order is another, does not."""
-    scores = [START, *(Regime((canonical(f"regime(score='{name}')"),) * 2, 4e-3) for name in ("cosine", "negative_distance"))]
+    scores = [
+        START,
+        *(Regime((canonical(f"regime(score='{name}')"),) * 2, 4e-3) for name in ("cosine", "negative_distance")),
+    ]
     equal = {regime: {8: {0: cost, 1: cost + 0.25}} for regime, cost in zip(scores, (1.0, 0.5, 0.75), strict=True)}
     graph = move_graph(equal, MODEL, ("score",), ())
     assert {(edge.tail, edge.head) for edge in graph.edges} == {(0, 1), (0, 2), (1, 2)}
@@ -248,7 +309,10 @@ def test_edges_join_single_moves_and_mixed_rungs_circulate():
         ({"palette": ("softmx",)}, "unknown operator 'softmx'"),
         ({"measure": "steps", "target": 0.3}, "target must be one of training.thresholds"),
         ({"budget_seconds": -1.0}, "budget_seconds must be positive"),
-        ({"model": ModelConfig(32, dim=16, layers=("rewa(parts=(3, 3, 3))",), heads=2, qk_dim=8)}, "the start is no model|must be"),
+        (
+            {"model": ModelConfig(32, dim=16, layers=("rewa(parts=(3, 3, 3))",), heads=2, qk_dim=8)},
+            "the start is no model|must be",
+        ),
     ],
 )
 def test_spec_refuses(changes, message):
@@ -268,7 +332,10 @@ def test_another_search_in_the_folder(whole, tmp_path):
 
 def test_workers_without_ray_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ArgumentError, match=r"2 workers need Ray Tune, which is not installed. Install it with pip install 'zonal\[search\]'"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"2 workers need Ray Tune, which is not installed. Install it with pip install 'zonal\[search\]'",
+    ):
         Search(tmp_path, a_search()).run(workers=2)
     with pytest.raises(ArgumentError, match="workers must be at least 1"):
         Search(tmp_path, a_search()).run(workers=0)

@@ -13,16 +13,32 @@ from zonal.tasks import Batch, Retrieval, Shape, Stage
 from zonal.training import TrainConfig, train
 
 TASK = Retrieval(
-    [Stage(0, (Shape("system-prompt", 1, 12),))], transfer_shapes=(Shape("needle", 1, 12), Shape("needle", 2, 40)), vocab_size=40, test_examples=6, transfer_examples=5
+    [Stage(0, (Shape("system-prompt", 1, 12),))],
+    transfer_shapes=(Shape("needle", 1, 12), Shape("needle", 2, 40)),
+    vocab_size=40,
+    test_examples=6,
+    transfer_examples=5,
 )
-CONFIG = TrainConfig(steps=4, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None, checkpoint_every=1)
+CONFIG = TrainConfig(
+    steps=4, batch_size=4, eval_every=2, tensorboard=False, checkpoint_seconds=None, checkpoint_every=1
+)
 
 
 def model(layers="softmax", seed=0):
     return build(ModelConfig(TASK.vocab_size, dim=16, layers=layers, heads=2, mlp="none", init_std=0.5), seed)
 
 
-@pytest.mark.parametrize("layers", ["softmax", "mamba2(state=8, head_dim=16)", "ska(power=0)", "ska(power=2)", "ska(power=1, chunk=8)", "mamba2(state=8, head_dim=16), ska(power=1)"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "softmax",
+        "mamba2(state=8, head_dim=16)",
+        "ska(power=0)",
+        "ska(power=2)",
+        "ska(power=1, chunk=8)",
+        "mamba2(state=8, head_dim=16), ska(power=1)",
+    ],
+)
 @pytest.mark.parametrize("piece", [1, 7, 8])
 def test_pieces_say_what_the_whole_says(layers, piece):
     """Recurrent reading, piece by piece from a memory, against the parallel pass over all tokens."""
@@ -30,7 +46,10 @@ def test_pieces_say_what_the_whole_says(layers, piece):
     batch = next(TASK.transfer_batches(5))
     for block in decoder.blocks:
         torch.nn.init.normal_(block.attention.output.weight, std=0.3)
-    whole, parts = decoder.predict(batch.tokens, batch.targets), decoder.predict(batch.tokens, batch.targets, piece=piece)
+    whole, parts = (
+        decoder.predict(batch.tokens, batch.targets),
+        decoder.predict(batch.tokens, batch.targets, piece=piece),
+    )
     assert torch.equal(whole.predicted, parts.predicted)
     torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-7, atol=1e-7)
 
@@ -48,18 +67,35 @@ def test_the_last_evaluation_has_every_cell(tmp_path):
     result = train(decoder, TASK, CONFIG, tmp_path)
     assert result.final is not None
     cells = result.final["transfer"]
-    assert [(cell["task"], cell["pairs"], cell["length"], cell["examples"]) for cell in cells] == [("needle", 1, 12, 5), ("needle", 2, 40, 5)]
+    assert [(cell["task"], cell["pairs"], cell["length"], cell["examples"]) for cell in cells] == [
+        ("needle", 1, 12, 5),
+        ("needle", 2, 40, 5),
+    ]
     assert cells == evaluate_transfer(decoder, TASK, batch_size=4)
     assert result.best is not None
     assert "transfer" not in result.best
     for cell, shape in zip(cells, TASK.transfer_shapes, strict=True):
-        batch = Batch(*(torch.cat(part) for part in zip(*((b.tokens, b.targets) for b in TASK.transfer_batches(4) if b.tokens.shape[1] == shape.length), strict=True)), {})
+        batch = Batch(
+            *(
+                torch.cat(part)
+                for part in zip(
+                    *((b.tokens, b.targets) for b in TASK.transfer_batches(4) if b.tokens.shape[1] == shape.length),
+                    strict=True,
+                )
+            ),
+            {},
+        )
         said = decoder.predict(batch.tokens, batch.targets)
         assert cell["accuracy"] == pytest.approx(float((said.predicted == said.target).double().mean()))
 
 
 def test_a_run_that_is_good_enough_is_measured_too(tmp_path):
-    result = train(model(), TASK, dataclasses.replace(CONFIG, steps=40, eval_every=1, stop_at_accuracy=1e-9, learning_rate=1e-2), tmp_path)
+    result = train(
+        model(),
+        TASK,
+        dataclasses.replace(CONFIG, steps=40, eval_every=1, stop_at_accuracy=1e-9, learning_rate=1e-2),
+        tmp_path,
+    )
     assert result.final is not None
     assert result.stopped_early == (result.final["accuracy"] > 0)
     assert len(result.final["transfer"]) == 2
@@ -78,7 +114,11 @@ def test_stopped_while_being_measured_goes_on(tmp_path):
 
 
 def test_cells_do_not_mix():
-    batch = Batch(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), {"task": ["needle", "two-hop"], "length": [3, 3]})
+    batch = Batch(
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.zeros(2, 3, dtype=torch.long),
+        {"task": ["needle", "two-hop"], "length": [3, 3]},
+    )
     with pytest.raises(ArgumentError, match="all rows of a batch must have the same task"):
         Cells().of(batch)
     one = tasks.Retrieval([Stage(0, (Shape("needle", 1, 12),))], vocab_size=40)

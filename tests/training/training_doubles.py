@@ -37,7 +37,9 @@ class Recall(Task):
         whole = self._batch(self.evaluation_rows, 0)
         for start in range(0, self.evaluation_rows, batch_size):
             part = slice(start, start + batch_size)
-            yield Batch(whole.tokens[part], whole.targets[part], {name: values[part] for name, values in whole.slices.items()})
+            yield Batch(
+                whole.tokens[part], whole.targets[part], {name: values[part] for name, values in whole.slices.items()}
+            )
 
     def config(self):
         return {"name": self.name, "vocab_size": self.vocab_size, "length": self.length, "first_seed": self.first_seed}
@@ -50,7 +52,9 @@ class Recall(Task):
 
 
 def tiny_model(operator="softmax", seed=0, layers=1, vocab_size=16):
-    config = ModelConfig(vocab_size=vocab_size, dim=16, layers=(operator,) * layers, heads=2, mlp="none", conv=2, init_std=0.1)
+    config = ModelConfig(
+        vocab_size=vocab_size, dim=16, layers=(operator,) * layers, heads=2, mlp="none", conv=2, init_std=0.1
+    )
     return build(config, seed)
 
 

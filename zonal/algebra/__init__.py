@@ -4,4 +4,21 @@ from zonal.algebra import anchor, carrier, hashing, influence, ledger, link, met
 from zonal.algebra.declaration import Move
 from zonal.algebra.operator import Bound, Operator, Tags
 
-__all__ = ["Bound", "Move", "Operator", "Tags", "anchor", "carrier", "hashing", "influence", "ledger", "link", "metric", "oset", "prior", "probe", "score", "update"]
+__all__ = [
+    "Bound",
+    "Move",
+    "Operator",
+    "Tags",
+    "anchor",
+    "carrier",
+    "hashing",
+    "influence",
+    "ledger",
+    "link",
+    "metric",
+    "oset",
+    "prior",
+    "probe",
+    "score",
+    "update",
+]

@@ -40,11 +40,20 @@ class Factor:
     def __post_init__(self) -> None:
         to = self.to
         require_whole("Factor: size", self.size)
-        whole = to.ndim >= 1 and to.numel() > 0 and to.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-        require(whole, f"Factor: whole numbers (..., n) with n >= 1 are required, received {to.dtype} of shape {tuple(to.shape)}.")
+        whole = (
+            to.ndim >= 1
+            and to.numel() > 0
+            and to.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        )
+        require(
+            whole,
+            f"Factor: whole numbers (..., n) with n >= 1 are required, received {to.dtype} of shape {tuple(to.shape)}.",
+        )
         object.__setattr__(self, "to", to.long())
         low, high = (int(x) for x in to.aminmax())
-        require(low >= 0 and high < self.size, f"Factor: entries must lie in 0 … {self.size - 1}, received {low} … {high}.")
+        require(
+            low >= 0 and high < self.size, f"Factor: entries must lie in 0 … {self.size - 1}, received {low} … {high}."
+        )
         empty = (self.masses() == 0).nonzero()
         if len(empty):
             raise ArgumentError(
@@ -65,7 +74,10 @@ class Factor:
 
     def then(self, coarser: "Factor") -> "Factor":
         """The composed map, this one first. Raises: ArgumentError when ``coarser`` starts from another number of buckets."""
-        require(coarser.fine == self.size, f"Factor.then: a map of {self.size} buckets is required, received one of {coarser.fine}.")
+        require(
+            coarser.fine == self.size,
+            f"Factor.then: a map of {self.size} buckets is required, received one of {coarser.fine}.",
+        )
         return Factor(self.pulled(coarser.to[..., None])[..., 0], coarser.size)
 
     def total(self, values: Tensor) -> Tensor:
@@ -139,7 +151,10 @@ class Buckets:
 
     def factor(self, coarser: "Buckets") -> Factor:
         """The map f with ``coarser.labels = f(labels)``. Raises: ArgumentError when this carrier does not refine the other."""
-        require(self.records == coarser.records, f"factor: carriers of the same records are required, received {self.records} and {coarser.records}.")
+        require(
+            self.records == coarser.records,
+            f"factor: carriers of the same records are required, received {self.records} and {coarser.records}.",
+        )
         to, split = self._met(coarser)
         if split is not None:
             raise ArgumentError(
@@ -180,7 +195,10 @@ class LogSumExp(Aggregation):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.temperature > 0, f"LogSumExp: temperature must be > 0, received {self.temperature}. For the limit 0 use Max().")
+        require(
+            self.temperature > 0,
+            f"LogSumExp: temperature must be > 0, received {self.temperature}. For the limit 0 use Max().",
+        )
 
     def along(self, log_kernel: Tensor, factor: Factor) -> Tensor:
         top = factor.largest(log_kernel.detach().mT).mT
@@ -215,7 +233,10 @@ def pushforward(log_kernel: Tensor, queries: Factor, keys: Factor, by: Aggregati
     """
     shape = tuple(log_kernel.shape)
     fits = log_kernel.ndim >= 2 and log_kernel.is_floating_point() and shape[-2:] == (queries.fine, keys.fine)
-    require(fits, f"pushforward: log K (..., {queries.fine}, {keys.fine}) is required for these maps, received {log_kernel.dtype} of shape {shape}.")
+    require(
+        fits,
+        f"pushforward: log K (..., {queries.fine}, {keys.fine}) is required for these maps, received {log_kernel.dtype} of shape {shape}.",
+    )
     return by.along(by.along(log_kernel, keys).mT, queries).mT
 
 
@@ -226,7 +247,10 @@ def reanchored(log_kernel: Tensor, queries: Factor, keys: Factor, anchor: Anchor
 
     Raises: ArgumentError for anchors that need more than K, and what ``pushforward`` raises.
     """
-    require(log_kernel.ndim == 4, f"reanchored: log K (batch, heads, T, S) is required, received shape {tuple(log_kernel.shape)}.")
+    require(
+        log_kernel.ndim == 4,
+        f"reanchored: log K (batch, heads, T, S) is required, received shape {tuple(log_kernel.shape)}.",
+    )
     require(
         isinstance(anchor, SumAnchor | TopK),
         f"reanchored: anchor {type(anchor).__name__} needs more than the kernel of queries and keys, which is all that is pushed along. Use Row, TopK, Count or Raw.",

@@ -69,7 +69,9 @@ class Declaration:
         """The fields that are not at their defaults, as they stand in its repr, for people; "" where all are."""
         assert dataclasses.is_dataclass(self)
         defaults: dict[str, Any] = {}
-        for kind in type(self).__mro__:  # of the first class that has a field: two kinds with equal values then read alike
+        for kind in type(
+            self
+        ).__mro__:  # of the first class that has a field: two kinds with equal values then read alike
             defaults |= vars(kind)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
@@ -78,7 +80,11 @@ class Declaration:
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values, with its type."""
         assert dataclasses.is_dataclass(self)
-        kept = (field for field in dataclasses.fields(self) if field.name not in self.later or getattr(self, field.name) != field.default)
+        kept = (
+            field
+            for field in dataclasses.fields(self)
+            if field.name not in self.later or getattr(self, field.name) != field.default
+        )
         fields = {field.name: _plain(getattr(self, field.name)) for field in kept}
         return {"type": type(self).__name__, **fields}
 

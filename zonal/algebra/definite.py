@@ -1,7 +1,16 @@
 """Whether the kernel among keys is positive definite, which anchors that solve stand on: with a ridge it can then always be inverted, and the fit exists."""
 
 from zonal.algebra.link import Exp, Gegenbauer, Identity, Link, Oscillatory, PolynomialSquare, SquaredAffine, Yat
-from zonal.algebra.metric import Euclidean, FisherRao, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
+from zonal.algebra.metric import (
+    Euclidean,
+    FisherRao,
+    HilbertSchmidt,
+    Hyperbolic,
+    Metric,
+    Product,
+    Sphere,
+    SquaredEuclidean,
+)
 from zonal.algebra.score import Categorical, Cosine, Dot, NegativeDistance, OperatorPath, Score
 
 _KINDS = (Euclidean, SquaredEuclidean, Sphere, Hyperbolic, HilbertSchmidt, FisherRao)
@@ -53,7 +62,11 @@ def _of_link(link: Link, unit: bool, dim: int | None) -> str | None:
 def _of_square(link: SquaredAffine) -> str | None:
     if link.learn_bias:
         return "link SquaredAffine(learn_bias=True) may learn b < 0, and (x + b)^2 then has the part 2 b x; fix b >= 0, or learn link.Gegenbauer(degrees=(2.0,), nonnegative=True)"
-    return f"link SquaredAffine(bias={link.bias:g}) has the part 2 b x with b < 0; use bias >= 0" if link.bias < 0 else None
+    return (
+        f"link SquaredAffine(bias={link.bias:g}) has the part 2 b x with b < 0; use bias >= 0"
+        if link.bias < 0
+        else None
+    )
 
 
 def _of_polynomial(link: PolynomialSquare) -> str | None:
@@ -61,7 +74,11 @@ def _of_polynomial(link: PolynomialSquare) -> str | None:
         return "link PolynomialSquare(learn=True) may learn coefficients of any sign; use learn=False, or learn link.Gegenbauer(nonnegative=True)"
     found = link.monomials(link.coefficients({})).flatten().tolist()
     bad = next((k for k, c in enumerate(found) if c < 0), None)
-    return None if bad is None else f"link PolynomialSquare{link.polynomial} has the part {found[bad]:g} x^{bad}, a negative power; use coefficients whose square has none"
+    return (
+        None
+        if bad is None
+        else f"link PolynomialSquare{link.polynomial} has the part {found[bad]:g} x^{bad}, a negative power; use coefficients whose square has none"
+    )
 
 
 def _of_harmonics(link: Gegenbauer, unit: bool, dim: int | None) -> str | None:

@@ -47,7 +47,9 @@ def paired(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return kernel(bound, coefficients, *alone).view(batch, count, heads).transpose(1, 2)
 
 
-def evidence(bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias) -> tuple[Tensor, Tensor]:
+def evidence(
+    bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias
+) -> tuple[Tensor, Tensor]:
     """K with its prior (its logarithm for a link in log space), 0 (-inf) where forbidden, (B, H, T, S); and what is allowed, broadcastable to it."""
     log = bound.link.log_space
     queries, keys = q.shape[2], k.shape[2]

@@ -46,13 +46,23 @@ class LSH(Search):
             ("seed", self.seed, 0),
         ):  # fmt: skip
             require_whole(f"hashing.LSH: {name}", value, least)
-        require(self.bits is None or self.bits <= MOST_BITS, f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.")
-        require(self.projections <= MOST_PROJECTIONS, f"hashing.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.")
+        require(
+            self.bits is None or self.bits <= MOST_BITS,
+            f"hashing.LSH: bits must be at most {MOST_BITS}, received {self.bits}. For more keys that are alike, raise tables instead.",
+        )
+        require(
+            self.projections <= MOST_PROJECTIONS,
+            f"hashing.LSH: projections must be at most {MOST_PROJECTIONS}, received {self.projections}.",
+        )
         require(self.width > 0, f"hashing.LSH: width (of a cell) must be > 0, received {self.width}.")
 
     def sized(self, keys: int, spaces: int = 1) -> "LSH":
         """With ``bits`` for so many keys and spaces, where they had been left open."""
-        return self if self.bits is not None else replace(self, bits=max(1, min(MOST_BITS, round(math.log2(max(keys, 1))) - 5) // spaces))
+        return (
+            self
+            if self.bits is not None
+            else replace(self, bits=max(1, min(MOST_BITS, round(math.log2(max(keys, 1))) - 5) // spaces))
+        )
 
     @property
     def most(self) -> int:
@@ -61,7 +71,14 @@ class LSH(Search):
 
     def moves(self) -> tuple[Move, ...]:
         what = f"on the sparse path a row keeps its largest of at most {self.most} keys, found by {self.tables} hash tables and a window of {self.window}"
-        return (Move("approximation", "search", "hash tables", f"{what}; how many of the exact ones those are depends on the input: zonal.explain(…, sample=(q, k)) measures it"),)
+        return (
+            Move(
+                "approximation",
+                "search",
+                "hash tables",
+                f"{what}; how many of the exact ones those are depends on the input: zonal.explain(…, sample=(q, k)) measures it",
+            ),
+        )
 
 
 SEARCHES: dict[str, type[Declaration]] = {"LSH": LSH}

@@ -27,7 +27,9 @@ Layer = Tensor | Prior | tuple[Prior, ...]
 NEVER = -1
 
 
-def visible(priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True) -> Tensor:
+def visible(
+    priors: Prior | tuple[Prior, ...], tokens: int, *, causal: bool = False, include_self: bool = True
+) -> Tensor:
     """The relation of priors among ``tokens`` tokens, bool (T, T): what each query may see. causal, include_self: unless the priors say so themselves."""
     require_whole("influence: tokens", tokens)
     found = intervals_of(tokens, tokens, priors if isinstance(priors, tuple) else (priors,), causal, include_self)
@@ -79,11 +81,17 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     Raises: ArgumentError when the function gives no tokens with the leading axes of x.
     """
-    require(x.ndim >= 2 and x.is_floating_point(), f"influence.support: x must be floating numbers (..., tokens, D), received {x.dtype} of shape {tuple(x.shape)}.")
+    require(
+        x.ndim >= 2 and x.is_floating_point(),
+        f"influence.support: x must be floating numbers (..., tokens, D), received {x.dtype} of shape {tuple(x.shape)}.",
+    )
     x = x.detach().requires_grad_()
     y = function(x)
     fits = isinstance(y, Tensor) and y.ndim == x.ndim and y.shape[:-2] == x.shape[:-2]
-    require(fits, f"influence.support: a function to (..., tokens, P) with the leading axes of x {tuple(x.shape)} is required, received {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}.")
+    require(
+        fits,
+        f"influence.support: a function to (..., tokens, P) with the leading axes of x {tuple(x.shape)} is required, received {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__}.",
+    )
     if not y.requires_grad:  # it does not depend on x at all
         return torch.zeros(*y.shape[:-1], x.shape[-2], dtype=torch.bool, device=x.device)
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
@@ -96,22 +104,31 @@ def support(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _is_list(layers: Layer | Sequence[Layer]) -> bool:
     """Whether several layers are meant: a tuple of priors is one layer."""
-    return not isinstance(layers, Tensor | Prior) and not (isinstance(layers, tuple) and all(isinstance(part, Prior) for part in layers))
+    return not isinstance(layers, Tensor | Prior) and not (
+        isinstance(layers, tuple) and all(isinstance(part, Prior) for part in layers)
+    )
 
 
 def _relations(layers: Layer | Sequence[Layer], tokens: int | None) -> list[Tensor]:
     """I | R of each layer, on equal leading axes."""
     each: list[Layer] = [*layers] if _is_list(layers) else [layers]  # type: ignore[list-item, misc]
     require(len(each) > 0, "influence: at least one layer is required, received none.")
-    sizes = {layer.shape[-1] for layer in each if isinstance(layer, Tensor) and layer.ndim >= 2} | ({tokens} if tokens is not None else set())
+    sizes = {layer.shape[-1] for layer in each if isinstance(layer, Tensor) and layer.ndim >= 2} | (
+        {tokens} if tokens is not None else set()
+    )
     require(len(sizes) > 0, "influence: priors alone do not say how many tokens there are. Pass tokens=.")
     require(len(sizes) == 1, f"influence: layers of one number of tokens are required, received {sorted(sizes)}.")
     size = sizes.pop()
     found = [layer if isinstance(layer, Tensor) else visible(layer, size) for layer in each]
     for layer in found:
         square = layer.dtype == torch.bool and layer.ndim >= 2 and layer.shape[-2] == layer.shape[-1]
-        require(square, f"influence: a relation must be bool (..., tokens, tokens), True where the row reads the column, received {layer.dtype} of shape {tuple(layer.shape)}.")
-    return [*torch.broadcast_tensors(*(layer | torch.eye(size, dtype=torch.bool, device=layer.device) for layer in found))]
+        require(
+            square,
+            f"influence: a relation must be bool (..., tokens, tokens), True where the row reads the column, received {layer.dtype} of shape {tuple(layer.shape)}.",
+        )
+    return [
+        *torch.broadcast_tensors(*(layer | torch.eye(size, dtype=torch.bool, device=layer.device) for layer in found))
+    ]
 
 
 def _after(relation: Tensor, before: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def _branches(paths: Sequence[tuple[str, tuple[Move, ...]]], indent: str) -> lis
             continue
         first = members[0][1][0]
         alike = sum((move.step, move.name) == (first.step, first.name) for move in firsts) > 1
-        lines.append(f"{indent}{'└─' if last else '├─'} {first.step}: {first.name}{f' ({first.settings})' if alike and first.settings else ''}")
+        lines.append(
+            f"{indent}{'└─' if last else '├─'} {first.step}: {first.name}{f' ({first.settings})' if alike and first.settings else ''}"
+        )
         lines += _branches([(one, moves[1:]) for one, moves in members], indent + ("   " if last else "│  "))
     return lines

@@ -22,7 +22,9 @@ def operator_of(call: str, given: object) -> Operator:
     if not isinstance(given, Operator):
         kind = type(given).__name__
         article = "an" if kind[:1] in "AEIOUaeiou" else "a"
-        raise ArgumentError(f"{call}: an Operator or a spec such as 'sko' is required, received {article} {kind}. Make one with zonal.mechanisms, e.g. mechanisms.softmax().")
+        raise ArgumentError(
+            f"{call}: an Operator or a spec such as 'sko' is required, received {article} {kind}. Make one with zonal.mechanisms, e.g. mechanisms.softmax()."
+        )
     return given
 
 

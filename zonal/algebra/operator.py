@@ -105,7 +105,9 @@ class Operator(nn.Module):
         priors = (prior,) if isinstance(prior, Prior) else tuple(prior)
         for value, kind in ((score, Score), (link, Link), (anchor, Anchor), *((p, Prior) for p in priors)):
             if not isinstance(value, kind):
-                raise ArgumentError(f"Operator: a {kind.__name__.lower()} is required, received {value!r}. See zonal.{kind.__name__.lower()} for what there is.")
+                raise ArgumentError(
+                    f"Operator: a {kind.__name__.lower()} is required, received {value!r}. See zonal.{kind.__name__.lower()} for what there is."
+                )
         self.score, self.link, self.anchor, self.prior = score, link, anchor, priors
         self.name = name or f"{type(score).__name__}-{type(link).__name__}-{type(anchor).__name__}".lower()
         self.spec = spec or self.name
@@ -122,7 +124,9 @@ class Operator(nn.Module):
         if anchor.solves:  # the kernel among keys is each key head's, and so is what it learns
             self._kv_rows["link"] = frozenset(start["link"])
         self._kept: dict[int, tuple[Params, Tensor]] = {}
-        self.learned_parts = nn.ParameterDict({f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()})
+        self.learned_parts = nn.ParameterDict(
+            {f"{slot}_{key}": nn.Parameter(value) for slot, values in start.items() for key, value in values.items()}
+        )
         self.fixed_parts = nn.Module()
         for slot, values in drawn.items():
             for key, value in values.items():
@@ -130,19 +134,30 @@ class Operator(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SLOTS and name in vars(self):
-            raise ArgumentError(f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one.")
+            raise ArgumentError(
+                f"Operator: slot {name!r} cannot be assigned, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one."
+            )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in _SLOTS:
-            raise ArgumentError(f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one.")
+            raise ArgumentError(
+                f"Operator: slot {name!r} cannot be deleted, as an operator stays what it was declared. Use operator.replace({name}=…), which returns a new one."
+            )
         super().__delattr__(name)
 
     def _parts(self) -> list[tuple[str, Declaration]]:
-        return [("score", self.score), ("link", self.link), ("anchor", self.anchor), *((f"prior{i}", p) for i, p in enumerate(self.prior))]
+        return [
+            ("score", self.score),
+            ("link", self.link),
+            ("anchor", self.anchor),
+            *((f"prior{i}", p) for i, p in enumerate(self.prior)),
+        ]
 
     def _params(self, slot: str, heads: int, kv_heads: int) -> Params:
-        rows = {key: kv_heads if key in self._kv_rows[slot] else heads for key in (*self._learned[slot], *self._fixed[slot])}
+        rows = {
+            key: kv_heads if key in self._kv_rows[slot] else heads for key in (*self._learned[slot], *self._fixed[slot])
+        }
         spread = slot == "link" and self.link.spreads
         return {key: expand_rows(self._value(slot, key), count, f"{slot}.{key}", spread) for key, count in rows.items()}
 
@@ -177,7 +192,11 @@ class Operator(nn.Module):
             )
         signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
         if isinstance(self.anchor, Row | TopK) and signed:
-            what = f"{type(self.score).__name__} scores" if isinstance(self.link, Identity) else f"{type(self.link).__name__} values"
+            what = (
+                f"{type(self.score).__name__} scores"
+                if isinstance(self.link, Identity)
+                else f"{type(self.link).__name__} values"
+            )
             return (
                 f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
@@ -232,7 +251,12 @@ class Operator(nn.Module):
         decay = next(((f"prior{i}", p) for i, p in enumerate(self.prior) if isinstance(p, Decay)), None)
         alibi = next((p for p in self.prior if isinstance(p, ALiBi)), None)
         return Bound(
-            score=self.score, link=self.link, anchor=self.anchor, priors=self.prior, heads=heads, kv_heads=kv_heads,
+            score=self.score,
+            link=self.link,
+            anchor=self.anchor,
+            priors=self.prior,
+            heads=heads,
+            kv_heads=kv_heads,
             coefficients=self._coefficients(heads, kv_heads),
             score_params=self._params("score", heads, kv_heads),
             anchor_params=self._params("anchor", heads, kv_heads),
@@ -246,11 +270,17 @@ class Operator(nn.Module):
             return c if c.shape[1] == 1 else c.repeat_interleave(heads // kv_heads, 1)
         learned = {key: self.learned_parts[f"link_{key}"] for key in self._learned["link"]}
         tracked = torch.is_grad_enabled() and any(p.requires_grad for p in learned.values())
-        if tracked or torch.compiler.is_compiling() or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values()):
+        if (
+            tracked
+            or torch.compiler.is_compiling()
+            or not all(type(p) is nn.Parameter and p.device.type == "cpu" for p in learned.values())
+        ):
             return self._combined(learned, heads)
         # a dozen operations on a few numbers cost more than a short call: what they gave is kept while they would give it again
         kept = self._kept.get(heads)
-        if kept is None or not all(learned[key].dtype == value.dtype and torch.equal(learned[key], value) for key, value in kept[0].items()):
+        if kept is None or not all(
+            learned[key].dtype == value.dtype and torch.equal(learned[key], value) for key, value in kept[0].items()
+        ):
             with torch.inference_mode(False), torch.no_grad():
                 kept = ({key: p.detach().clone() for key, p in learned.items()}, self._combined(learned, heads))
             self._kept[heads] = kept
@@ -259,7 +289,11 @@ class Operator(nn.Module):
     def _combined(self, learned: Params, heads: int) -> Tensor:
         # rows are repeated after they are combined, there being fewer of them before
         c = self.link.coefficients(learned)
-        return c if c.shape[1] in (1, heads) else expand_rows(c.transpose(0, 1), heads, "link coefficients", self.link.spreads).transpose(0, 1)
+        return (
+            c
+            if c.shape[1] in (1, heads)
+            else expand_rows(c.transpose(0, 1), heads, "link coefficients", self.link.spreads).transpose(0, 1)
+        )
 
     def replace(
         self,
@@ -271,8 +305,15 @@ class Operator(nn.Module):
     ) -> "Operator":
         """A new operator with some slots swapped; parts that stay keep their learned values."""
         new = Operator(
-            score or self.score, link or self.link, anchor or self.anchor, self.prior if prior is None else prior,
-            name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim, spec=None,
+            score or self.score,
+            link or self.link,
+            anchor or self.anchor,
+            self.prior if prior is None else prior,
+            name=self.name,
+            readout=self.readout,
+            layer_init=self.layer_init,
+            qk_dim=self.qk_dim,
+            spec=None,
         )
         kept = {slot for slot, part in self._parts() if dict(new._parts()).get(slot) == part}
         for key, value in self.learned_parts.items():
@@ -286,7 +327,9 @@ class Operator(nn.Module):
     def for_heads(self, heads: int, kv_heads: int | None = None, *, dim: int | None = None) -> "Operator":
         """A copy whose learned parts have one row of their own for each head. dim: the size of a head, where score or link had left it open."""
         kv_heads = kv_heads or heads
-        score, link = (self.score, self.link) if dim is None else (self.score.sized(dim, kv_heads), self.link.sized(dim))
+        score, link = (
+            (self.score, self.link) if dim is None else (self.score.sized(dim, kv_heads), self.link.sized(dim))
+        )
         link = link.spread(kv_heads if self.anchor.solves else heads)
         new = Operator(
             score, link, self.anchor, self.prior, name=self.name, readout=self.readout, layer_init=self.layer_init, qk_dim=self.qk_dim,
@@ -298,7 +341,11 @@ class Operator(nn.Module):
             for key, value in source._params(slot, heads, kv_heads).items():
                 if key in source._learned[slot]:
                     # a link of fewer degrees has fewer weights
-                    kept = value[:, : new.learned_parts[f"{slot}_{key}"].shape[1]] if slot == "link" and value.ndim == 2 else value
+                    kept = (
+                        value[:, : new.learned_parts[f"{slot}_{key}"].shape[1]]
+                        if slot == "link" and value.ndim == 2
+                        else value
+                    )
                     new.learned_parts[f"{slot}_{key}"] = nn.Parameter(kept.detach().clone())
                 else:
                     new.fixed_parts.register_buffer(f"{slot}_{key}", value.clone())
@@ -329,7 +376,9 @@ class Operator(nn.Module):
         Raises: ArgumentError for a score that chooses nothing, or keys that do not fit it.
         """
         if k.ndim != 4 or 0 in k.shape:
-            raise ArgumentError(f"Operator.fit: keys (batch, key heads, tokens, dim) are required, received shape {tuple(k.shape)}.")
+            raise ArgumentError(
+                f"Operator.fit: keys (batch, key heads, tokens, dim) are required, received shape {tuple(k.shape)}."
+            )
         new = self.replace(score=self.score.sized(k.shape[3], k.shape[1]))
         new.spec = self.spec
         chosen = new.score.chosen(k)
@@ -347,7 +396,9 @@ class Operator(nn.Module):
         tags = self.tags
         listed: list[Move] = []
         for _, part in self._parts():
-            first, *rest = part.moves() or (Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),)
+            first, *rest = part.moves() or (
+                Move("restriction", part.slot, type(part).__name__, "it does not say what it assumes"),
+            )
             listed += [replace(first, settings=part.settings()), *rest]
         past = Derived("moments", f"hence moments of keys up to degree {tags.degree} carry all of the past")
         if tags.degree is None:
@@ -355,13 +406,30 @@ class Operator(nn.Module):
         if not tags.solves:  # what a solve keeps is its anchor's to say
             listed = [replace(move, derives=(*move.derives, past)) if move.slot == "link" else move for move in listed]
         support = Derived("support", "hence K is an array, and nothing comes from a pair that is forbidden")
-        return ledger.ordered((Move("closure", "carrier", "tokens", "records are a fixed, finite set of tokens, and a pair is allowed or it is not", (support,)), *listed))
+        return ledger.ordered(
+            (
+                Move(
+                    "closure",
+                    "carrier",
+                    "tokens",
+                    "records are a fixed, finite set of tokens, and a pair is allowed or it is not",
+                    (support,),
+                ),
+                *listed,
+            )
+        )
 
     def config(self) -> dict[str, Any]:
         """The declaration as plain JSON values (learned values are not in it)."""
         return {
-            "name": self.name, "spec": self.spec, "readout": self.readout, "layer_init": self.layer_init,
-            "qk_dim": self.qk_dim, "score": self.score.config(), "link": self.link.config(), "anchor": self.anchor.config(),
+            "name": self.name,
+            "spec": self.spec,
+            "readout": self.readout,
+            "layer_init": self.layer_init,
+            "qk_dim": self.qk_dim,
+            "score": self.score.config(),
+            "link": self.link.config(),
+            "anchor": self.anchor.config(),
             "prior": [p.config() for p in self.prior],
         }
 
@@ -377,16 +445,24 @@ class Operator(nn.Module):
         read = {slot: from_config(config[slot], slots.ALL, slot) for slot in ("score", "link", "anchor")}
         prior = tuple(from_config(p, slots.ALL, "prior") for p in config["prior"])
         return Operator(
-            read["score"], read["link"], read["anchor"], prior,  # type: ignore[arg-type]
-            name=config.get("name"), readout=config.get("readout"), layer_init=config.get("layer_init", "default"),
-            qk_dim=config.get("qk_dim"), spec=config.get("spec"),
+            read["score"],
+            read["link"],
+            read["anchor"],
+            prior,  # type: ignore[arg-type]
+            name=config.get("name"),
+            readout=config.get("readout"),
+            layer_init=config.get("layer_init", "default"),
+            qk_dim=config.get("qk_dim"),
+            spec=config.get("spec"),
         )
 
     @torch.no_grad()
     def learned(self, points: int = 81) -> dict[str, Any]:
         """What this operator has learned, as plain lists: the kernel curve l(x) a head, and eta, gamma, ridge, degrees, rates, temperatures, the
         weights of distances and the curvature that they make."""
-        rows = max([1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])])
+        rows = max(
+            [1, *(p.shape[0] for p in self.learned_parts.values()), *([len(self.link.config().get("degrees", ()))])]
+        )
         bound = self.bind(rows, rows)
         reach = 1.0 if self.link.domain is not None or self.score.bound is not None else 3.0
         x = torch.linspace(-reach, reach, points, dtype=torch.float64)
@@ -412,17 +488,24 @@ class Operator(nn.Module):
         return f"name={self.name!r}, score={self.score}, link={self.link}, anchor={self.anchor}, prior={self.prior}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise ArgumentError("Operator: an operator is a declaration; call zonal.attention(q, k, v, operator) to run it.")
+        raise ArgumentError(
+            "Operator: an operator is a declaration; call zonal.attention(q, k, v, operator) to run it."
+        )
 
 
 def apart(a: Operator, b: Operator) -> str:
     """For people: two operators by what is unlike in the first slot that is: fields of one declaration, or the two declarations."""
-    slot = next((slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor")
+    slot = next(
+        (slot for slot in ("score", "link", "anchor", "prior") if getattr(a, slot) != getattr(b, slot)), "anchor"
+    )
     mine, theirs = getattr(a, slot), getattr(b, slot)
     shown = [repr(mine), repr(theirs)]
     if type(mine) is type(theirs) and is_dataclass(mine):
         unlike = [field.name for field in fields(mine) if getattr(mine, field.name) != getattr(theirs, field.name)]
-        shown = [f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)!r}' for name in unlike)})" for part in (mine, theirs)]
+        shown = [
+            f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)!r}' for name in unlike)})"
+            for part in (mine, theirs)
+        ]
     return f"{a.name!r} with {slot} {shown[0]} and {b.name!r} with {shown[1]}"
 
 

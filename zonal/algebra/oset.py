@@ -48,10 +48,15 @@ class OSet(Generic[Stage]):
 
         Raises: ArgumentError without a generator, since nothing would ever be logged.
         """
-        require(len(generators) > 0, "OSet.generated: at least one generator is required, received none. Pass procedures that log records, stage -> bool tensor.")
+        require(
+            len(generators) > 0,
+            "OSet.generated: at least one generator is required, received none. Pass procedures that log records, stage -> bool tensor.",
+        )
 
         def accepts(stage: Stage) -> Tensor:
-            return torch.stack([_flags("OSet.generated: a generator", log(stage)) for log in generators]).any(0) & protocol(stage)
+            return torch.stack([_flags("OSet.generated: a generator", log(stage)) for log in generators]).any(
+                0
+            ) & protocol(stage)
 
         return cls(accepts)
 
@@ -128,7 +133,9 @@ class Reporter(Generic[Stage]):
 
     def consistent(self, subject: OSet[Stage], stages: Iterable[Stage]) -> bool:
         """Whether, at these stages, ``yes`` accepts only what the o-set reported on does, and ``no`` nothing of it."""
-        return self.yes.refines(subject, stages := tuple(stages)) and not any(bool(self.no.meet(subject).at(stage).any()) for stage in stages)
+        return self.yes.refines(subject, stages := tuple(stages)) and not any(
+            bool(self.no.meet(subject).at(stage).any()) for stage in stages
+        )
 
     def decoded(self, stage: Stage, decode: Tensor) -> tuple[Tensor, Tensor]:
         """(yes, no), bool (elements,): elements of which some record is accepted. decode (records,): the element, from 0, that each record stands for.
@@ -137,7 +144,10 @@ class Reporter(Generic[Stage]):
         """
         yes, no = _alike("decoded", self.yes.at(stage).flatten(), self.no.at(stage).flatten())
         fits = decode.dtype == torch.int64 and decode.shape == yes.shape and decode.numel() > 0
-        require(fits, f"Reporter: decode must be int64 with one element for each of {tuple(yes.shape)} records, received {decode.dtype} of {tuple(decode.shape)}.")
+        require(
+            fits,
+            f"Reporter: decode must be int64 with one element for each of {tuple(yes.shape)} records, received {decode.dtype} of {tuple(decode.shape)}.",
+        )
         count = int(decode.max()) + 1
         found = decode.unique()
         require(
@@ -158,18 +168,30 @@ class Reporter(Generic[Stage]):
         Raises: ArgumentError at any other stage, naming an element that is undecided or has both labels.
         """
         yes, no = self.decoded(stage, decode)
-        for flags, what, remedy in ((~(yes | no), "is undecided", "Wait for a later stage, or report it as Verdict.UNDECIDED."), (yes & no, "has records of both labels", "Decode them to different elements.")):
-            require(not bool(flags.any()), f"Reporter.partition: the stage is not two-valued: element {int(flags.to(torch.int8).argmax())} {what}. {remedy}")
+        for flags, what, remedy in (
+            (~(yes | no), "is undecided", "Wait for a later stage, or report it as Verdict.UNDECIDED."),
+            (yes & no, "has records of both labels", "Decode them to different elements."),
+        ):
+            require(
+                not bool(flags.any()),
+                f"Reporter.partition: the stage is not two-valued: element {int(flags.to(torch.int8).argmax())} {what}. {remedy}",
+            )
         return Partition(yes, no)
 
 
 def _flags(what: str, value: Tensor) -> Tensor:
-    require(isinstance(value, Tensor) and value.dtype == torch.bool, f"{what} must give a bool tensor over the records, received {value!r}. Compare evidence with a threshold.")
+    require(
+        isinstance(value, Tensor) and value.dtype == torch.bool,
+        f"{what} must give a bool tensor over the records, received {value!r}. Compare evidence with a threshold.",
+    )
     return value
 
 
 def _alike(verb: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    require(a.shape == b.shape, f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. For pairs of unlike records use product.")
+    require(
+        a.shape == b.shape,
+        f"OSet.{verb}: both must be on the same records, received shapes {tuple(a.shape)} and {tuple(b.shape)}. For pairs of unlike records use product.",
+    )
     return a, b
 
 

@@ -34,7 +34,9 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
     x = torch.ones_like(gram[..., :1]) / gram.shape[-1] ** 0.5
 
     def step(x: Tensor, matrix: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(lower, matrix @ torch.linalg.solve_triangular(lower.mT, x, upper=True), upper=False)
+        return torch.linalg.solve_triangular(
+            lower, matrix @ torch.linalg.solve_triangular(lower.mT, x, upper=True), upper=False
+        )
 
     for _ in range(ITERATIONS):
         x = step(step(x, shift), shift.mT)
@@ -44,10 +46,16 @@ def contraction(gram: Tensor, shift: Tensor, who: str) -> Tensor:
 
 def on_heads(powers: tuple[int, ...], step: int, device: torch.device) -> Tensor | None:
     """Which heads take their Koopman step number ``step`` (from 0): bool (H,), or None when all do."""
-    return None if step < min(powers) else torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
+    return (
+        None
+        if step < min(powers)
+        else torch.tensor([step < power for power in powers], device=device, dtype=torch.bool)
+    )
 
 
-def fading_weights(q: Tensor, k: Tensor, log_decay: Tensor, ridge: Tensor, powers: tuple[int, ...], visibility: Visibility) -> Tensor:
+def fading_weights(
+    q: Tensor, k: Tensor, log_decay: Tensor, ridge: Tensor, powers: tuple[int, ...], visibility: Visibility
+) -> Tensor:
     """W (B, H, T, S) of a ridge or Koopman read-out whose past fades, token by token: the definition.
 
     From G = rho I, M = 0, C = 0 each real token makes, with its rate l_t = exp(log_decay) in (0, 1],

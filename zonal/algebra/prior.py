@@ -20,7 +20,10 @@ from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, r
 from zonal.errors import ArgumentError
 
 _EARLIER = Derived("no leak", "hence no output depends on a later token")
-_SEPARABLE = Derived("separable prior", "hence B is a factor of the query times a factor of the key on causal pairs, so that sums over the past can be carried")
+_SEPARABLE = Derived(
+    "separable prior",
+    "hence B is a factor of the query times a factor of the key on causal pairs, so that sums over the past can be carried",
+)
 
 
 class Prior(Declaration):
@@ -49,7 +52,15 @@ class ChunkCausal(Prior):
         require(self.size >= 1, f"ChunkCausal: size must be >= 1, received {self.size}.")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("restriction", "prior", "whole chunks", f"a query sees only whole chunks of {self.size} tokens before its own", (_EARLIER,)),)
+        return (
+            Move(
+                "restriction",
+                "prior",
+                "whole chunks",
+                f"a query sees only whole chunks of {self.size} tokens before its own",
+                (_EARLIER,),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,16 @@ class Window(Prior):
     right: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.left >= 0 and (self.right is None or self.right >= 0), f"Window: left and right must be >= 0, received {self.left}, {self.right}.")
+        require(
+            self.left >= 0 and (self.right is None or self.right >= 0),
+            f"Window: left and right must be >= 0, received {self.left}, {self.right}.",
+        )
 
     def moves(self) -> tuple[Move, ...]:
         reach = Derived("reach", f"hence n layers reach back at most {self.left} n tokens")
-        return (Move("restriction", "prior", "window", f"a query sees at most the {self.left} keys before it", (reach,)),)
+        return (
+            Move("restriction", "prior", "window", f"a query sees at most the {self.left} keys before it", (reach,)),
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,15 @@ class ALiBi(Prior):
         return expand_rows(torch.tensor(values, dtype=torch.float32), heads, "ALiBi slopes")
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("restriction", "prior", "positions", "evidence falls exponentially with the distance of positions, at a fixed rate a head", (_SEPARABLE,)),)
+        return (
+            Move(
+                "restriction",
+                "prior",
+                "positions",
+                "evidence falls exponentially with the distance of positions, at a fixed rate a head",
+                (_SEPARABLE,),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -101,11 +125,21 @@ class Decay(Prior):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", tuple(float(v) for v in self.rates))
-        require(len(self.rates) > 0 and all(0 < r < 1 for r in self.rates), f"Decay: rates must lie in (0, 1), received {self.rates}.")
-        require(not (self.gated and self.learn), "Decay: gated=True takes the decay from a layer's gate, which learns; pass learn=False.")
+        require(
+            len(self.rates) > 0 and all(0 < r < 1 for r in self.rates),
+            f"Decay: rates must lie in (0, 1), received {self.rates}.",
+        )
+        require(
+            not (self.gated and self.learn),
+            "Decay: gated=True takes the decay from a layer's gate, which learns; pass learn=False.",
+        )
 
     def initial(self) -> dict[str, Tensor]:
-        return {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates], dtype=torch.float32)} if self.learn else {}
+        return (
+            {"log_rate": torch.tensor([math.log(-math.log(r)) for r in self.rates], dtype=torch.float32)}
+            if self.learn
+            else {}
+        )
 
     def log_decay(self, params: dict[str, Tensor], heads: int) -> Tensor:
         """log rate (H,) <= 0."""
@@ -221,7 +255,13 @@ class Visibility:
             return Rows(0, 0, 0, 0, None)
         edge = hi - torch.arange(start, stop)
         straight = int(edge[0]) if bool((edge == edge[0]).all()) else None
-        return Rows(int(lo[open_].min()), int(hi[open_].max()), int(lo.max()), int(hi.min()), None if straight is None else straight + start)
+        return Rows(
+            int(lo[open_].min()),
+            int(hi[open_].max()),
+            int(lo.max()),
+            int(hi.min()),
+            None if straight is None else straight + start,
+        )
 
     def tile(self, t0: int, t1: int, s0: int, s1: int, device: torch.device) -> Tensor | None:
         """The mask of a tile, broadcastable to (B, 1, t, s); None where nothing is forbidden."""
@@ -265,7 +305,11 @@ class Bias:
                 # both are long running sums: take out a common reference before leaving float64
                 reference = row[..., :1].detach()
                 row, col = row - reference, col + reference
-            parts = [p for p in (None if row is None else row[..., :, None], None if col is None else col[..., None, :]) if p is not None]
+            parts = [
+                p
+                for p in (None if row is None else row[..., :, None], None if col is None else col[..., None, :])
+                if p is not None
+            ]
             total = sum((p.to(dtype) for p in parts[1:]), parts[0].to(dtype))
         if self.slope is not None:
             distance = (position[t0:t1, None] - torch.arange(s0, s1)).abs().to(self.slope.device)
@@ -288,12 +332,18 @@ def visibility(
     edges = None
     if cu_seqlens is not None:
         edges = checked_cu_seqlens(cu_seqlens, keys)
-        require(queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}.")
+        require(
+            queries == keys, f"attention: packed sequences need as many queries as keys, received {queries} and {keys}."
+        )
     rule = (queries, keys, priors, causal, include_self)
-    return Visibility(functools.partial(intervals_of, *rule, edges), keys, key_padding_mask, edges, rule if edges is None else None)
+    return Visibility(
+        functools.partial(intervals_of, *rule, edges), keys, key_padding_mask, edges, rule if edges is None else None
+    )
 
 
-def intervals_of(queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None = None) -> Intervals:
+def intervals_of(
+    queries: int, keys: int, priors: tuple[Prior, ...], causal: bool, include_self: bool, edges: Tensor | None = None
+) -> Intervals:
     """The intervals of ``visibility``'s rules. edges: of packed documents."""
     mode: Literal["none", "causal", "chunk"] = "causal" if causal else "none"
     left: int | None = None
@@ -327,7 +377,13 @@ def intervals_of(queries: int, keys: int, priors: tuple[Prior, ...], causal: boo
 def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     """cu_seqlens as int64 on the CPU; must be 1-D, start at 0, strictly increase and end at ``total``."""
     edges = cu_seqlens.detach().to("cpu", torch.int64)
-    good = edges.ndim == 1 and edges.numel() >= 2 and int(edges[0]) == 0 and int(edges[-1]) == total and bool((edges.diff() > 0).all())
+    good = (
+        edges.ndim == 1
+        and edges.numel() >= 2
+        and int(edges[0]) == 0
+        and int(edges[-1]) == total
+        and bool((edges.diff() > 0).all())
+    )
     if not good:
         raise ArgumentError(
             f"attention: cu_seqlens must start at 0, strictly increase and end at the packed length {total}, received {cu_seqlens.tolist()}."
@@ -335,6 +391,26 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     return edges
 
 
-PRIORS: dict[str, type[Declaration]] = {"Causal": Causal, "ChunkCausal": ChunkCausal, "Window": Window, "ALiBi": ALiBi, "Decay": Decay}
+PRIORS: dict[str, type[Declaration]] = {
+    "Causal": Causal,
+    "ChunkCausal": ChunkCausal,
+    "Window": Window,
+    "ALiBi": ALiBi,
+    "Decay": Decay,
+}
 
-__all__ = ["PRIORS", "ALiBi", "Bias", "Causal", "ChunkCausal", "Decay", "Intervals", "Prior", "Rule", "Visibility", "Window", "intervals_of", "visibility"]
+__all__ = [
+    "PRIORS",
+    "ALiBi",
+    "Bias",
+    "Causal",
+    "ChunkCausal",
+    "Decay",
+    "Intervals",
+    "Prior",
+    "Rule",
+    "Visibility",
+    "Window",
+    "intervals_of",
+    "visibility",
+]

@@ -79,7 +79,11 @@ class Kernel(Probe):
 
     def observe(self, log_kernel: Tensor) -> Observed:
         log_kernel = _checked("probe.Kernel", log_kernel)
-        left = torch.zeros_like(log_kernel[..., 0]) if self.log_factor is None else self.log_factor.to(log_kernel).expand(log_kernel.shape[:-1])
+        left = (
+            torch.zeros_like(log_kernel[..., 0])
+            if self.log_factor is None
+            else self.log_factor.to(log_kernel).expand(log_kernel.shape[:-1])
+        )
         return Observed(log_kernel + left[..., None], left, torch.zeros_like(log_kernel[..., 0, :]))
 
 
@@ -104,8 +108,14 @@ class EntropicPlan(Probe):
 
     def __post_init__(self) -> None:
         good = isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho)
-        require(good, f"probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received {self.rho!r}.")
-        require(self.reference in ("masses", "kernel"), f"probe.EntropicPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.")
+        require(
+            good,
+            f"probe.EntropicPlan: rho must be two numbers >= 0, or None for a marginal that is a constraint, received {self.rho!r}.",
+        )
+        require(
+            self.reference in ("masses", "kernel"),
+            f"probe.EntropicPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.",
+        )
         require(self.tolerance > 0, f"probe.EntropicPlan: tolerance must be > 0, received {self.tolerance}.")
         require_whole("probe.EntropicPlan: iterations", self.iterations)
 
@@ -121,11 +131,20 @@ class EntropicPlan(Probe):
         log_kernel = _checked("probe.EntropicPlan", log_kernel)
         for side, axis in (("row", -1), ("column", -2)):
             empty = log_kernel.isneginf().all(axis).nonzero()
-            require(not len(empty), f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.")
-        mu, nu = self._marginal("rows", self.rows, log_kernel.shape[-2]), self._marginal("columns", self.columns, log_kernel.shape[-1])
+            require(
+                not len(empty),
+                f"probe.EntropicPlan: every row and column needs an allowed pair, and {side} {empty[0, -1] if len(empty) else 0} has none. Leave it out.",
+            )
+        mu, nu = (
+            self._marginal("rows", self.rows, log_kernel.shape[-2]),
+            self._marginal("columns", self.columns, log_kernel.shape[-1]),
+        )
         masses = float(mu.sum()), float(nu.sum())
         fits = not (self.left and self.right) or math.isclose(*masses, rel_tol=1e-9)
-        require(fits, f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a rho.")
+        require(
+            fits,
+            f"probe.EntropicPlan: rows and columns must have one sum for a balanced plan, received {masses[0]:g} and {masses[1]:g}. Scale one, or give a rho.",
+        )
         log_mu, log_nu = mu.log().to(log_kernel.device), nu.log().to(log_kernel.device)
         give, take = (1.0 if rho is None else rho / (1 + rho) for rho in self.rho)
         # log a = log mu - give l with the masses in the reference, give (log mu - l) without
@@ -139,7 +158,11 @@ class EntropicPlan(Probe):
             # relative to the factors, whose last digit is all that is left where K underflows; what is not a number goes on to be reported
             if change <= self.tolerance * (1 + max(float(left.abs().max()), float(right.abs().max()))):
                 return Observed(log_kernel + left[..., None] + right[..., None, :], left, right)
-        off = float(((log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp() - mu.to(log_kernel.device)).abs().sum())
+        off = float(
+            ((log_kernel + left[..., None] + right[..., None, :]).logsumexp(-1).exp() - mu.to(log_kernel.device))
+            .abs()
+            .sum()
+        )
         raise ArgumentError(
             f"probe.EntropicPlan: after {self.iterations} scalings a log factor still changes by {change:.2g}, and rows miss their marginals by {off:.2g} in all. The mask "
             "leaves no plan with these marginals, or one that only a limit reaches (under a causal mask with uniform marginals, the diagonal). Allow more pairs, "
@@ -151,7 +174,10 @@ class EntropicPlan(Probe):
         if given is None:
             return torch.full((size,), 1 / size, dtype=torch.float64)
         good = given.shape == (size,) and bool((given > 0).all()) and bool(given.isfinite().all())
-        require(good, f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.")
+        require(
+            good,
+            f"probe.EntropicPlan: {name} must be {size} finite numbers > 0, received shape {tuple(given.shape)}. Leave out tokens that are to have no mass.",
+        )
         return given.double()
 
 
@@ -172,7 +198,10 @@ def equivalent(log_first: Tensor, log_second: Tensor, probe: Probe, *, tolerance
 
     Raises: ArgumentError for kernels of different shapes, and what ``probe.observe`` raises.
     """
-    require(log_first.shape == log_second.shape, f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and {tuple(log_second.shape)}.")
+    require(
+        log_first.shape == log_second.shape,
+        f"probe.equivalent: kernels of one shape are required, received {tuple(log_first.shape)} and {tuple(log_second.shape)}.",
+    )
     first, second = probe.observe(log_first), probe.observe(log_second)
     seen, other = first.log.exp(), second.log.exp()
     apart, mass = (seen - other).abs().sum(-1), torch.maximum(seen.sum(-1), other.sum(-1))
@@ -243,7 +272,14 @@ def energies(scores: Tensor, weight: Tensor | None = None) -> Energies:
     weight = _weights("probe.energies", scores, weight)
     filled = _filled(scores)
     mean = (weight * filled).sum((-1, -2), keepdim=True) / weight.sum((-1, -2), keepdim=True).clamp_min(1e-300)
-    total, by_row, rest = (_square(x, weight) for x in (scores - mean, centred(scores, "row", weight).interaction, centred(scores, "both", weight).interaction))
+    total, by_row, rest = (
+        _square(x, weight)
+        for x in (
+            scores - mean,
+            centred(scores, "row", weight).interaction,
+            centred(scores, "both", weight).interaction,
+        )
+    )
     return Energies(total - by_row, by_row - rest, rest)
 
 
@@ -281,7 +317,10 @@ def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, swee
     Raises: ArgumentError for a rank below 1 or above min(T, S), and what ``centred`` raises.
     """
     require_whole("probe.normal_form: rank", rank)
-    require(scores.ndim >= 2 and rank <= min(scores.shape[-2:]), f"probe.normal_form: rank must be at most min(T, S), received {rank} for scores {tuple(scores.shape)}.")
+    require(
+        scores.ndim >= 2 and rank <= min(scores.shape[-2:]),
+        f"probe.normal_form: rank must be at most min(T, S), received {rank} for scores {tuple(scores.shape)}.",
+    )
     fields = centred(scores, "both", weight)
     weight_, target = _weights("probe.normal_form", fields.interaction, weight), _filled(fields.interaction)
     u, s, vh = torch.linalg.svd(target, full_matrices=False)
@@ -290,7 +329,9 @@ def normal_form(scores: Tensor, rank: int, weight: Tensor | None = None, *, swee
     best = weight is None and not bool(fields.interaction.isneginf().any())
     if not best:
         queries, keys = _alternate(target, weight_, queries, keys, sweeps)
-    return NormalForm(fields.rows, fields.columns, queries, keys, _explained(target, queries @ keys.mT, weight_, scores), best)
+    return NormalForm(
+        fields.rows, fields.columns, queries, keys, _explained(target, queries @ keys.mT, weight_, scores), best
+    )
 
 
 def _alternate(target: Tensor, weight: Tensor, queries: Tensor, keys: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
@@ -310,7 +351,9 @@ def _regress(target: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """Each row's best coefficients of ``keys`` for its targets; where several are (a row that sees fewer keys than the rank), nearly the shortest."""
     gram = torch.einsum("...ts,...sa,...sb->...tab", weight, keys, keys)
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    lower, _ = torch.linalg.cholesky_ex(gram + torch.diag_embed((1e-11 * trace + 1e-30)[..., None].expand(*trace.shape, gram.shape[-1])))
+    lower, _ = torch.linalg.cholesky_ex(
+        gram + torch.diag_embed((1e-11 * trace + 1e-30)[..., None].expand(*trace.shape, gram.shape[-1]))
+    )
     return torch.cholesky_solve(((weight * target) @ keys)[..., None], lower)[..., 0]
 
 
@@ -319,7 +362,10 @@ def divergence(log_kernel: Tensor, other: Tensor, probe: Probe = Rows()) -> Tens
 
     KL(p | m) = sum p log(p/m) - p + m, which is the usual one for rows of sum one.
     """
-    seen, model = probe.observe(log_kernel).log, probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log
+    seen, model = (
+        probe.observe(log_kernel).log,
+        probe.observe(other.masked_fill(log_kernel.isneginf(), float("-inf"))).log,
+    )
     apart = (seen.exp() * torch.where(seen.isneginf(), 0, seen - model)).sum(-1)
     return apart if isinstance(probe, Rows) else apart - seen.exp().sum(-1) + model.exp().sum(-1)
 
@@ -332,11 +378,16 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
     ``Kernel``; a plan has no gradient here. steps: of the optimiser.
     """
     require_whole("probe.refined: steps", steps)
-    require(isinstance(probe, Rows | Kernel), f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no gradient passes.")
+    require(
+        isinstance(probe, Rows | Kernel),
+        f"probe.refined: probe must be probe.Rows() or a probe.Kernel, received {type(probe).__name__}, which no gradient passes.",
+    )
     scores = _checked("probe.refined", scores)
     start = [x.double() for x in (form.columns, form.queries, form.keys, *(() if probe.left else (form.rows,)))]
     parts = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in start]
-    optimiser = torch.optim.LBFGS(parts, max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-12)
+    optimiser = torch.optim.LBFGS(
+        parts, max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-12
+    )
 
     def distance(columns: Tensor, queries: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:
         model = columns[..., None, :] + queries @ keys.mT
@@ -352,10 +403,17 @@ def refined(form: NormalForm, scores: Tensor, *, steps: int = 100, probe: Probe 
         optimiser.step(closure)  # type: ignore[arg-type]
     with torch.no_grad():
         better = distance(*parts) < distance(*start)
-        columns, queries, keys, *rows = (torch.where(better.view(*better.shape, *[1] * (x.ndim - better.ndim)), x, old) for x, old in zip(parts, start, strict=True))
+        columns, queries, keys, *rows = (
+            torch.where(better.view(*better.shape, *[1] * (x.ndim - better.ndim)), x, old)
+            for x, old in zip(parts, start, strict=True)
+        )
         weight, target = _weights("probe.refined", scores, None), _filled(centred(scores).interaction)
-        made = centred((columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))).interaction
-    return NormalForm(rows[0] if rows else form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False)
+        made = centred(
+            (columns[..., None, :] + queries @ keys.mT).masked_fill(scores.isneginf(), float("-inf"))
+        ).interaction
+    return NormalForm(
+        rows[0] if rows else form.rows, columns, queries, keys, _explained(target, _filled(made), weight, scores), False
+    )
 
 
 def _checked(call: str, log_kernel: Tensor) -> Tensor:
@@ -372,7 +430,10 @@ def _weights(call: str, scores: Tensor, weight: Tensor | None) -> Tensor:
         return allowed.double()
     weight = torch.broadcast_to(weight, scores.shape).double()
     good = bool(((weight > 0) & weight.isfinite() | ~allowed).all())
-    require(good, f"{call}: weights must be finite and > 0 on every allowed pair; forbid a pair (score -inf) to leave it out.")
+    require(
+        good,
+        f"{call}: weights must be finite and > 0 on every allowed pair; forbid a pair (score -inf) to leave it out.",
+    )
     return torch.where(allowed, weight, 0)
 
 
@@ -396,4 +457,20 @@ def _square(scores: Tensor, weight: Tensor) -> Tensor:
     return (weight * _filled(scores).square()).sum((-1, -2))
 
 
-__all__ = ["Energies", "EntropicPlan", "Equivalence", "Fields", "Kernel", "NormalForm", "Observed", "Probe", "Rows", "centred", "divergence", "energies", "equivalent", "normal_form", "refined"]
+__all__ = [
+    "Energies",
+    "EntropicPlan",
+    "Equivalence",
+    "Fields",
+    "Kernel",
+    "NormalForm",
+    "Observed",
+    "Probe",
+    "Rows",
+    "centred",
+    "divergence",
+    "energies",
+    "equivalent",
+    "normal_form",
+    "refined",
+]

@@ -25,7 +25,12 @@ from torch import Tensor
 from zonal.algebra.declaration import require
 from zonal.errors import ArgumentError, unknown_name
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +41,14 @@ class PlanUpdate:
 
     def __post_init__(self) -> None:
         what, w = f"update.{type(self).__name__}", self.weights.detach()
-        require(w.ndim >= 2 and w.is_floating_point(), f"{what}: weights must be floating numbers (..., T, S), received {w.dtype} of shape {tuple(w.shape)}.")
+        require(
+            w.ndim >= 2 and w.is_floating_point(),
+            f"{what}: weights must be floating numbers (..., T, S), received {w.dtype} of shape {tuple(w.shape)}.",
+        )
         if not bool(((w >= 0) & w.isfinite()).all()):
-            raise ArgumentError(f"{what}: weights must be finite and >= 0, received {float(w.min()):g} … {float(w.max()):g}. Signed kernels and solves are neither plans nor conditionals.")
+            raise ArgumentError(
+                f"{what}: weights must be finite and >= 0, received {float(w.min()):g} … {float(w.max()):g}. Signed kernels and solves are neither plans nor conditionals."
+            )
 
     def __call__(self, values: Tensor) -> Tensor:
         """values (..., S, P), or (..., T, S, P) where they depend on the row -> (..., T, P)."""
@@ -54,7 +64,10 @@ class PlanUpdate:
     def conditional(self) -> "Conditional":
         """κ with U = μ U_κ, the row-conditional. Raises: ArgumentError where a row has no mass."""
         empty = int((self.masses == 0).sum())
-        require(empty == 0, f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.")
+        require(
+            empty == 0,
+            f"update.PlanUpdate.conditional: every row must have mass, received {empty} without. An update without evidence is the identity of its stage, and no conditional.",
+        )
         return Conditional(self.weights / self.masses[..., None])
 
 
@@ -78,10 +91,15 @@ def mixed(gate: Tensor, parts: Sequence[PlanUpdate]) -> PlanUpdate:
     conditionals and no distribution.
     """
     found = [*parts]
-    require(len(found) > 0 and gate.ndim >= 2 and gate.shape[-1] == len(found), f"update.mixed: a gate (..., T, {len(found)}) is required, a column a part, received {tuple(gate.shape)}.")
+    require(
+        len(found) > 0 and gate.ndim >= 2 and gate.shape[-1] == len(found),
+        f"update.mixed: a gate (..., T, {len(found)}) is required, a column a part, received {tuple(gate.shape)}.",
+    )
     if not bool((gate >= 0).all()):
         raise ArgumentError(f"update.mixed: gate must be >= 0, received {float(gate.detach().min()):g}.")
-    weights = torch.cat([share[..., None] * part.weights for share, part in zip(gate.unbind(-1), found, strict=True)], -1)
+    weights = torch.cat(
+        [share[..., None] * part.weights for share, part in zip(gate.unbind(-1), found, strict=True)], -1
+    )
     if not all(isinstance(part, Conditional) for part in found):
         return PlanUpdate(weights)
     _check_distribution("update.mixed: of conditionals, rows of the gate", gate)
@@ -116,7 +134,10 @@ def _check_distribution(what: str, rows: Tensor) -> None:
     """Raise ArgumentError unless rows (..., K) sum to 1, up to what rounding does to a sum of K."""
     off = float((rows.detach().sum(-1) - 1).abs().max()) if rows.numel() else 0.0
     limit = 8 * torch.finfo(rows.dtype).eps * max(rows.shape[-1], 1) ** 0.5
-    require(off <= limit, f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a PlanUpdate.")
+    require(
+        off <= limit,
+        f"{what} must sum to 1, received sums up to {off:.2g} away. Divide by their sums, or make a PlanUpdate.",
+    )
 
 
 __all__ = ["ACTIVATIONS", "Conditional", "PlanUpdate", "columns", "feed_forward", "mixed", "signed"]

@@ -141,7 +141,13 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
     try:
         with contextlib.redirect_stderr(errors):
             options, unknown = tyro.cli(
-                kind, prog=prog, description=description, args=words, return_unknown_args=True, config=(tyro.conf.OmitArgPrefixes,), **given
+                kind,
+                prog=prog,
+                description=description,
+                args=words,
+                return_unknown_args=True,
+                config=(tyro.conf.OmitArgPrefixes,),
+                **given,
             )
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -157,7 +163,9 @@ def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:
     from zonal.cli.options import option_names
 
     if not word.startswith("-"):
-        return ArgumentError(f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need quotes in the shell.")
+        return ArgumentError(
+            f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need quotes in the shell."
+        )
     near = difflib.get_close_matches(word.split("=")[0], sorted(option_names(options)), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
     return ArgumentError(f"{call}: unknown option {word}.{hint} `zonal {call} --help` lists them.")

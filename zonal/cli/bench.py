@@ -35,7 +35,9 @@ def folder() -> Path:
     """The benchmarks beside the package. Raises: FileFormatError when the package was installed without them."""
     found = Path(zonal.__file__).resolve().parent.parent / "benchmarks"
     if not found.is_dir():
-        raise FileFormatError(f"bench: no benchmarks at {found}. They come with the source tree: clone it and install with `pip install -e .`.")
+        raise FileFormatError(
+            f"bench: no benchmarks at {found}. They come with the source tree: clone it and install with `pip install -e .`."
+        )
     return found
 
 

@@ -48,7 +48,13 @@ def run(options: Build, command: str) -> int:
             try:
                 path = build.build(code, source, again=options.again)
                 library.load(code, source)
-                how = f"{time.perf_counter() - start:.1f} s" if known is None else "came with the package" if path.parent == recipe.SHIPPED else "was there"
+                how = (
+                    f"{time.perf_counter() - start:.1f} s"
+                    if known is None
+                    else "came with the package"
+                    if path.parent == recipe.SHIPPED
+                    else "was there"
+                )
                 print(f"{name:<38} {how:>21}  {path}")
             except ZonalError as error:
                 failed += 1

@@ -53,11 +53,16 @@ class Compare:
     """A model by name in place of the model's options, such as echo-1M: its shape for all operators, and its own layers where --operators is not given."""
     seeds: str = "1"
     """How many seeds, or a list such as 0,1,2 (7, alone is seed 7)."""
-    budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")] = None
+    budget: Annotated[
+        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")
+    ] = None
     """Wall-clock time for everything: 90s, 10m, 2h. Speeds are measured first; then every run gets the same number of steps."""
     learning_rates: str = "3e-3"
     """Learning rates to try, the same for every operator."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/TASK-..., found from the settings)")] = None
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/TASK-..., found from the settings)"),
+    ] = None
     """Folder for all files."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
     """Go on with the comparison in this folder; no other settings are needed."""
@@ -67,7 +72,9 @@ class Compare:
     """Heading of the report."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[
+        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
+    ] = None
     """Processor threads of each run."""
     jobs: Annotated[int, PROCESSES] = 1
     """Runs at a time, each in a process of its own; times are then only comparable among themselves."""
@@ -82,14 +89,24 @@ def defaults(words: Sequence[str]) -> Compare | None:
     if name is None:
         return None
     found = presets.find(name, "compare")
-    return Compare(preset=name, operators=found.operators, seeds=found.seeds, learning_rates=found.learning_rates, task=found.task, model=found.model, training=found.training)
+    return Compare(
+        preset=name,
+        operators=found.operators,
+        seeds=found.seeds,
+        learning_rates=found.learning_rates,
+        task=found.task,
+        model=found.model,
+        training=found.training,
+    )
 
 
 def specification(options: Compare, command: str) -> ComparisonSpec:
     """What the options ask for. Raises: ZonalError for anything that does not fit."""
     base = named_model(options)
     dim, count = (options.model.dim, options.model.layers) if base is None else (base.dim, len(base.layers))
-    operators = (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
+    operators = (
+        (entry_of(base.layers),) if base is not None and not _given(options) else parse.operators(options.operators)
+    )
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
     steps, budget = training_steps(options.training, options.budget, default="10m")
     # names are checked before the data is read: a misspelt operator should not wait for a large text
@@ -103,7 +120,9 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     task = options.task.resolve("compare")
     return ComparisonSpec(
         task=task,
-        model=options.model.config(task, layers) if base is None else dataclasses.replace(base, layers=layers, vocab_size=task.vocab_size, max_len=task.length),
+        model=options.model.config(task, layers)
+        if base is None
+        else dataclasses.replace(base, layers=layers, vocab_size=task.vocab_size, max_len=task.length),
         training=options.training.config(steps, rates[0], seeds[0]),
         operators=operators,
         seeds=seeds,
@@ -129,7 +148,9 @@ def named_model(options: Compare) -> ModelConfig | None:
         return None
     expected = ModelOptions() if options.preset is None else presets.find(options.preset, "compare").model
     if options.model != expected:
-        raise ArgumentError("compare: --model-preset names the whole shape. Leave out the model's options, or leave out --model-preset.")
+        raise ArgumentError(
+            "compare: --model-preset names the whole shape. Leave out the model's options, or leave out --model-preset."
+        )
     return preset(options.model_preset)
 
 
@@ -139,7 +160,9 @@ def default_folder(spec: ComparisonSpec) -> Path:
     return Path("runs") / f"{spec.task.name}-{digest[:8]}"
 
 
-def execute(comparison: Comparison, *, jobs: int = 1, threads: int | None = None, retry_failed: bool = False) -> ComparisonResult:
+def execute(
+    comparison: Comparison, *, jobs: int = 1, threads: int | None = None, retry_failed: bool = False
+) -> ComparisonResult:
     """Run what is left of a comparison under a progress display."""
     spec = comparison.spec
     labels = dict(zip(spec.operators, spec.labels or spec.operators, strict=True))
@@ -184,7 +207,12 @@ def print_summary(summary: report.Summary) -> None:
         for index, column in enumerate(results.head):
             table.add_column(column.lower(), justify="right" if index else "left", no_wrap=not console.is_terminal)
         for _, cells in results.rows:
-            table.add_row(*(Text(f"{cell.text} ({cell.note})" if cell.note else cell.text, style="bold" if cell.best else "") for cell in cells))
+            table.add_row(
+                *(
+                    Text(f"{cell.text} ({cell.note})" if cell.note else cell.text, style="bold" if cell.best else "")
+                    for cell in cells
+                )
+            )
         print()
         console.print(table)
     print()
@@ -195,9 +223,13 @@ def exit_code(result: ComparisonResult, directory: Path) -> int:
     left = sum(record.status not in ("done", "failed") for record in result.runs)
     failed = sum(record.status == "failed" for record in result.runs)
     if result.status == "stopped":
-        print(f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: zonal compare --resume {directory}")
+        print(
+            f"Stopped with {left} of {len(result.runs)} runs left. Go on with the same command, or with: zonal compare --resume {directory}"
+        )
         return STOPPED
     if failed:
-        print(f"{failed} of {len(result.runs)} runs failed; the report has their messages. Run them again with: zonal compare --resume {directory} --retry-failed")
+        print(
+            f"{failed} of {len(result.runs)} runs failed; the report has their messages. Run them again with: zonal compare --resume {directory} --retry-failed"
+        )
         return FAILED
     return 0

@@ -81,7 +81,10 @@ def parts(options: Demo) -> list[tuple[Path, Compare]]:
         (
             options.out / name,
             dataclasses.replace(
-                settings, budget=f"{whole * share:g}s", seeds=options.seeds, training=dataclasses.replace(settings.training, steps=None)
+                settings,
+                budget=f"{whole * share:g}s",
+                seeds=options.seeds,
+                training=dataclasses.replace(settings.training, steps=None),
             ),
         )
         for name, share, settings in PARTS
@@ -92,7 +95,8 @@ def run(options: Demo, command: str) -> int:
     """Run the command; returns the exit code."""
     # both are checked before either is run
     comparisons = [
-        (Comparison(folder, compare.specification(settings, command_line("compare", settings))), settings) for folder, settings in parts(options)
+        (Comparison(folder, compare.specification(settings, command_line("compare", settings))), settings)
+        for folder, settings in parts(options)
     ]
     codes: list[int] = []
     for comparison, settings in comparisons:

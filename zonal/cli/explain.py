@@ -51,7 +51,9 @@ class Explain:
     """Key and value heads."""
     keys: Annotated[int | None, TOKENS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as tokens)")] = None
     """Number of keys."""
-    value_dim: Annotated[int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: head dimension)")] = None
+    value_dim: Annotated[
+        int | None, SIZE, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: head dimension)")
+    ] = None
     """Dimension of the values."""
     causal: bool = False
     """Each query sees nothing later."""
@@ -59,7 +61,9 @@ class Explain:
     """Count the backward pass too."""
     key_padding: bool = False
     """With a mask of real keys."""
-    memory: Annotated[int | None, Between(0, 2**40), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    memory: Annotated[
+        int | None, Between(0, 2**40), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
+    ] = None
     """Go on from a memory of so many tokens."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """Number format."""
@@ -96,9 +100,17 @@ def explained(options: Explain) -> Explanation:
 def _facts(found: Explanation) -> RenderableType:
     problem = found.problem
     tied = problem.span.causal or problem.span.chunk is not None
-    call = [str(problem), found.dtype, str(problem.device), "causal" if tied else "bidirectional", "with gradients" if problem.gradients else "without gradients"]
+    call = [
+        str(problem),
+        found.dtype,
+        str(problem.device),
+        "causal" if tied else "bidirectional",
+        "with gradients" if problem.gradients else "without gradients",
+    ]
     call += ["with key padding"] if problem.padded else []
-    kept = ", ".join(f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in found.memory_bytes.items())
+    kept = ", ".join(
+        f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in found.memory_bytes.items()
+    )
     grid = Table.grid(padding=(0, 2))
     for name, text in (
         ("operator", f"{found.operator}: {found.declaration}"),
@@ -121,7 +133,14 @@ def _operations(count: float) -> str:
 def tables(found: Explanation) -> list[RenderableType]:
     """The explanation as tables for the terminal."""
     estimates = [
-        (e.path, duration(e.seconds), _operations(e.flops), formats.bytes_(e.bytes_moved), formats.bytes_(e.peak_bytes), f"{e.calls:,}")
+        (
+            e.path,
+            duration(e.seconds),
+            _operations(e.flops),
+            formats.bytes_(e.bytes_moved),
+            formats.bytes_(e.peak_bytes),
+            f"{e.calls:,}",
+        )
         for e in found.plan.estimates
     ]
     refused = [(path, why) for path, why in found.plan.refused.items()] or [("none", "every path can run this call")]
@@ -149,14 +168,18 @@ def run(options: Explain, command: str) -> int:
     """Run the command; returns the exit code."""
     if options.tree:
         if (others := replace(options, tree=False)) != Explain():
-            raise ArgumentError(f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree of all mechanisms; leave it out with --tree.")
+            raise ArgumentError(
+                f"explain: {command_line('explain', others).removeprefix('zonal explain ')} says nothing to the tree of all mechanisms; leave it out with --tree."
+            )
         print(tree())
         return 0
     looks = options.look.model is not None
     others = replace(options, look=ModelLook(), device="cpu", json=False) if looks else Explain(look=options.look)
     if others != Explain():
         given = command_line("explain", others).removeprefix("zonal explain ")
-        raise ArgumentError(f"explain: {given} {'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}.")
+        raise ArgumentError(
+            f"explain: {given} {'is about how an operator is run; leave it out with --model' if looks else 'needs --model'}."
+        )
     found = explained(options) if not looks else explain_model.looked_at(options.look, options.device)
     page = None
     if isinstance(found, explain_model.Found) and options.look.out is not None:

@@ -32,7 +32,9 @@ class ModelLook:
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
     """A checkpoint, or the folder of a run of `zonal train` or `zonal compare`."""
-    layer: Annotated[int | None, Between(1, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    layer: Annotated[
+        int | None, Between(1, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
+    ] = None
     """Of the model's layers the one with this number, from 1."""
     text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: what was held out)")] = None
     """What the model reads; text, or token numbers for a model that was not trained on text."""
@@ -81,7 +83,13 @@ class Found:
             }
             for layer in self.layers
         ]  # fmt: skip
-        return {"model": str(self.model), "sequences": self.sequences, "tokens": self.tokens, "ranks": list(self.ranks), "layers": layers}
+        return {
+            "model": str(self.model),
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "ranks": list(self.ranks),
+            "layers": layers,
+        }
 
 
 def looked_at(options: ModelLook, place: str) -> Found:
@@ -94,16 +102,31 @@ def looked_at(options: ModelLook, place: str) -> Found:
     model, config = load_model(checkpoint_in(options.model, "explain"))
     model = model.to(device(place))
     if options.layer is not None and not 1 <= options.layer <= len(model.blocks):
-        raise ArgumentError(f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, received {options.layer}.")
+        raise ArgumentError(
+            f"explain: --layer must be from 1 to {len(model.blocks)}, the layers of this model, received {options.layer}."
+        )
     tokens = _tokens(options, config["identity"]["task"], model.config.vocab_size).to(place)
     if tokens.shape[1] < max(2, *ranks):
-        raise ArgumentError(f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. Give more --text or --length, or lower --ranks.")
-    inputs = [(index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)]
+        raise ArgumentError(
+            f"explain: ranks up to {ranks[-1]} need as many tokens, and at least 2; received {tokens.shape[1]}. Give more --text or --length, or lower --ranks."
+        )
+    inputs = [
+        (index + 1, mixer, x) for index, mixer, x in model.layer_inputs(tokens) if options.layer in (None, index + 1)
+    ]
     layers = tuple(_layer(number, mixer, x, ranks, options) for number, mixer, x in inputs)
     if not any(layer.heads for layer in layers):
-        raise ArgumentError(f"explain: no layer's heads have a form: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}.")
+        raise ArgumentError(
+            f"explain: no layer's heads have a form: {'; '.join(f'layer {layer.number}: {layer.refused}' for layer in layers)}."
+        )
     decode = codec(config["identity"]["task"], model.config.vocab_size, "explain").decode
-    return Found(options.model, tokens.shape[0], tokens.shape[1], ranks, layers, tuple(decode([token]) for token in tokens[0].tolist()))
+    return Found(
+        options.model,
+        tokens.shape[0],
+        tokens.shape[1],
+        ranks,
+        layers,
+        tuple(decode([token]) for token in tokens[0].tolist()),
+    )
 
 
 def _layer(number: int, mixer: object, x: Tensor, ranks: tuple[int, ...], options: ModelLook) -> Layer:
@@ -136,9 +159,16 @@ def _grids(found: Found) -> tuple[Grid, Grid]:
     by_rank = tuple(f"rank {rank}" for rank in found.ranks)
     refined = any(head.refined for _, head in heads)
     fitted = tuple(name for rank in by_rank for name in (rank, *(("fitted",) if refined else ())))
-    shares = tuple((name, *(f"{share:.1%}" for share in (head.rows, head.columns, head.interaction, head.gauge, *head.explained))) for name, head in heads)
-    nats = tuple((name, f"{head.uniform:.4f}", f"{head.by_columns:.4f}", *_by_rank(head, refined)) for name, head in heads)
-    return Grid(("head", "rows", "columns", "interaction", "gauge", *by_rank), shares), Grid(("head", "equal", "columns", *fitted), nats)
+    shares = tuple(
+        (name, *(f"{share:.1%}" for share in (head.rows, head.columns, head.interaction, head.gauge, *head.explained)))
+        for name, head in heads
+    )
+    nats = tuple(
+        (name, f"{head.uniform:.4f}", f"{head.by_columns:.4f}", *_by_rank(head, refined)) for name, head in heads
+    )
+    return Grid(("head", "rows", "columns", "interaction", "gauge", *by_rank), shares), Grid(
+        ("head", "equal", "columns", *fitted), nats
+    )
 
 
 def _ran(found: Found) -> dict[str, Operator]:
@@ -148,7 +178,11 @@ def _ran(found: Found) -> dict[str, Operator]:
 
 def write(found: Found, path: Path, command: str) -> Path:
     """Write the page of what was found."""
-    maps = {f"{layer.number}.{number}": each._asdict() for layer in found.layers for number, each in enumerate(layer.maps, 1)}
+    maps = {
+        f"{layer.number}.{number}": each._asdict()
+        for layer in found.layers
+        for number, each in enumerate(layer.maps, 1)
+    }
     ledgers = {spec: ledger.text(operator.moves()) for spec, operator in _ran(found).items()}
     return report.write(path, report.Heads(found.to_dict(), *_grids(found), maps, found.read, ledgers, command))
 
@@ -157,7 +191,9 @@ def tables(found: Found) -> list[RenderableType]:
     """One table of shares, one of weights, and the ledger of each operator."""
     shares, nats = _grids(found)
     parts: list[RenderableType] = [
-        Text(f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"),
+        Text(
+            f"{found.sequences} sequence{'s' if found.sequences > 1 else ''} of {found.tokens} tokens; heads as layer.head"
+        ),
         Text(),
         table("Parts of the log evidence of a head", shares.head, shares.rows),
         Text(
@@ -167,10 +203,17 @@ def tables(found: Found) -> list[RenderableType]:
         ),
         Text(),
         table("How far its weights are from others, in nats", nats.head, nats.rows),
-        Text("equal: those of the row field alone; columns: of the column field too; rank: with the dot product too, fitted to the evidence, and then to the weights", style="dim"),
+        Text(
+            "equal: those of the row field alone; columns: of the column field too; rank: with the dot product too, fitted to the evidence, and then to the weights",
+            style="dim",
+        ),
     ]
     ran = _ran(found)
-    parts += [Text(f"layer {layer.number} is left out: {layer.refused}", style="dim") for layer in found.layers if layer.refused]
+    parts += [
+        Text(f"layer {layer.number} is left out: {layer.refused}", style="dim")
+        for layer in found.layers
+        if layer.refused
+    ]
     for spec, operator in ran.items():
         parts += [Text(), Text(f"Ledger of {spec}", style="bold"), ledger_tree(operator.moves())]
     return parts

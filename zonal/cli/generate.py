@@ -48,7 +48,9 @@ class Generate:
     """Draw from the likeliest tokens that together have this probability."""
     stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None
     """End where this text has been generated."""
-    seed: Annotated[int | None, SEED, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")] = None
+    seed: Annotated[
+        int | None, SEED, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: another each time)")
+    ] = None
     """The same seed, prompt and model give the same text."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
@@ -71,8 +73,12 @@ def checkpoint_in(path: Path, command: str = "generate") -> Path:
     if found.is_file():
         return found
     if (path / "comparison.json").is_file():
-        raise FileFormatError(f"{command}: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003.")
-    raise FileFormatError(f"{command}: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file.")
+        raise FileFormatError(
+            f"{command}: {path} holds a comparison. Give one of its runs, such as {path}/runs/softmax/seed-0-lr-0.003."
+        )
+    raise FileFormatError(
+        f"{command}: {path} has no checkpoint.safetensors. Required: the folder of a run, or a checkpoint file."
+    )
 
 
 def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", option: str = "the prompt") -> Codec:
@@ -85,7 +91,9 @@ def codec(task: dict[str, Any], vocab_size: int, command: str = "generate", opti
         try:
             found = [int(word) for word in text.replace(",", " ").split()]
         except ValueError as error:
-            raise ArgumentError(f"{command}: this model was trained on token numbers from 0 to {vocab_size - 1}; {option} must be such numbers, got {text!r}.") from error
+            raise ArgumentError(
+                f"{command}: this model was trained on token numbers from 0 to {vocab_size - 1}; {option} must be such numbers, got {text!r}."
+            ) from error
         if any(not 0 <= number < vocab_size for number in found):
             raise ArgumentError(f"{command}: token numbers must be from 0 to {vocab_size - 1}, got {text!r}.")
         return found
@@ -119,7 +127,13 @@ def run(options: Generate, command: str) -> int:
         raise ArgumentError("generate: --prompt is empty; at least one token to continue from is required.")
     stop = [written.encode(options.stop)] if options.stop else []
     tokens = model.generate(
-        torch.tensor([prompt], device=options.device, dtype=torch.int64), options.max_new_tokens, options.temperature, options.top_k, options.top_p, stop, options.seed
+        torch.tensor([prompt], device=options.device, dtype=torch.int64),
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        stop,
+        options.seed,
     )
     sys.stdout.write(options.prompt)
     for piece in pieces((int(token) for token in tokens), written.decode):

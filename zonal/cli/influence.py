@@ -38,7 +38,9 @@ class Influence:
 
     operator: str = "softmax"
     """One operator or recurrence, repeated; or a list with one a layer, NAME*3 for three."""
-    window: Annotated[int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    window: Annotated[
+        int | None, Between(0, 4096), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
+    ] = None
     """In place of an operator: softmax that sees so many tokens back."""
     conv: Annotated[int, Between(0, 4096)] = 0
     """Width of the short convolution before the projections of attention; 0 for none."""
@@ -89,7 +91,9 @@ def found(options: Influence) -> Found:
     spec = options.operator
     if options.window is not None:
         if options.operator != Influence.operator:
-            raise ArgumentError(f"influence: --window stands in place of --operator, received both. Leave one out, or give {options.operator!r} a prior of its own.")
+            raise ArgumentError(
+                f"influence: --window stands in place of --operator, received both. Leave one out, or give {options.operator!r} a prior of its own."
+            )
         spec = f"regime(prior=('window(left={options.window})',))"
     layers = layer_list(spec, "--operator")
     with torch.device("meta"):
@@ -111,9 +115,18 @@ def run(options: Influence, command: str) -> int:
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     more = "more of them bring nothing" if result.repeated else "all of them"
-    console.print(table(f"{options.tokens:,} tokens", ("layers", "pairs that they join", "how far the last token sees back"), rows))
+    console.print(
+        table(
+            f"{options.tokens:,} tokens", ("layers", "pairs that they join", "how far the last token sees back"), rows
+        )
+    )
     console.print(Text(f"{result.layers:,} layer{'s' if result.layers != 1 else ''}: {more}", style="dim"))
-    console.print(Text("\nMost layers that a pair needs, rows for outputs, columns for inputs; a dot where some pair is out of reach", style="dim"))
+    console.print(
+        Text(
+            "\nMost layers that a pair needs, rows for outputs, columns for inputs; a dot where some pair is out of reach",
+            style="dim",
+        )
+    )
     for line in result.picture():
         console.print(Text(line))
     return 0

@@ -59,7 +59,11 @@ def check(call: str, options: Any) -> None:
             if isinstance(part, Between) and value is not None and not part.least <= value <= part.most:
                 raise ArgumentError(f"{option} must be {part}, received {value}.")
         if isinstance(value, Path | str):
-            _check_text(option, str(value), isinstance(value, Path) or any(isinstance(part, FileName) for part in hints[field.name]))
+            _check_text(
+                option,
+                str(value),
+                isinstance(value, Path) or any(isinstance(part, FileName) for part in hints[field.name]),
+            )
 
 
 def _check_text(option: str, text: str, is_path: bool) -> None:
@@ -71,7 +75,9 @@ def _check_text(option: str, text: str, is_path: bool) -> None:
         raise ArgumentError(f"{option} must be text in UTF-8, received {text!r}.") from error
     longest = max((len(part.encode()) for part in Path(text).parts), default=0)
     if is_path and (size > _PATH or longest > _NAME):
-        raise ArgumentError(f"{option} must have names of at most {_NAME} bytes and {_PATH} in all, received {longest} and {size}. Choose a shorter one.")
+        raise ArgumentError(
+            f"{option} must have names of at most {_NAME} bytes and {_PATH} in all, received {longest} and {size}. Choose a shorter one."
+        )
 
 
 def _declared(kind: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -84,4 +90,19 @@ def _declared(kind: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield name, typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
 
 
-__all__ = ["COUNT", "PROCESSES", "RATE", "RATIO", "SEED", "SHARE", "SIZE", "STEPS", "THREADS", "TOKENS", "Between", "FileName", "check", "limits_of"]
+__all__ = [
+    "COUNT",
+    "PROCESSES",
+    "RATE",
+    "RATIO",
+    "SEED",
+    "SHARE",
+    "SIZE",
+    "STEPS",
+    "THREADS",
+    "TOKENS",
+    "Between",
+    "FileName",
+    "check",
+    "limits_of",
+]

@@ -18,7 +18,12 @@ from zonal.models.config import Mlp
 from zonal.nn import Residual
 from zonal.training import TrainConfig
 
-_KINDS = {tasks.Retrieval: "Retrieval", tasks.Expressions: "Completing expressions", tasks.Lookup: "Recall by relation", tasks.Periodic: "Signals"}
+_KINDS = {
+    tasks.Retrieval: "Retrieval",
+    tasks.Expressions: "Completing expressions",
+    tasks.Lookup: "Recall by relation",
+    tasks.Periodic: "Signals",
+}
 _OFTEN = "(default: as the task has it)"
 
 
@@ -75,7 +80,9 @@ class TaskOptions:
             raise ArgumentError(f"{command}: --task is required. Tasks: {listed}.")
         if self.data is not None and not self.data.strip():
             raise FileFormatError(f"{command}: --data is empty; a file or folder of text was required.")
-        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "task"}
+        arguments = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "task"
+        }
         return tasks.resolve(self.task, **arguments)
 
 
@@ -212,14 +219,18 @@ def device(name: str) -> torch.device:
     if kind != "cuda" or (index and not index.isdigit()):
         raise ArgumentError(f"--device: cpu, cuda or cuda:NUMBER was required, got {name!r}.")
     if int(index or 0) >= torch.cuda.device_count():
-        raise ArgumentError(f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. Use --device cpu.")
+        raise ArgumentError(
+            f"--device: {name} was asked for, this machine offers {torch.cuda.device_count()} CUDA devices. Use --device cpu."
+        )
     return torch.device(name)
 
 
 def title(task: tasks.Task) -> str:
     """The task as a heading: "Language modelling of my.txt", "Associative recall (mqar-demo)"."""
     if isinstance(task, tasks.Text):
-        return f"Language modelling of {task.title}" + ("" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it")
+        return f"Language modelling of {task.title}" + (
+            "" if task.train_fraction == 1 else f", {task.train_fraction:.0%} of it"
+        )
     return f"{_KINDS.get(type(task), 'Associative recall')} ({task.name})"
 
 

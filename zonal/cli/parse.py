@@ -24,7 +24,11 @@ def duration(text: str, option: str = "--budget") -> float:
     """Seconds of ``90s``, ``10m``, ``2h``, ``1h30m`` or plain ``90``."""
     whole = text.strip().lower()
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", whole)
-    if parts and "".join(number + unit for number, unit in parts) == whole and len({unit for _, unit in parts}) == len(parts):
+    if (
+        parts
+        and "".join(number + unit for number, unit in parts) == whole
+        and len({unit for _, unit in parts}) == len(parts)
+    ):
         value = math.fsum(float(number) * _UNITS[unit] for number, unit in parts)
     elif re.fullmatch(r"\d+(\.\d+)?", whole):
         value = float(whole)
@@ -40,7 +44,9 @@ def seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ArgumentError(f"{option}: {text!r} is neither a count such as 3 nor a list of seeds such as 0,1,2.") from error
+        raise ArgumentError(
+            f"{option}: {text!r} is neither a count such as 3 nor a list of seeds such as 0,1,2."
+        ) from error
     if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
         raise ArgumentError(f"{option}: {text!r} must be a count of at least 1, or a list of seeds of at least 0.")
     if max(len(numbers), 0 if "," in text else numbers[0]) > _MOST or max(numbers) >= 2**63:
@@ -57,7 +63,9 @@ def learning_rates(text: str, option: str = "--learning-rates") -> tuple[float, 
     if not all(math.isfinite(number) and number > 0 for number in numbers):
         raise ArgumentError(f"{option}: learning rates must be above zero, got {text!r}.")
     if len(numbers) > _MOST or max(numbers) > RATE.most:
-        raise ArgumentError(f"{option}: at most {_MOST:,} learning rates, each of at most {RATE.most:g}, are possible, got {text!r}.")
+        raise ArgumentError(
+            f"{option}: at most {_MOST:,} learning rates, each of at most {RATE.most:g}, are possible, got {text!r}."
+        )
     return numbers
 
 
@@ -68,7 +76,9 @@ def parts(text: str, option: str = "--curriculum") -> tuple[float, ...]:
     except ValueError:
         numbers = ()
     if len(numbers) != 3 or not all(a <= b for a, b in itertools.pairwise((0.0, *numbers, 1.0))):
-        raise ArgumentError(f"{option}: {text!r} must be three rising parts of the run from 0 to 1, such as 0.25,0.5,0.75.")
+        raise ArgumentError(
+            f"{option}: {text!r} must be three rising parts of the run from 0 to 1, such as 0.25,0.5,0.75."
+        )
     return numbers
 
 
@@ -98,6 +108,8 @@ def shape(text: str, option: str = "--shape") -> tuple[int, int, int, int]:
     except ValueError:
         numbers = ()
     if len(numbers) != 4 or min(numbers) < 1 or max(numbers) > _LARGEST_AXIS:
-        raise ArgumentError(f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, such as 1,8,4096,64.")
+        raise ArgumentError(
+            f"{option}: {text!r} must be four whole numbers from 1 to 2**40: batch,heads,tokens,head dimension, such as 1,8,4096,64."
+        )
     batch, heads, tokens, dimension = numbers
     return batch, heads, tokens, dimension

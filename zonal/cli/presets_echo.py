@@ -21,14 +21,25 @@ _MODELS = {
     "SKA K=0, then K=1": _hybrid("ska(power=0)", "ska(power=1)"),
     "SKA K=0 and 1 by head": _hybrid("ska(power=(0, 1))"),
     f"SKA K=1, chunks of {_CHUNK}": _hybrid(f"ska(power=1, chunk={_CHUNK})"),
-    f"SKA K=2, the paper's form, chunks of {_CHUNK}": _hybrid(f"ska(power=2, chunk={_CHUNK}, eps=0.001, key_limit=None, running_max=True)"),
+    f"SKA K=2, the paper's form, chunks of {_CHUNK}": _hybrid(
+        f"ska(power=2, chunk={_CHUNK}, eps=0.001, key_limit=None, running_max=True)"
+    ),
     "Softmax": _hybrid("softmax"),
     "MesaNet": _hybrid("mesanet"),
     "Gated KalmaNet": _hybrid("gated_kalmanet"),
     "Gated DeltaNet": _hybrid("gated_deltanet"),
     "Mamba-2 alone": "mamba2(state=16)",
 }
-_GRID_MODELS = ("SKA K=0", "SKA K=1", "SKA K=2", "SKA K=0, then K=1", f"SKA K=1, chunks of {_CHUNK}", "Softmax", "Gated DeltaNet", "Mamba-2 alone")
+_GRID_MODELS = (
+    "SKA K=0",
+    "SKA K=1",
+    "SKA K=2",
+    "SKA K=0, then K=1",
+    f"SKA K=1, chunks of {_CHUNK}",
+    "Softmax",
+    "Gated DeltaNet",
+    "Mamba-2 alone",
+)
 _LENGTH_MODELS = ("SKA K=1", "SKA K=0, then K=1", "Softmax", "Mamba-2 alone")
 _SOURCE = "Sridhar and Johansen, Echo: KV-Cache-Free Associative Recall with Spectral Koopman Operators, 2026"
 _COLUMNS = ("paper: SSM", "paper: SSM + attention", "paper: SSM + SKA")
@@ -88,30 +99,56 @@ _GUESS = "Who names any of the answers that stand in the context is right once i
 _UNTRAINED = "Runs here are many times shorter than the paper's: what has not been learned after so few steps may be learned later."
 _SHARED: tuple[tuple[str, str, str], ...] = (
     ("vocabulary", "128", "128: 7 markers, 15 words of noise, 53 keys, 53 values"),
-    ("SKA", "K = 2; ε = 0.001 of the longest key; chunks, or the whole prefix at once", f"K = 0, 1, 2 and two of them in one model, exact to the token; chunks of {_CHUNK} beside"),
+    (
+        "SKA",
+        "K = 2; ε = 0.001 of the longest key; chunks, or the whole prefix at once",
+        f"K = 0, 1, 2 and two of them in one model, exact to the token; chunks of {_CHUNK} beside",
+    ),
     ("optimiser", "AdamW (0.9, 0.95), decay 0.01, clipping 1, warm-up and cosine", "the same"),
     ("positions of attention", "rotary", "none: the Mamba-2 layer knows the order"),
-    ("reading of long sequences", "in parallel; recurrent reading was checked to agree", "in pieces of 512 tokens, each from the memory of those before"),
+    (
+        "reading of long sequences",
+        "in parallel; recurrent reading was checked to agree",
+        "in pieces of 512 tokens, each from the memory of those before",
+    ),
 )
 _TRANSFER_RECIPE = (
-    ("layers", "2 Mamba-2 (state 16) and 2 SKA or 2 of causal attention; or 4 Mamba-2", "1 Mamba-2 (state 16) and 2 others; or 3 Mamba-2"),
+    (
+        "layers",
+        "2 Mamba-2 (state 16) and 2 SKA or 2 of causal attention; or 4 Mamba-2",
+        "1 Mamba-2 (state 16) and 2 others; or 3 Mamba-2",
+    ),
     ("width, heads, rank r", "128, 4, 24", "64, 2, 32"),
     ("parameters", "982k, 998k, 1.11M", "188k to 198k, or 210k of Mamba-2 alone"),
     ("learning rate, steps, batch", "3e-4, 6000, 16", "the better of 2e-3 and 5e-3, 1000, 32"),
     *_SHARED,
 )
 _MQAR_RECIPE = (
-    ("layers", "12 Mamba-2 (state 64) and 4 SKA or 4 of causal attention; or 16 Mamba-2", "1 Mamba-2 (state 16) and 2 others; or 3 Mamba-2"),
+    (
+        "layers",
+        "12 Mamba-2 (state 64) and 4 SKA or 4 of causal attention; or 16 Mamba-2",
+        "1 Mamba-2 (state 16) and 2 others; or 3 Mamba-2",
+    ),
     ("width, heads, rank r", "448, 7, 56", "64, 1, 64"),
     ("parameters", "50M", "188k to 198k, or 210k of Mamba-2 alone"),
-    ("training", "each cell by itself, on its own number of pairs and gap", "one model for all numbers of pairs, in 128 tokens (32 pairs: 256); longer cells are never trained"),
+    (
+        "training",
+        "each cell by itself, on its own number of pairs and gap",
+        "one model for all numbers of pairs, in 128 tokens (32 pairs: 256); longer cells are never trained",
+    ),
     ("gap", "64 to 4096 distractors", "the length less five tokens a pair"),
     ("learning rate, steps, batch", "not said", "the better of 2e-3 and 5e-3, 600, 16"),
     *_SHARED,
 )
 
 _TRANSFER = TrainingOptions(
-    steps=1000, batch_size=32, weight_decay=0.01, eval_every=100, eval_batch_size=50, transfer_piece=512, tensorboard=False
+    steps=1000,
+    batch_size=32,
+    weight_decay=0.01,
+    eval_every=100,
+    eval_batch_size=50,
+    transfer_piece=512,
+    tensorboard=False,
 )
 _TRANSFER_MODEL = ModelOptions(layers=3, dim=64, heads=2, mlp_ratio=3.0, conv=0, tie_embeddings=False)
 

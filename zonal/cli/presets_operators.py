@@ -5,7 +5,9 @@ from zonal.cli.preset import Preset
 
 _TASK = TaskOptions(task="mqar", vocab_size=64, length=32, pairs=8, train_examples=50_000, test_examples=1000)
 _MODEL = ModelOptions(layers=2, dim=64, heads=2, mlp="none", conv=4)
-_TRAINING = TrainingOptions(steps=500, batch_size=32, eval_every=50, eval_batch_size=250, stop_at_accuracy=0.995, tensorboard=False)
+_TRAINING = TrainingOptions(
+    steps=500, batch_size=32, eval_every=50, eval_batch_size=250, stop_at_accuracy=0.995, tensorboard=False
+)
 _RANK = 4
 _LIFTED = 6  # the most that a lift makes of _RANK numbers: three for each pair
 _FEATURES = 14  # of a square on _RANK numbers

@@ -8,7 +8,9 @@ from zonal.report.published import Published
 
 _SOURCE = "Phadke, The Universal REWA Attention Framework, 2025, section 8, a plan of experiments with predictions: the paper has no results"
 _WIDTH = 16
-_PLANE, _SPHERE, _HYPERBOLIC, _PRODUCT = (f"rewa(parts={parts})" for parts in ((_WIDTH, 0, 0), (0, _WIDTH, 0), (0, 0, _WIDTH), (6, 5, 5)))
+_PLANE, _SPHERE, _HYPERBOLIC, _PRODUCT = (
+    f"rewa(parts={parts})" for parts in ((_WIDTH, 0, 0), (0, _WIDTH, 0), (0, 0, _WIDTH), (6, 5, 5))
+)
 _HALF = f"rewa(parts={(3, 3, 2)})"
 _FUNCTIONAL, _OPERATOR = "rewa_functional", "rewa_operator(size=4)"
 _GEOMETRIES = {
@@ -20,7 +22,11 @@ _UNLIKE = "Predictions are of models of 124M parameters and data of gigabytes; r
 _SELF = "Queries and keys have maps of their own here. With the paper's one witness each token attends most to itself, always."
 _SCALE: tuple[tuple[str, str, str], ...] = (
     ("layers, width, heads", "12, 768, 12", f"2, 64, 2 of {_WIDTH} numbers (S-expressions: 4)"),
-    ("width of a geometry", "128 + 384 + 256 or 256 + 512 + 256 a token", f"{_WIDTH} = 6 + 5 + 5 a head, half of it 3 + 3 + 2"),
+    (
+        "width of a geometry",
+        "128 + 384 + 256 or 256 + 512 + 256 a token",
+        f"{_WIDTH} = 6 + 5 + 5 a head, half of it 3 + 3 + 2",
+    ),
     ("positions", "learned", "a short convolution of 4 tokens, no others"),
 )
 
@@ -31,8 +37,9 @@ _SPLITS = (_FULL, (10, 3, 3), (3, 10, 3), (3, 3, 10), (2, 7, 7), (7, 2, 7), (7, 
 _TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 _MODEL = ModelOptions(layers=2, dim=64, heads=2, head_dim=_WIDTH, conv=4)
-_TRAINING = TrainingOptions(steps=2000, batch_size=64, weight_decay=0.01, eval_every=200, eval_batch_size=50, tensorboard=False)
-
+_TRAINING = TrainingOptions(
+    steps=2000, batch_size=64, weight_decay=0.01, eval_every=200, eval_batch_size=50, tensorboard=False
+)
 
 
 def _ablation(about: str, models: dict[str, str], *notes: str) -> Preset:

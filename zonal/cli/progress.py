@@ -57,7 +57,9 @@ class Board:
         """Take in one event."""
         match event:
             case events.Measuring():
-                self.phase = f"Measuring the speed of {self._label(event.operator)} ({event.index + 1} of {event.total})"
+                self.phase = (
+                    f"Measuring the speed of {self._label(event.operator)} ({event.index + 1} of {event.total})"
+                )
             case events.Planned():
                 self.planned, self.phase, self._began = event, "Training", self.clock()
             case events.RungStarted():
@@ -77,7 +79,9 @@ class Board:
                 self.runs[event.run].held_out = _numbers(event.metrics)
             case events.RunFinished():
                 known = self.runs.get(event.run)
-                run = known or RunBoard(event.operator, event.label, event.seed, event.learning_rate, event.steps_done, event.steps_done)
+                run = known or RunBoard(
+                    event.operator, event.label, event.seed, event.learning_rate, event.steps_done, event.steps_done
+                )
                 run.status, run.step = event.status, event.steps_done
                 run.held_out = _numbers(event.final) if event.final else run.held_out
                 self.runs[event.run] = run
@@ -99,7 +103,9 @@ class Board:
         plan = self.planned
         if plan is None or not plan.step_seconds or operator not in plan.step_seconds:
             return 1.0
-        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * (plan.evaluation_seconds or {}).get(operator, 0.0)
+        return plan.steps * plan.step_seconds[operator] + EVALUATIONS * (plan.evaluation_seconds or {}).get(
+            operator, 0.0
+        )
 
     def fraction(self) -> float:
         """Part of the whole work that is done, 0 to 1, runs weighed by the time they take."""
@@ -107,7 +113,10 @@ class Board:
         return min(1.0, done / total) if total else 0.0
 
     def _work(self) -> tuple[float, float]:
-        done = sum(self._weight(run.operator) * (1.0 if run.status in ("done", "failed") else run.step / max(1, run.steps)) for run in self.runs.values())
+        done = sum(
+            self._weight(run.operator) * (1.0 if run.status in ("done", "failed") else run.step / max(1, run.steps))
+            for run in self.runs.values()
+        )
         if self.planned is None:
             return done, sum(self._weight(run.operator) for run in self.runs.values())
         operators = list(self.planned.step_seconds or self.labels)
@@ -129,7 +138,11 @@ class Board:
 
     def results(self, operator: str) -> list[float]:
         """Final headline numbers of the operator's finished runs."""
-        return [run.held_out[self.metric] for run in self.runs.values() if run.operator == operator and run.status == "done" and self.metric in run.held_out]
+        return [
+            run.held_out[self.metric]
+            for run in self.runs.values()
+            if run.operator == operator and run.status == "done" and self.metric in run.held_out
+        ]
 
 
 def _numbers(metrics: dict[str, object]) -> dict[str, float]:
@@ -189,14 +202,26 @@ class LiveDisplay:
             parts.append(Text(f"{board.phase} …"))
         elif board.rung is not None:
             parts.append(Text(board.phase))
-            bars.add_row("search", ProgressBar(total=1.0, completed=board.rung.share, width=32), f"{100 * board.rung.share:.0f} % of the most there may be")
+            bars.add_row(
+                "search",
+                ProgressBar(total=1.0, completed=board.rung.share, width=32),
+                f"{100 * board.rung.share:.0f} % of the most there may be",
+            )
             self._runs(bars)
             parts.append(bars)
         else:
             left = board.seconds_left()
             estimate = f", about {formats.seconds(float(round(left)))} left" if left is not None else ""
-            count = f"{board.ended()} of {board.planned.runs} runs done" if board.planned else f"{100 * board.fraction():.0f} %"
-            bars.add_row("all runs" if board.planned else "", ProgressBar(total=1.0, completed=board.fraction(), width=32), f"{count}{estimate}")
+            count = (
+                f"{board.ended()} of {board.planned.runs} runs done"
+                if board.planned
+                else f"{100 * board.fraction():.0f} %"
+            )
+            bars.add_row(
+                "all runs" if board.planned else "",
+                ProgressBar(total=1.0, completed=board.fraction(), width=32),
+                f"{count}{estimate}",
+            )
             self._runs(bars)
             parts.append(bars)
         if len(board.labels) > 1 and board.planned:
@@ -210,12 +235,22 @@ class LiveDisplay:
             facts = [f"step {run.step:,} of {run.steps:,}"]
             facts += [f"loss {formats.number(run.loss)}"] if run.loss is not None else []
             facts += [f"held out: {held_out(run.held_out, self.board.metric)}"] if run.held_out else []
-            bars.add_row(f"{run.label}, seed {run.seed}", ProgressBar(total=max(1, run.steps), completed=run.step, width=32), " · ".join(facts))
+            bars.add_row(
+                f"{run.label}, seed {run.seed}",
+                ProgressBar(total=max(1, run.steps), completed=run.step, width=32),
+                " · ".join(facts),
+            )
 
     def _table(self) -> Table:
         board = self.board
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title, side in (("operator", "left"), (f"{board.metric} now", "right"), ("finished, mean ± spread", "right"), ("runs", "right"), ("tokens/s", "right")):
+        for title, side in (
+            ("operator", "left"),
+            (f"{board.metric} now", "right"),
+            ("finished, mean ± spread", "right"),
+            ("runs", "right"),
+            ("tokens/s", "right"),
+        ):
             table.add_column(title, justify="right" if side == "right" else "left")
         assert board.planned is not None
         each = board.planned.runs // max(1, len(board.labels))
@@ -268,23 +303,44 @@ class PlainDisplay:
             case events.Measuring():
                 self._say(f"{board.phase} …")
             case events.Planned():
-                time_needed = f", about {formats.seconds(float(round(event.estimated_seconds)))}" if event.estimated_seconds is not None else ""
+                time_needed = (
+                    f", about {formats.seconds(float(round(event.estimated_seconds)))}"
+                    if event.estimated_seconds is not None
+                    else ""
+                )
                 self._say(f"{event.remaining} of {event.runs} runs to do, {event.steps:,} steps each{time_needed}.")
             case events.RungStarted():
-                self._say(f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}." if event.round else f"{board.phase}.")
+                self._say(
+                    f"{100 * event.share:.0f} %. {board.phase}: {', '.join(event.regimes)}."
+                    if event.round
+                    else f"{board.phase}."
+                )
             case events.Judged():
                 self._say(judged_words(event))
             case events.RunStarted():
                 start = f" goes on at step {event.step:,}" if event.step else " begins"
-                self._say(f"{event.label}, seed {event.seed}, learning rate {formats.rate(event.learning_rate)}:{start} ({', '.join(event.notes)})".removesuffix(" ()") + ".")
+                self._say(
+                    f"{event.label}, seed {event.seed}, learning rate {formats.rate(event.learning_rate)}:{start} ({', '.join(event.notes)})".removesuffix(
+                        " ()"
+                    )
+                    + "."
+                )
             case events.StepDone() if board.clock() - self._last > _PLAIN_EVERY:
-                self._say(f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, loss {formats.number(event.loss)}{self._left()}.")
+                self._say(
+                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, loss {formats.number(event.loss)}{self._left()}."
+                )
             case events.Evaluated():
                 numbers = held_out(_numbers(event.metrics), board.metric)
-                self._say(f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, held-out {numbers}{self._left()}.")
+                self._say(
+                    f"{self._name(event.run)}: step {event.step:,} of {event.steps:,}, held-out {numbers}{self._left()}."
+                )
             case events.RunFinished():
                 state = f"{event.status} before" if event.skipped else event.status
-                numbers = f", {held_out(_numbers(event.final), board.metric)}" if event.final and event.status == "done" else ""
+                numbers = (
+                    f", {held_out(_numbers(event.final), board.metric)}"
+                    if event.final and event.status == "done"
+                    else ""
+                )
                 why = f": {event.message}" if event.status == "failed" else "."
                 self._say(f"{event.label}, seed {event.seed}: {state} after {event.steps_done:,} steps{numbers}{why}")
             case _:
@@ -296,7 +352,11 @@ class PlainDisplay:
     def _left(self) -> str:
         # how many runs a search will make is not known
         left = self.board.seconds_left() if self.board.rung is None else None
-        return "" if left is None else f"; {100 * self.board.fraction():.0f} % of all, about {formats.seconds(float(round(left)))} left"
+        return (
+            ""
+            if left is None
+            else f"; {100 * self.board.fraction():.0f} % of all, about {formats.seconds(float(round(left)))} left"
+        )
 
 
 @contextlib.contextmanager
@@ -304,6 +364,10 @@ def watching(metric: str, labels: dict[str, str], heading: str) -> Iterator[Call
     """A listener that shows what happens, for as long as the body runs. ``labels``: operator → its name for people."""
     board = Board(metric, labels)
     console = Console()
-    display = LiveDisplay(board, console, heading) if console.is_terminal and sys.stdout.isatty() else PlainDisplay(board, heading)
+    display = (
+        LiveDisplay(board, console, heading)
+        if console.is_terminal and sys.stdout.isatty()
+        else PlainDisplay(board, heading)
+    )
     with display:
         yield display

@@ -22,7 +22,14 @@ def write(path: Path, preset: Preset) -> None:
     """Write the recipe, with the two commands that read it."""
     values = {name: _given(getattr(preset, name), kind()) for name, kind in _OPTIONS.items()}
     commands = {name: f"zonal {name} --preset {path.as_posix()}" for name in ("train", "compare")}
-    head = {"schema": SCHEMA, "commands": commands, "about": preset.about, "models": dict(preset.models), "seeds": preset.seeds, "learning_rates": preset.learning_rates}
+    head = {
+        "schema": SCHEMA,
+        "commands": commands,
+        "about": preset.about,
+        "models": dict(preset.models),
+        "seeds": preset.seeds,
+        "learning_rates": preset.learning_rates,
+    }
     write_json(path, {**head, **values})
 
 
@@ -31,7 +38,9 @@ def read(path: Path, command: str) -> Preset:
     values = read_json(path)
     schema = values.get("schema") if isinstance(values, dict) else None
     if not isinstance(values, dict) or schema != SCHEMA or "models" not in values:
-        raise FileFormatError(f"{command}: {path} is not a recipe of this version (schema {schema!r}). Required: the recipe.json that `zonal search` wrote.")
+        raise FileFormatError(
+            f"{command}: {path} is not a recipe of this version (schema {schema!r}). Required: the recipe.json that `zonal search` wrote."
+        )
     with understood(command, path):
         check_fields("recipe", Preset, {name: value for name, value in values.items() if name not in _OPTIONS})
         options = {name: _made(kind, values[name], command) for name, kind in _OPTIONS.items()}
@@ -40,7 +49,11 @@ def read(path: Path, command: str) -> Preset:
 
 def _given(options: Any, defaults: Any) -> dict[str, Any]:
     """The options that are not at their defaults."""
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if getattr(options, field.name) != getattr(defaults, field.name)}
+    return {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != getattr(defaults, field.name)
+    }
 
 
 def _made(kind: type, values: Mapping[str, Any], command: str) -> Any:

@@ -76,7 +76,10 @@ class SearchOptions:
     """Time of training and evaluating, summed over all runs: 90s, 10m, 2h. A rung begins when it is expected to fit."""
     workers: Annotated[int, PROCESSES] = 1
     """Regimes at a time; more than one run on Ray Tune (pip install 'zonal[search]')."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)")] = None
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)"),
+    ] = None
     """Folder for all files."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
     """Go on with the search in this folder; no other settings are needed."""
@@ -84,7 +87,9 @@ class SearchOptions:
     """Heading of the page."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[
+        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
+    ] = None
     """Processor threads of each run."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -101,7 +106,9 @@ def specification(options: SearchOptions, command: str) -> SearchSpec:
     return SearchSpec(
         task=task,
         model=options.model.config(task, layers),
-        training=options.training.config(_STEPS if options.training.steps is None else options.training.steps, options.learning_rate, seeds[0]),
+        training=options.training.config(
+            _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, seeds[0]
+        ),
         seeds=seeds,
         rounds=options.rounds,
         width=options.width,
@@ -133,7 +140,15 @@ def preset_of(winner: Regime, options: SearchOptions, spec: SearchSpec) -> Prese
     model = dataclasses.replace(options.model, layers=len(winner.layers), head_dim=winner.head_dim)
     training = dataclasses.replace(options.training, steps=spec.training.steps)
     seeds = ",".join(map(str, spec.seeds)) + "," * (len(spec.seeds) == 1)
-    return Preset(f"the winner of {spec.title}", {winner.label: winner.operator}, seeds, repr(winner.learning_rate), options.task, model, training)
+    return Preset(
+        f"the winner of {spec.title}",
+        {winner.label: winner.operator},
+        seeds,
+        repr(winner.learning_rate),
+        options.task,
+        model,
+        training,
+    )
 
 
 def run(options: SearchOptions, command: str) -> int:
@@ -157,7 +172,9 @@ def _asked(search: Search) -> SearchOptions:
     """The options of the command that began a search. Raises: ArgumentError when it was begun from Python, which has no options."""
     words = shlex.split(search.spec.command)
     if words[:2] != ["zonal", "search"]:
-        raise ArgumentError(f"search: {search.directory} was not begun by `zonal search`. Go on with it from Python: zonal.training.search.Search.open(...).run().")
+        raise ArgumentError(
+            f"search: {search.directory} was not begun by `zonal search`. Go on with it from Python: zonal.training.search.Search.open(...).run()."
+        )
     return parse_options(SearchOptions, "zonal search", DESCRIPTION, words[2:])
 
 
@@ -171,5 +188,7 @@ def tell(result: SearchResult, search: Search) -> int:
     print(f"Report: {paths.html}")
     if result.winner is not None:
         best = formats.rate(result.winner.learning_rate)
-        print(f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / recipe.FILE}")
+        print(
+            f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / recipe.FILE}"
+        )
     return STOPPED if result.status == "stopped" else 0

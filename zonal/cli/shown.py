@@ -10,9 +10,13 @@ from rich.tree import Tree
 from zonal.algebra import Move, ledger
 
 
-def table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], bold: str | None = None) -> RenderableType:
+def table(
+    title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]], bold: str | None = None
+) -> RenderableType:
     """Numbers stand right, everything in a table of two or three columns of words left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 3, 0, 0), header_style="dim"
+    )
     numbers = len(head) > 3
     for index, name in enumerate(head):
         table.add_column(name, justify="right" if numbers and index else "left")

@@ -50,11 +50,16 @@ class Train:
     """Highest learning rate."""
     seed: Annotated[int, SEED] = 0
     """Seed of initial weights and data order."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)")] = None
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/train-TASK-..., found from the settings)"),
+    ] = None
     """Folder for all files."""
     device: str = "cpu"
     """cpu, cuda or cuda:1."""
-    threads: Annotated[int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")] = None
+    threads: Annotated[
+        int | None, THREADS, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as torch has it)")
+    ] = None
     """Processor threads."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -69,7 +74,12 @@ def defaults(words: Sequence[str]) -> Train | None:
     preset = presets.find(name, "train")
     first = next(iter(preset.models.values()))
     return Train(
-        preset=name, operator=first, learning_rate=parse.learning_rates(preset.learning_rates)[0], task=preset.task, model=preset.model, training=preset.training
+        preset=name,
+        operator=first,
+        learning_rate=parse.learning_rates(preset.learning_rates)[0],
+        task=preset.task,
+        model=preset.model,
+        training=preset.training,
     )
 
 
@@ -79,7 +89,9 @@ def layers_of(text: str, layers: int) -> tuple[str, ...]:
     if len(operators) == 1:
         return operators * layers
     if layers not in (len(operators), ModelOptions().layers):
-        raise ArgumentError(f"train: --operator names {len(operators)} layers, --layers asks for {layers}. Give one operator, one a layer, or leave --layers out.")
+        raise ArgumentError(
+            f"train: --operator names {len(operators)} layers, --layers asks for {layers}. Give one operator, one a layer, or leave --layers out."
+        )
     return operators
 
 
@@ -88,19 +100,26 @@ def model_of(options: Train, task: tasks.Task) -> ModelConfig:
     if options.model_preset is None:
         return options.model.config(task, layers_of(options.operator, options.model.layers))
     if options.operator != Train.operator or options.model != ModelOptions():
-        raise ArgumentError("train: --model-preset names the whole model. Leave out --operator and the model's options, or leave out --model-preset.")
+        raise ArgumentError(
+            "train: --model-preset names the whole model. Leave out --operator and the model's options, or leave out --model-preset."
+        )
     return preset(options.model_preset, vocab_size=task.vocab_size, max_len=task.length)
 
 
 def folder_of(task: tasks.Task, identity: dict[str, object]) -> Path:
     """``runs/train-<task>-<hash of the settings>``: the same settings find the same folder again."""
-    return Path("runs") / f"train-{task.name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
+    return (
+        Path("runs")
+        / f"train-{task.name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]}"
+    )
 
 
 def run(options: Train, command: str) -> int:
     """Run the command; returns the exit code."""
     task = options.task.resolve("train")
-    config: TrainConfig = options.training.config(_STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed)
+    config: TrainConfig = options.training.config(
+        _STEPS if options.training.steps is None else options.training.steps, options.learning_rate, options.seed
+    )
     shape = model_of(options, task)
     if config.curriculum is not None:
         curriculum.check(shape.layers, "train")
@@ -109,19 +128,25 @@ def run(options: Train, command: str) -> int:
     label = options.model_preset or (style.label(options.operator) if len(set(shape.layers)) == 1 else options.operator)
     heading = f"{title(task)}: {label}, {formats.count(model.num_parameters())} parameters, {config.steps:,} steps; files in {folder}"
     with interruptible() as stopped, watching(task.metric, {entry_of(shape.layers): label}, heading) as listener:
-        result = train(model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads)
+        result = train(
+            model, task, config, folder, on_event=listener, should_stop=stopped, label=label, threads=options.threads
+        )
     return tell(result, task, folder, command)
 
 
 def tell(result: RunResult, task: tasks.Task, folder: Path, command: str) -> int:
     """Print what came of it; returns the exit code."""
     if result.status == "stopped":
-        print(f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. Run the same command to go on: {command}")
+        print(
+            f"Stopped at step {result.steps_done:,} of {result.steps:,} with a checkpoint. Run the same command to go on: {command}"
+        )
         return STOPPED
     if result.final is not None:
         numbers = {name: float(value) for name, value in result.final.items() if isinstance(value, int | float)}
-        print(f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in {formats.seconds(result.seconds)} of training.")
+        print(
+            f"Held-out {held_out(numbers, task.metric)} after {result.steps_done:,} steps in {formats.seconds(result.seconds)} of training."
+        )
     print(f"Model: {folder / 'checkpoint.safetensors'}")
     if isinstance(task, tasks.Text):
-        print(f"Try: zonal generate --model {folder} --prompt \"Once\" --max-new-tokens 200")
+        print(f'Try: zonal generate --model {folder} --prompt "Once" --max-new-tokens 200')
     return 0

@@ -72,7 +72,9 @@ def novel() -> str:
     except lzma.LZMAError as error:
         raise FileFormatError("novel: the shipped file moby.txt.xz is damaged. Install the package again.") from error
     if hashlib.sha256(data).hexdigest() != _NOVEL_SHA256:
-        raise FileFormatError("novel: the checksum of the shipped file moby.txt.xz does not match. Install the package again.")
+        raise FileFormatError(
+            "novel: the checksum of the shipped file moby.txt.xz does not match. Install the package again."
+        )
     return data.decode("utf-8")
 
 
@@ -183,7 +185,9 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     elif path.is_dir():
         files = _folder_files(path)
         if not files:
-            raise FileFormatError(f"text source: the folder {path} has no files; at least one UTF-8 text file was required.")
+            raise FileFormatError(
+                f"text source: the folder {path} has no files; at least one UTF-8 text file was required."
+            )
     elif any(character in text for character in "*?["):
         anchor = Path(path.anchor)
         files = sorted(

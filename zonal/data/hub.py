@@ -43,7 +43,9 @@ class HubDataset(Source):
         parts = spec.removeprefix(HUB).split(":")
         name, _, subset = parts[0].partition("@")
         if not name or len(parts) > 3 or not all(parts) or parts[0].endswith("@"):
-            raise ArgumentError(f"text source: {spec!r} is not understood; required: hub:<name>[@<subset>][:<split>[:<column>]].")
+            raise ArgumentError(
+                f"text source: {spec!r} is not understood; required: hub:<name>[@<subset>][:<split>[:<column>]]."
+            )
         return cls(name, subset or None, *parts[1:])
 
     @property
@@ -61,7 +63,9 @@ class HubDataset(Source):
             revision = library.load_dataset_builder(self.name, self.subset).hash
         except (OSError, ValueError) as error:
             raise self._unavailable(error) from error
-        return hashlib.sha256(json.dumps([revision, self.name, self.subset, self.split, self.column]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([revision, self.name, self.subset, self.split, self.column]).encode()
+        ).hexdigest()
 
     def documents(self) -> Iterator[Iterable[str]]:
         library = _library()
@@ -97,9 +101,13 @@ class HubDataset(Source):
         features = rows.features or dict.fromkeys(next(iter(rows), {}))
         if self.column is not None:
             if self.column not in features:
-                raise ArgumentError(f"text source: {self.spec}: no column {self.column!r}; it has: {', '.join(features)}.")
+                raise ArgumentError(
+                    f"text source: {self.spec}: no column {self.column!r}; it has: {', '.join(features)}."
+                )
             return self.column
-        strings = [name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+        strings = [
+            name for name, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
+        ]
         if "text" in features:
             return "text"
         if len(strings) == 1:

@@ -13,7 +13,18 @@ from zonal.errors import FileFormatError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where the Debian package dataset-fashion-mnist puts it."""
-FASHION_CLASSES = ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+FASHION_CLASSES = (
+    "T-shirt/top",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +53,14 @@ def fashion_mnist(folder: str | os.PathLike[str] = FASHION_MNIST) -> tuple[Image
 
 
 def _part(folder: Path, name: str) -> Images:
-    pixels, labels = read_idx(folder / f"{name}-images-idx3-ubyte.gz"), read_idx(folder / f"{name}-labels-idx1-ubyte.gz")
+    pixels, labels = (
+        read_idx(folder / f"{name}-images-idx3-ubyte.gz"),
+        read_idx(folder / f"{name}-labels-idx1-ubyte.gz"),
+    )
     if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(labels):
-        raise FileFormatError(f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, received {tuple(pixels.shape)} and {tuple(labels.shape)}.")
+        raise FileFormatError(
+            f"images: {folder} must hold pictures (N, H, W) and as many labels (N,) for {name!r}, received {tuple(pixels.shape)} and {tuple(labels.shape)}."
+        )
     return Images(pixels, labels.long())
 
 
@@ -66,8 +82,14 @@ def read_idx(path: Path) -> Tensor:
     shape = [int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(axes)]
     start = 4 + 4 * axes
     if data[:3] != b"\x00\x00\x08" or not axes or len(data) != start + math.prod(shape):
-        raise FileFormatError(f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape {tuple(shape)}. Get it again.")
-    return torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(shape) if math.prod(shape) else torch.zeros(shape, dtype=torch.uint8)
+        raise FileFormatError(
+            f"images: {path} is no IDX file of bytes, or has lost some: {len(data)} bytes for the shape {tuple(shape)}. Get it again."
+        )
+    return (
+        torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(shape)
+        if math.prod(shape)
+        else torch.zeros(shape, dtype=torch.uint8)
+    )
 
 
 __all__ = ["FASHION_CLASSES", "FASHION_MNIST", "Images", "fashion_mnist", "read_idx"]

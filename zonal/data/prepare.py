@@ -38,7 +38,11 @@ def cached_corpus(source: corpora.Source, tokenizer: Tokenizer, *, max_bytes: in
 
 
 def pretokenise(
-    source: str | os.PathLike[str], tokenizer: Tokenizer, folder: str | os.PathLike[str], *, max_bytes: int | None = None
+    source: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    folder: str | os.PathLike[str],
+    *,
+    max_bytes: int | None = None,
 ) -> Corpus:
     """Write the tokens of ``source`` to the new corpus folder ``folder``, to keep or to carry to another machine.
 

@@ -38,7 +38,11 @@ def synsets(path: Path) -> dict[str, Synset]:
             fields = line.partition(" | ")[0].split()
             words = int(fields[3], 16)
             place = 4 + 2 * words
-            pointers = [(fields[at], fields[at + 1]) for at in range(place + 1, place + 1 + 4 * int(fields[place]), 4) if fields[at + 2] == "n"]
+            pointers = [
+                (fields[at], fields[at + 1])
+                for at in range(place + 1, place + 1 + 4 * int(fields[place]), 4)
+                if fields[at + 2] == "n"
+            ]
             above = tuple(target for sign, target in pointers if sign in ("@", "@i"))
             found[fields[0]] = Synset(fields[4], above, tuple(target for sign, target in pointers if sign == "#m"))
     except (OSError, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -50,7 +54,9 @@ def compact(nouns: dict[str, Synset]) -> str:
     """The shipped lines. Raises: FileFormatError when a root is not there."""
     missing = [root for root in (ANIMAL, ARTIFACT, TAXON) if root not in nouns]
     if missing:
-        raise FileFormatError(f"prepare_wordnet: there is no synset {missing[0]}; the nouns of WordNet 3.0 were required.")
+        raise FileFormatError(
+            f"prepare_wordnet: there is no synset {missing[0]}; the nouns of WordNet 3.0 were required."
+        )
     below = defaultdict(list)
     for number, synset in nouns.items():
         if synset.above:
@@ -75,7 +81,11 @@ def compact(nouns: dict[str, Synset]) -> str:
     order = animals + walk(TAXON, groups) + walk(ARTIFACT, None)
     lines = {number: line for line, (_, number) in enumerate(order)}
     return "".join(
-        " ".join([str(depth), nouns[number].word, *(str(lines[group]) for group in nouns[number].groups if group in lines)]) + "\n" for depth, number in order
+        " ".join(
+            [str(depth), nouns[number].word, *(str(lines[group]) for group in nouns[number].groups if group in lines)]
+        )
+        + "\n"
+        for depth, number in order
     )
 
 

@@ -64,7 +64,9 @@ class Corpus:
         Raises: ArgumentError when the range is not inside the stream.
         """
         if not 0 <= start <= stop <= self.count:
-            raise ArgumentError(f"Corpus.read: required 0 <= start <= stop <= {self.count}, got start={start}, stop={stop}.")
+            raise ArgumentError(
+                f"Corpus.read: required 0 <= start <= stop <= {self.count}, got start={start}, stop={stop}."
+            )
         parts = []
         for shard, end in zip(self._shards, self._ends.tolist(), strict=True):
             begin = end - len(shard)
@@ -209,7 +211,9 @@ def _described(path: Path, magic: str, types: dict[str, type]) -> dict[str, Any]
 def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tuple[np.ndarray, str]:
     again = "Remove its folder and prepare the corpus again."
     description = _described(
-        path.with_suffix(".json"), _SHARD_MAGIC, {"dtype": str, "count": int, "sha256": str, "tokenizer": str, "vocab_size": int}
+        path.with_suffix(".json"),
+        _SHARD_MAGIC,
+        {"dtype": str, "count": int, "sha256": str, "tokenizer": str, "vocab_size": int},
     )
     if (description["dtype"], description["vocab_size"], description["tokenizer"]) != (dtype, vocab_size, tokenizer):
         raise FileFormatError(
@@ -227,7 +231,9 @@ def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tupl
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != description["sha256"]:
-        raise FileFormatError(f"open_corpus: the checksum of {path} does not match its contents: it was damaged. {again}")
+        raise FileFormatError(
+            f"open_corpus: the checksum of {path} does not match its contents: it was damaged. {again}"
+        )
     tokens = np.memmap(path, dtype=dtype, mode="r")
     if int(tokens.max()) >= vocab_size:
         raise FileFormatError(
@@ -260,7 +266,9 @@ def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
             raise FileFormatError(
                 f"open_corpus: the index of {path} names the shard {name!r}; a .bin file in the same folder was required."
             )
-    opened = [_open_shard(path / name, index["dtype"], index["vocab_size"], index["tokenizer"]) for name in index["shards"]]
+    opened = [
+        _open_shard(path / name, index["dtype"], index["vocab_size"], index["tokenizer"]) for name in index["shards"]
+    ]
     digests = "".join(digest for _, digest in opened)
     corpus = Corpus(path, index, [tokens for tokens, _ in opened], hashlib.sha256(digests.encode()).hexdigest())
     if corpus.count != index["tokens"]:

@@ -50,7 +50,9 @@ class Tokenizer(ABC):
         ids = [int(token) for token in tokens]
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise ArgumentError(f"{self.name} tokenizer: decode needs tokens in [0, {self.vocab_size}), got {token}.")
+                raise ArgumentError(
+                    f"{self.name} tokenizer: decode needs tokens in [0, {self.vocab_size}), got {token}."
+                )
         return ids
 
 
@@ -92,7 +94,10 @@ class GPT2Tokenizer(Tokenizer):
         for file, digest in _GPT2_SHA256.items():
             if hashlib.sha256((folder / file).read_bytes()).hexdigest() != digest:
                 raise FileFormatError(f"gpt2 tokenizer: the shipped file {file} is damaged. Install the package again.")
-        with resources.as_file(folder / "encoder.json") as vocabulary, resources.as_file(folder / "vocab.bpe") as merges:
+        with (
+            resources.as_file(folder / "encoder.json") as vocabulary,
+            resources.as_file(folder / "vocab.bpe") as merges,
+        ):
             self._encoder = tokenizers_library.ByteLevelBPETokenizer(str(vocabulary), str(merges))
 
     @property

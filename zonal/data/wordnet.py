@@ -26,7 +26,9 @@ class Nouns:
     def under(self, word: str) -> range:
         """The first node of that word and all below it. Raises: ArgumentError when there is none."""
         if word not in self.words:
-            raise ArgumentError(f"wordnet: no synset {word!r} is shipped. Name an animal or an artifact, with _ for spaces, such as mammal, bird or musical_instrument.")
+            raise ArgumentError(
+                f"wordnet: no synset {word!r} is shipped. Name an animal or an artifact, with _ for spaces, such as mammal, bird or musical_instrument."
+            )
         node = self.words.index(word)
         return range(node, self.ends[node])
 
@@ -48,7 +50,9 @@ def nouns() -> Nouns:
     """
     data = (resources.files("zonal.data") / "assets" / "wordnet" / "nouns.txt").read_bytes()
     if hashlib.sha256(data).hexdigest() != _SHA256:
-        raise FileFormatError("wordnet: the checksum of the shipped file nouns.txt does not match. Install the package again.")
+        raise FileFormatError(
+            "wordnet: the checksum of the shipped file nouns.txt does not match. Install the package again."
+        )
     return read(data.decode())
 
 

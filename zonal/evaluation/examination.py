@@ -34,8 +34,12 @@ class Marks:
         rows = {len(values) for values in (*found.values.values(), *found.slices.values())}
         mixed = [name for name, values in found.slices.items() if len(set(values)) != 1]
         if len(rows) != 1 or mixed:
-            raise ArgumentError(f"examine: one number a row and equal slices in all rows of a batch are required, got lists of lengths {sorted(rows)}, mixed: {mixed}.")
-        sums = self._sums.setdefault(tuple((name, values[0]) for name, values in found.slices.items()), defaultdict(lambda: [0.0, 0.0]))
+            raise ArgumentError(
+                f"examine: one number a row and equal slices in all rows of a batch are required, got lists of lengths {sorted(rows)}, mixed: {mixed}."
+            )
+        sums = self._sums.setdefault(
+            tuple((name, values[0]) for name, values in found.slices.items()), defaultdict(lambda: [0.0, 0.0])
+        )
         for name, values in found.values.items():
             sums[name][0] += sum(values)
             sums[name][1] += len(values)
@@ -43,7 +47,11 @@ class Marks:
     def result(self) -> list[dict[str, Any]]:
         """One object a cell, in the order of first appearance: ``slices``, the means ``values``, and ``examples``."""
         return [
-            {"slices": dict(key), "values": {name: total / count for name, (total, count) in sums.items()}, "examples": int(next(iter(sums.values()))[1])}
+            {
+                "slices": dict(key),
+                "values": {name: total / count for name, (total, count) in sums.items()},
+                "examples": int(next(iter(sums.values()))[1]),
+            }
             for key, sums in self._sums.items()
         ]
 

@@ -61,7 +61,9 @@ class Predictor(Protocol):
 class PieceReader(Predictor, Protocol):
     """A predictor that can read so many tokens at a time, each piece from its memory of those before."""
 
-    def predict(self, tokens: Tensor, targets: Tensor, *, piece: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    def predict(
+        self, tokens: Tensor, targets: Tensor, *, piece: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class Accumulator:
@@ -79,7 +81,13 @@ class Accumulator:
         self._slices: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
 
     def add(
-        self, predicted: Tensor, target: Tensor, row: Tensor, loss: Tensor, examples: int, slices: Mapping[str, Sequence[int | str]]
+        self,
+        predicted: Tensor,
+        target: Tensor,
+        row: Tensor,
+        loss: Tensor,
+        examples: int,
+        slices: Mapping[str, Sequence[int | str]],
     ) -> None:
         """Add one batch of ``examples`` rows; the four tensors (N,) hold one entry for each supervised position.
 
@@ -93,7 +101,9 @@ class Accumulator:
             raise ArgumentError(f"Accumulator.add: rows must lie in 0..{examples - 1}, got {int(rows.max())}.")
         for name, values in slices.items():
             if len(values) != examples:
-                raise ArgumentError(f"Accumulator.add: slice {name!r} needs one value an example ({examples}), got {len(values)}.")
+                raise ArgumentError(
+                    f"Accumulator.add: slice {name!r} needs one value an example ({examples}), got {len(values)}."
+                )
         present = asked > 0
         accuracy = right / asked.clamp_min(1)
         self.positions += int(asked.sum())
@@ -134,7 +144,9 @@ class Cells:
         """Where ``batch`` belongs. Raises: ArgumentError when its rows differ in a slice."""
         mixed = [name for name, values in batch.slices.items() if len(set(values)) != 1]
         if mixed:
-            raise ArgumentError(f"transfer: all rows of a batch must have the same {', '.join(mixed)}. Give a batch to each.")
+            raise ArgumentError(
+                f"transfer: all rows of a batch must have the same {', '.join(mixed)}. Give a batch to each."
+            )
         return self._found.setdefault(tuple((name, values[0]) for name, values in batch.slices.items()), Accumulator())
 
     def result(self) -> list[dict[str, Any]]:
@@ -152,13 +164,17 @@ def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, devi
     into.add(*model.predict(tokens, targets), tokens.shape[0], batch.slices)
 
 
-def accumulate_in_pieces(model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None) -> None:
+def accumulate_in_pieces(
+    model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None
+) -> None:
     """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them whole."""
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
     into.add(*model.predict(tokens, targets, piece=piece), tokens.shape[0], batch.slices)
 
 
-def evaluate_transfer(model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None) -> list[dict[str, Any]]:
+def evaluate_transfer(
+    model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None
+) -> list[dict[str, Any]]:
     """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see ``Cells.result``.
 
     piece: sequences that are longer are read so many tokens at a time from the model's memory, as a decoder would; None reads them whole.

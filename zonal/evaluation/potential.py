@@ -70,7 +70,9 @@ def _edges(call: str, nodes: int, edges: Sequence[tuple[int, int]]) -> list[tupl
         if a == b or not (0 <= a < nodes and 0 <= b < nodes):
             raise ArgumentError(f"{call}: an edge joins two of the nodes 0 to {nodes - 1}, received ({a}, {b}).")
     if len({frozenset(edge) for edge in found}) != len(found):
-        raise ArgumentError(f"{call}: two nodes may share one edge, in one direction; give the mean of what was measured both ways.")
+        raise ArgumentError(
+            f"{call}: two nodes may share one edge, in one direction; give the mean of what was measured both ways."
+        )
     return found
 
 
@@ -98,7 +100,14 @@ def triangles(nodes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, i
     for a, b in edges:
         beside[a].add(b)
         beside[b].add(a)
-    return [(a, b, c) for a in range(nodes) for b in sorted(beside[a]) if b > a for c in sorted(beside[a] & beside[b]) if c > b]
+    return [
+        (a, b, c)
+        for a in range(nodes)
+        for b in sorted(beside[a])
+        if b > a
+        for c in sorted(beside[a] & beside[b])
+        if c > b
+    ]
 
 
 def cycles(nodes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -140,7 +149,9 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
     """
     found = _edges("hodge", nodes, edges)
     if form.shape[:1] != (len(found),):
-        raise ArgumentError(f"hodge: a number for each of {len(found)} edges is required, received shape {tuple(form.shape)}.")
+        raise ArgumentError(
+            f"hodge: a number for each of {len(found)} edges is required, received shape {tuple(form.shape)}."
+        )
     flat = form.double().reshape(len(found), -1)
     incidence = _incidence(nodes, found)
     potential = torch.linalg.pinv(incidence) @ flat
@@ -150,7 +161,9 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
     curls = torch.stack([_around(face, found) for face in faces]) if faces else rest.new_zeros(0, len(found))
     curl = torch.linalg.pinv(curls) @ (curls @ rest)
     shape = form.shape[1:]
-    return Hodge(potential.view(nodes, *shape), gradient.view(-1, *shape), curl.view(-1, *shape), (rest - curl).view(-1, *shape))
+    return Hodge(
+        potential.view(nodes, *shape), gradient.view(-1, *shape), curl.view(-1, *shape), (rest - curl).view(-1, *shape)
+    )
 
 
 def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, level: float = 0.95) -> Circulation:
@@ -159,7 +172,9 @@ def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, 
     Raises: ArgumentError as ``hodge``, and without a seed.
     """
     if forms.ndim != 2 or not forms.shape[1]:
-        raise ArgumentError(f"circulation: forms (edges, seeds) with at least one seed are required, received shape {tuple(forms.shape)}.")
+        raise ArgumentError(
+            f"circulation: forms (edges, seeds) with at least one seed are required, received shape {tuple(forms.shape)}."
+        )
     found = _edges("circulation", nodes, edges)
     forms = forms.double()
     mean = hodge(nodes, found, forms.mean(1))
@@ -168,7 +183,9 @@ def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, 
     sums = []
     for nodes_of in around:
         row = _around(nodes_of, found)
-        sums.append(CycleSum(nodes_of, spread((row @ forms).tolist(), level=each), float((row.abs() @ forms.abs()).mean())))
+        sums.append(
+            CycleSum(nodes_of, spread((row @ forms).tolist(), level=each), float((row.abs() @ forms.abs()).mean()))
+        )
     shares = tuple(hodge(nodes, found, forms[:, seed]).share for seed in range(forms.shape[1]))
     return Circulation(mean, shares, tuple(sums), each, _verdict(sums))
 
@@ -176,11 +193,17 @@ def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, 
 def _verdict(sums: Sequence[CycleSum]) -> Exactness:
     if not sums:
         return "no cycles"
-    if all(max(abs(found.total.minimum), abs(found.total.maximum)) <= _ROUNDING * max(found.length, 1e-300) for found in sums):
+    if all(
+        max(abs(found.total.minimum), abs(found.total.maximum)) <= _ROUNDING * max(found.length, 1e-300)
+        for found in sums
+    ):
         return "exact"
     if sums[0].total.n < 2:
         return "not decidable"
-    beyond = any(found.total.low is not None and found.total.high is not None and not found.total.low <= 0.0 <= found.total.high for found in sums)
+    beyond = any(
+        found.total.low is not None and found.total.high is not None and not found.total.low <= 0.0 <= found.total.high
+        for found in sums
+    )
     return "beyond the spread" if beyond else "within the spread"
 
 

@@ -39,7 +39,9 @@ def diagnose(gram: Tensor, regular: Tensor, shift: Tensor | None = None) -> Ridg
     gram, regular = gram.double(), regular.double()
     lower, info = torch.linalg.cholesky_ex(regular)
     if bool((info > 0).any()) or not bool(torch.isfinite(lower).all()):
-        raise ArgumentError("diagnose: G + the ridge must be positive definite and finite. Raise the ridge, or look for keys that are not finite.")
+        raise ArgumentError(
+            "diagnose: G + the ridge must be positive definite and finite. Raise the ridge, or look for keys that are not finite."
+        )
     eigenvalues = torch.linalg.eigvalsh(regular)
     spread = torch.linalg.eigvalsh(gram).clamp_min(0)
     total = spread.sum(-1)

@@ -120,4 +120,6 @@ def difference_within_spread(a: Mapping[int, float], b: Mapping[int, float], *, 
     if pairs.low is None or pairs.high is None:
         return Difference(pairs.n, pairs.mean, None, None, "not decidable")
     beyond = pairs.low > 0.0 or pairs.high < 0.0
-    return Difference(pairs.n, pairs.mean, pairs.low, pairs.high, "beyond the spread" if beyond else "within the spread")
+    return Difference(
+        pairs.n, pairs.mean, pairs.low, pairs.high, "beyond the spread" if beyond else "within the spread"
+    )

@@ -15,7 +15,9 @@ def auroc(positive: Tensor, negative: Tensor) -> float:
     """
     a, b = positive.double().flatten(), negative.double().flatten().sort().values
     if not a.numel() or not b.numel() or bool(torch.cat([a, b]).isnan().any()):
-        raise ArgumentError(f"auroc: evidence of both kinds without NaN is required, received {a.numel()} and {b.numel()} numbers. Leave out queries without evidence.")
+        raise ArgumentError(
+            f"auroc: evidence of both kinds without NaN is required, received {a.numel()} and {b.numel()} numbers. Leave out queries without evidence."
+        )
     below, up_to = torch.searchsorted(b, a), torch.searchsorted(b, a, right=True)
     return float((below + up_to).double().mean() / (2 * b.numel()))
 
@@ -26,10 +28,21 @@ def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list
     evidence, right (bool) of one shape. Raises: ArgumentError for shapes that differ, shares outside (0, 1], or NaN.
     """
     evidence, wrong = evidence.double().flatten(), (~right).double().flatten()
-    if evidence.shape != wrong.shape or not evidence.numel() or bool(evidence.isnan().any()) or not all(0 < share <= 1 for share in shares):
-        raise ArgumentError(f"risk_curve: evidence without NaN for each of {wrong.numel()} answers and shares in (0, 1] are required, received {evidence.numel()} and {list(shares)}.")
+    if (
+        evidence.shape != wrong.shape
+        or not evidence.numel()
+        or bool(evidence.isnan().any())
+        or not all(0 < share <= 1 for share in shares)
+    ):
+        raise ArgumentError(
+            f"risk_curve: evidence without NaN for each of {wrong.numel()} answers and shares in (0, 1] are required, received {evidence.numel()} and {list(shares)}."
+        )
     levels, place = torch.unique(-evidence, return_inverse=True)
-    count = torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device).index_add(0, place, torch.ones_like(wrong)).cpu()
+    count = (
+        torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device)
+        .index_add(0, place, torch.ones_like(wrong))
+        .cpu()
+    )
     errors = torch.zeros(levels.shape[0], dtype=torch.float64, device=evidence.device).index_add(0, place, wrong).cpu()
     found = []
     for share in shares:

@@ -28,7 +28,14 @@ def advise(q: Tensor, k: Tensor, key_padding_mask: Tensor | None, *, from_start:
             stacklevel=_CALLER,
         )
     mask = key_padding_mask
-    if mask is not None and mask.device.type == "cpu" and mask.dtype == torch.bool and mask.ndim == 2 and tokens and mask.numel():
+    if (
+        mask is not None
+        and mask.device.type == "cpu"
+        and mask.dtype == torch.bool
+        and mask.ndim == 2
+        and tokens
+        and mask.numel()
+    ):
         hidden = int((~mask.any(1)).sum())
         if hidden:
             warnings.warn(

@@ -119,12 +119,18 @@ def _rates(device: torch.device, budget: float) -> _Rates:
             kinds[kind].append(_fastest(device, functools.partial(work, x, mask), budget))
     products, factors, solves = [], [], []
     for batch, rows, cols, inner in _PRODUCTS:
-        products.append(_fastest(device, functools.partial(torch.matmul, full(batch, rows, inner), full(batch, cols, inner).mT), budget))
+        products.append(
+            _fastest(
+                device, functools.partial(torch.matmul, full(batch, rows, inner), full(batch, cols, inner).mT), budget
+            )
+        )
     for batch, order in _ORDERS:
         matrix = torch.eye(order, device=device, dtype=torch.float32).expand(batch, order, order) * 2 + 0.1
         lower, right = torch.linalg.cholesky(matrix), full(batch, order, order)
         factors.append(_fastest(device, functools.partial(torch.linalg.cholesky_ex, matrix), budget))
-        solves.append(_fastest(device, functools.partial(torch.linalg.solve_triangular, lower, right, upper=False), budget))
+        solves.append(
+            _fastest(device, functools.partial(torch.linalg.solve_triangular, lower, right, upper=False), budget)
+        )
     # rows times matrices: one pass over 4 MB
     stream = _fastest(device, functools.partial(torch.matmul, full(64, 1, 64), full(64, 64, 256)), budget)
     return _Rates({kind: tuple(v) for kind, v in kinds.items()}, tuple(products), tuple(factors), tuple(solves), stream)
@@ -147,7 +153,13 @@ def _together(one: _Rates, many: _Rates, threads: int) -> tuple[_Rates, bool]:
     # torch runs short elementwise work on one thread: nothing to scale there
     cut = sum(size < 1 << 15 for size in _ELEMENTS)
     kinds = {kind: (*one.kinds[kind][:cut], *values[cut:]) for kind, values in kinds.items()}
-    rates = _Rates(kinds, each(one.products, many.products), each(one.factors, many.factors), each(one.solves, many.solves), pick(one.stream, many.stream))
+    rates = _Rates(
+        kinds,
+        each(one.products, many.products),
+        each(one.factors, many.factors),
+        each(one.solves, many.solves),
+        pick(one.stream, many.stream),
+    )
     return rates, sum(worse) * 5 > len(worse)
 
 
@@ -202,12 +214,34 @@ def measure(device: torch.device, budget: float = 0.006) -> Constants:
         matmul.append(max(seconds - product - moved * traffic, seconds / 2) / batch)
     curves = {kind: Curve(tuple(float(n) for n in _ELEMENTS), values) for kind, values in rates.kinds.items()}
     return Constants(
-        machine=machine(device), threads=threads(device), torch=torch.__version__, call=call, record=record,
-        simple=curves["simple"], select=curves["select"], exp=curves["exp"], reduce=curves["reduce"], fresh=fresh, product=product,
-        matmul=Curve(tuple(2.0 * m * n * k for _, m, n, k in _PRODUCTS), tuple(matmul)), traffic=traffic,
-        cholesky=Curve(tuple(n**3 / 3 for _, n in _ORDERS), tuple(max(s - factor, s / 2) / b for (b, _), s in zip(_ORDERS, rates.factors, strict=True))),
-        solve=Curve(tuple(float(n**3) for _, n in _ORDERS), tuple(max(s - solve, s / 2) / b for (b, _), s in zip(_ORDERS, rates.solves, strict=True))),
-        tile=tile, tile_call=tile_call, sums=sums, sums_call=sums_call, contended=contended, memory_bytes=memory(device), note="measured now",
+        machine=machine(device),
+        threads=threads(device),
+        torch=torch.__version__,
+        call=call,
+        record=record,
+        simple=curves["simple"],
+        select=curves["select"],
+        exp=curves["exp"],
+        reduce=curves["reduce"],
+        fresh=fresh,
+        product=product,
+        matmul=Curve(tuple(2.0 * m * n * k for _, m, n, k in _PRODUCTS), tuple(matmul)),
+        traffic=traffic,
+        cholesky=Curve(
+            tuple(n**3 / 3 for _, n in _ORDERS),
+            tuple(max(s - factor, s / 2) / b for (b, _), s in zip(_ORDERS, rates.factors, strict=True)),
+        ),
+        solve=Curve(
+            tuple(float(n**3) for _, n in _ORDERS),
+            tuple(max(s - solve, s / 2) / b for (b, _), s in zip(_ORDERS, rates.solves, strict=True)),
+        ),
+        tile=tile,
+        tile_call=tile_call,
+        sums=sums,
+        sums_call=sums_call,
+        contended=contended,
+        memory_bytes=memory(device),
+        note="measured now",
     )
 
 
@@ -253,7 +287,11 @@ def _sums(device: torch.device, budget: float) -> tuple[float, float]:
 
 
 def _kernel(
-    device: torch.device, budget: float, small: Callable[[], object] | None, large: Callable[[], object] | None, operations: float
+    device: torch.device,
+    budget: float,
+    small: Callable[[], object] | None,
+    large: Callable[[], object] | None,
+    operations: float,
 ) -> tuple[float, float]:
     """(a call, an operation) of a compiled kernel, compiled now where it is not there yet; zeros where that cannot be."""
     if small is None or large is None:
@@ -361,7 +399,9 @@ def read(path: Path, device: torch.device) -> Constants:
     found = Constants.from_dict(store.read_json(path), note=f"read from {path}")
     wanted = (machine(device), threads(device), torch.__version__)
     if (found.machine, found.threads, found.torch) != wanted:
-        raise FileFormatError(f"calibration: {path} is of {found.machine}, {found.threads} threads, torch {found.torch}.")
+        raise FileFormatError(
+            f"calibration: {path} is of {found.machine}, {found.threads} threads, torch {found.torch}."
+        )
     return found
 
 
@@ -399,7 +439,10 @@ def _obtain(device: torch.device) -> Constants:
         _keep(path, measure(device), over=bool(why))
         kept = read(path, device)
     except (OSError, FileFormatError) as error:
-        return default(device, f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that can be written")
+        return default(
+            device,
+            f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that can be written",
+        )
     return replace(kept, note=f"measured now and kept in {path}{why}")
 
 

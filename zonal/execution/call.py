@@ -82,7 +82,9 @@ class Call:
         q, k, v, scale = self.raw
         compute = torch.promote_types(q.dtype, torch.float32)
         score, params = self.bound.score, self.bound.score_params
-        return Prepared(score.prepare_query(q.to(compute), params, scale), score.prepare_key(k.to(compute), params), v.to(compute))
+        return Prepared(
+            score.prepare_query(q.to(compute), params, scale), score.prepare_key(k.to(compute), params), v.to(compute)
+        )
 
     @property
     def q(self) -> Tensor:
@@ -119,11 +121,24 @@ class Call:
         return self.tokens.q.device if self.raw is None else self.raw.q.device
 
     def with_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None, key_bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        bias: Bias,
+        log_decay: Tensor | None,
+        key_bias: Tensor | None,
     ) -> "Call":
         """The call with other prepared tokens, and what weighs on them."""
         return replace(
-            self, raw=None, prepared=Prepared(q, k, v), visibility=visibility, bias=bias, log_decay=log_decay, key_bias=key_bias
+            self,
+            raw=None,
+            prepared=Prepared(q, k, v),
+            visibility=visibility,
+            bias=bias,
+            log_decay=log_decay,
+            key_bias=key_bias,
         )
 
     @property
@@ -147,25 +162,39 @@ class Call:
         return y.to(self.dtype)
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None) -> None:
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
+) -> None:
     """Raise ArgumentError naming the argument, what was required and what came."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ArgumentError(f"attention: {name} must have 4 axes (batch, heads, tokens, dim), received shape {tuple(x.shape)}.")
+            raise ArgumentError(
+                f"attention: {name} must have 4 axes (batch, heads, tokens, dim), received shape {tuple(x.shape)}."
+            )
         if x.dtype not in _FLOATS:
             raise ArgumentError(f"attention: {name} must be float16, bfloat16, float32 or float64, received {x.dtype}.")
     if not (q.dtype == k.dtype == v.dtype):
         raise ArgumentError(f"attention: q, k and v must share one dtype, received {q.dtype}, {k.dtype}, {v.dtype}.")
     if not (q.device == k.device == v.device):
-        raise ArgumentError(f"attention: q, k and v must be on one device, received {q.device}, {k.device}, {v.device}.")
+        raise ArgumentError(
+            f"attention: q, k and v must be on one device, received {q.device}, {k.device}, {v.device}."
+        )
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise ArgumentError(f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, {k.shape[0]}, {v.shape[0]}.")
+        raise ArgumentError(
+            f"attention: q, k and v must share the batch size (axis 0), received {q.shape[0]}, {k.shape[0]}, {v.shape[0]}."
+        )
     if k.shape[1:3] != v.shape[1:3]:
-        raise ArgumentError(f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}. {_ORDER}")
+        raise ArgumentError(
+            f"attention: k and v must share heads and tokens (axes 1, 2), received k {tuple(k.shape)} and v {tuple(v.shape)}. {_ORDER}"
+        )
     if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}.")
+        raise ArgumentError(
+            f"attention: q and k must share the head dimension (axis 3), received {q.shape[3]} and {k.shape[3]}."
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). {_ORDER}")
+        raise ArgumentError(
+            f"attention: the heads of q ({q.shape[1]}) must be a multiple of the heads of k and v ({k.shape[1]}). {_ORDER}"
+        )
     batch, _, keys, _ = k.shape
     if key_padding_mask is not None:
         if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
@@ -174,10 +203,14 @@ def checked(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, lo
                 f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
             )
         if key_padding_mask.device != k.device:
-            raise ArgumentError(f"attention: key_padding_mask must be on {k.device}, received {key_padding_mask.device}.")
+            raise ArgumentError(
+                f"attention: key_padding_mask must be on {k.device}, received {key_padding_mask.device}."
+            )
     for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
         if x is not None and tuple(x.shape) != (batch, k.shape[1], keys):
-            raise ArgumentError(f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, received {tuple(x.shape)}.")
+            raise ArgumentError(
+                f"attention: {name} must have shape (batch, key heads, keys) = {(batch, k.shape[1], keys)}, received {tuple(x.shape)}."
+            )
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,37 +250,77 @@ def prepare(
     operator = operator_of("attention", operator)
     operator = operator.for_dim(q.shape[3])
     operator.check("attention", q.shape[3])
-    check_weights("attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past)
+    check_weights(
+        "attention", operator, (k.shape[0], k.shape[1], k.shape[2]), action_mask, key_gate, key_padding_mask, past
+    )
     tags = operator.tags
     bound = operator.bind(q.shape[1], k.shape[1])
     if transforms.mapped(cu_seqlens):
-        raise ArgumentError("attention: cu_seqlens must be the same for all that torch.func.vmap runs over. Call attention once for each packing.")
+        raise ArgumentError(
+            "attention: cu_seqlens must be the same for all that torch.func.vmap runs over. Call attention once for each packing."
+        )
     if cu_seqlens is not None and q.shape[0] != 1:
-        raise ArgumentError(f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens.")
+        raise ArgumentError(
+            f"attention: packed sequences (cu_seqlens) need batch size 1, received {q.shape[0]}. Concatenate the documents along the tokens."
+        )
     if scale is not None and (bound.link.domain is not None or tags.solves):
-        raise ArgumentError(f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}.")
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} fixes the scale of its score; scale must be None, received {scale}."
+        )
     for name, given in (("log_decay", log_decay), ("key_bias", key_bias)):
         if tags.solves and given is not None and not (name == "log_decay" and tags.decays):
-            raise ArgumentError(f"attention: operator {operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
+            raise ArgumentError(
+                f"attention: operator {operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}."
+            )
     out = q.dtype
     compute = torch.promote_types(out, torch.float32)
     raw = Raw(q, k, v, scale)
     seen = visibility(
-        q.shape[2], k.shape[2], _without_bias(bound.priors), causal=causal, include_self=tags.includes_self, key_padding_mask=key_padding_mask,
+        q.shape[2],
+        k.shape[2],
+        _without_bias(bound.priors),
+        causal=causal,
+        include_self=tags.includes_self,
+        key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
     )
     decay = _log_decay(bound, k, key_padding_mask, log_decay)
     bias = _bias(bound, seen, decay, key_bias)
     tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
     if tied and tags.couples:
-        raise ArgumentError(f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets each query's weights depend on all queries, and causal=True {LEAK}.")
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets each query's weights depend on all queries, and causal=True {LEAK}."
+        )
     if decay is not None and not tied:
-        raise ArgumentError(f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True.")
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} fades with time, which has a meaning only for causal=True."
+        )
     call = Call(
-        operator=operator, bound=bound, tags=tags, raw=raw, prepared=None, coefficients=bound.coefficients.to(q.device, compute),
-        visibility=seen, bias=bias, log_decay=decay, key_bias=key_bias, causal=tied, include_self=tags.includes_self, dtype=out,
-        head_dim=q.shape[3], shared=shared if shared[0] is not q else None,
-        masses=masses_of(operator, seen, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]), q.device, compute, query_mass, key_mass, start),
+        operator=operator,
+        bound=bound,
+        tags=tags,
+        raw=raw,
+        prepared=None,
+        coefficients=bound.coefficients.to(q.device, compute),
+        visibility=seen,
+        bias=bias,
+        log_decay=decay,
+        key_bias=key_bias,
+        causal=tied,
+        include_self=tags.includes_self,
+        dtype=out,
+        head_dim=q.shape[3],
+        shared=shared if shared[0] is not q else None,
+        masses=masses_of(
+            operator,
+            seen,
+            (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
+            q.device,
+            compute,
+            query_mass,
+            key_mass,
+            start,
+        ),
     )
     if action_mask is None and key_gate is None:
         return call
@@ -262,8 +335,12 @@ def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | 
     if given is not None:
         decay = given.double()
         if transforms.mapped(given):
-            raise ArgumentError("attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. Fold that axis into the batch.")
-        require_values(~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
+            raise ArgumentError(
+                "attention: log_decay must be <= 0, which cannot be looked at while torch.func.vmap runs over it. Fold that axis into the batch."
+            )
+        require_values(
+            ~(decay > 0).any(), "attention: log_decay must be <= 0 (a rate in (0, 1]), received positive values."
+        )
     elif bound.log_decay is not None:
         decay = bound.log_decay.to(k.device).view(1, -1, 1).expand(1, -1, k.shape[2])
     else:
@@ -279,7 +356,10 @@ def _bias(bound: Bound, seen: Visibility, decay: Tensor | None, key_bias: Tensor
     if decay is not None:
         running = decay.cumsum(-1)
         running = running if bound.groups == 1 else running.repeat_interleave(bound.groups, 1)
-        row, col = running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None, -running
+        row, col = (
+            running[..., seen.position.clamp(0, max(running.shape[-1] - 1, 0))] if running.shape[-1] else None,
+            -running,
+        )
     if key_bias is not None:
         extra = key_bias if bound.groups == 1 else key_bias.repeat_interleave(bound.groups, 1)
         col = extra.double() if col is None else col + extra
@@ -309,7 +389,12 @@ def following(call: Call, past: tuple[Tensor, Tensor, Tensor | None, Tensor | No
     mask = joined(past[2], call.visibility.key_mask, True, shape)
     decay, key_bias = joined(past[3], call.log_decay, 0.0, shape), joined(past[4], call.key_bias, 0.0, shape)
     seen = visibility(
-        call.q.shape[2], k.shape[2], _without_bias(call.bound.priors), causal=call.causal, include_self=call.include_self, key_padding_mask=mask
+        call.q.shape[2],
+        k.shape[2],
+        _without_bias(call.bound.priors),
+        causal=call.causal,
+        include_self=call.include_self,
+        key_padding_mask=mask,
     )
     bias = _bias(call.bound, seen, decay, key_bias)
     return call.with_tokens(call.q, k, v, seen, bias, decay, key_bias)

@@ -31,10 +31,14 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
 candidates: Callable[[Call, LSH, bool], Candidates] = torch.compiler.disable(_candidates)  # type: ignore[assignment]
 
 
-def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:
+def places(
+    asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None
+) -> Candidates:
     """``sparse_library.places`` by torch, on any device."""
     keys, groups = held.shape[3], asked.shape[1] // held.shape[1]
-    held = held.long() if key_mask is None else torch.where(key_mask[:, None, None], held.long(), hashing.CODES)  # in no query's bucket
+    held = (
+        held.long() if key_mask is None else torch.where(key_mask[:, None, None], held.long(), hashing.CODES)
+    )  # in no query's bucket
     size = keys + 1
     ranked, order = (held * size + torch.arange(keys, device=held.device)).sort(-1)
     base = asked.long() * size

@@ -59,13 +59,17 @@ def chunked_refusal(call: Call) -> str | None:
             return f"{what}, so every token has an inverse of its own; add prior.ChunkCausal, or use mode='constant', relative=0 and spectral_norm='none'"
         return reason
     if call.windowed or call.bias.slope is not None:
-        return features_refusal(call.bound, call.head_dim) or "positions weigh in, and a sum over keys has forgotten them"
+        return (
+            features_refusal(call.bound, call.head_dim) or "positions weigh in, and a sum over keys has forgotten them"
+        )
     if call.log_decay is not None and call.chunk is not None:
         return "a decay together with whole chunks is not carried"
     return features_refusal(call.bound, call.head_dim)
 
 
-def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None) -> tuple[Tensor, Memory | None]:
+def chunked(
+    call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None
+) -> tuple[Tensor, Memory | None]:
     """y (B, H, T, P), and the memory after the call's tokens.
 
     Args:
@@ -76,15 +80,23 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
     """
     reason = chunked_refusal(call)
     if reason is not None:
-        raise PathError(f"attention: path 'chunked' cannot run operator: {reason}. Use path='{'dense' if call.tags.solves else 'tiled'}'.")
+        raise PathError(
+            f"attention: path 'chunked' cannot run operator: {reason}. Use path='{'dense' if call.tags.solves else 'tiled'}'."
+        )
     if block is not None and block < 1:
         raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
     if return_memory and memory is None and not call.visibility.packed:
         memory = empty_memory(call)
-    if memory is not None and not isinstance(memory, (RidgeStatistics, FadingStatistics) if call.tags.solves else (FeatureSums, DecayedSums)):
-        raise PathError(f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind.")
+    if memory is not None and not isinstance(
+        memory, (RidgeStatistics, FadingStatistics) if call.tags.solves else (FeatureSums, DecayedSums)
+    ):
+        raise PathError(
+            f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind."
+        )
     if call.visibility.packed and (memory is not None or return_memory):
-        raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
+        raise ArgumentError(
+            "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory."
+        )
     if block is None and _by_kernel(call, memory):
         if memory is not None:
             check_memory(call, memory)
@@ -93,7 +105,10 @@ def chunked(call: Call, memory: Memory | None, *, return_memory: bool, block: in
             return y, after if return_memory else None
         except BuildError as error:  # once: from now on it is refused
             what = "ridge read-outs" if call.tags.solves else "sums over features"
-            warnings.warn(f"zonal: torch's {what} run in place of the compiled kernel, several times slower. {error}", stacklevel=3)
+            warnings.warn(
+                f"zonal: torch's {what} run in place of the compiled kernel, several times slower. {error}",
+                stacklevel=3,
+            )
     if call.visibility.packed:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
@@ -130,7 +145,9 @@ def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
 
 def tail(call: Call, first: int) -> Call:
     """The call without its first queries."""
-    return call.with_tokens(call.q[:, :, first:], call.k, call.v, call.visibility.tail(first), call.bias, call.log_decay, call.key_bias)
+    return call.with_tokens(
+        call.q[:, :, first:], call.k, call.v, call.visibility.tail(first), call.bias, call.log_decay, call.key_bias
+    )
 
 
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
@@ -140,7 +157,10 @@ def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
         return tokens, None
     check_memory(call, memory)
     dtype = memory.form.statistics
-    tokens = tokens._replace(k=tokens.k.to(torch.promote_types(tokens.k.dtype, dtype)), v=tokens.v.to(torch.promote_types(tokens.v.dtype, dtype)))
+    tokens = tokens._replace(
+        k=tokens.k.to(torch.promote_types(tokens.k.dtype, dtype)),
+        v=tokens.v.to(torch.promote_types(tokens.v.dtype, dtype)),
+    )
     if isinstance(memory, FeatureSums | RidgeStatistics) and memory.pending is not None:
         waiting = memory.pending.map(lambda x: x.to(tokens.k.dtype) if x.dtype.is_floating_point else x)
         return joined(waiting, tokens), memory.committed()
@@ -162,7 +182,12 @@ def check_memory(call: Call, memory: Memory) -> None:
                 "Pass at most as many queries as new keys, or all keys at once without a memory."
             )
     form = memory.form
-    if (form.batch, form.heads, form.key_dim, form.value_dim) != (call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3]):
+    if (form.batch, form.heads, form.key_dim, form.value_dim) != (
+        call.k.shape[0],
+        call.k.shape[1],
+        call.head_dim,
+        call.v.shape[3],
+    ):
         raise ArgumentError(
             f"attention: the memory holds (batch, key heads, key dim, value dim) = {tuple(form[:4])}, "
             f"the call has {(call.k.shape[0], call.k.shape[1], call.head_dim, call.v.shape[3])}."
@@ -184,8 +209,14 @@ def _sums(
     offset = keys - queries if call.causal else 0
     state = None if before is None or before.count == 0 else before.state.to(k)
     job = Job(
-        features, call.bound.link, Rule(call.causal, call.include_self, call.chunk, offset), call.bound.groups,
-        block or block_size(features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None and not return_memory),
+        features,
+        call.bound.link,
+        Rule(call.causal, call.include_self, call.chunk, offset),
+        call.bound.groups,
+        block
+        or block_size(
+            features, (batch, heads, keys, dim, v.shape[3]), call.causal and before is None and not return_memory
+        ),
         return_memory and call.chunk is None,
     )
     total, final = scan(q, k, v, call.coefficients.to(q), decay, state, job)
@@ -209,7 +240,12 @@ def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | Non
     """How many keys each query sees, (B or 1, 1, T, 1)."""
     priors = tuple(p for p in call.bound.priors if type(p).__name__ in ("Causal", "ChunkCausal"))
     seen = visibility(
-        call.q.shape[2], tokens.length, priors, causal=call.causal, include_self=call.include_self, key_padding_mask=tokens.mask
+        call.q.shape[2],
+        tokens.length,
+        priors,
+        causal=call.causal,
+        include_self=call.include_self,
+        key_padding_mask=tokens.mask,
     ).count(call.q.device)
     return (seen if before is None else seen + before.real[:, None, None])[..., None]
 
@@ -223,14 +259,18 @@ def _ridge(
         begun = empty_memory(call) if before is None else before
         assert isinstance(begun, FadingStatistics)
         y = fading(call, tokens, begun, block)
-        return call.scaled(y), memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay)) if return_memory and memory is not None else None
+        return call.scaled(y), memory.extended(
+            Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay)
+        ) if return_memory and memory is not None else None
     assert before is None or isinstance(before, RidgeStatistics)
     if before is not None and before.count == 0:
         before = None
     silent = tokens.silent()
     rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).view(1, -1, 1, 1, 1)
     lift = Lift.of(call.bound, call.head_dim)
-    queries, keys = (call.q, silent.k) if lift is None else (lift.whitened(call.q.to(silent.k)), lift.whitened(silent.k))
+    queries, keys = (
+        (call.q, silent.k) if lift is None else (lift.whitened(call.q.to(silent.k)), lift.whitened(silent.k))
+    )
     past = (None, None, None, None) if before is None else before.whitened(call.bound)
     count = keys.shape[2] + (0 if before is None else before.count)
     dtype = torch.float64 if loses_digits(keys, past[0], count, rho, anchor) else tokens.k.dtype
@@ -255,7 +295,11 @@ def loses_digits(z: Tensor, before: Tensor | None, tokens: int, rho: Tensor, anc
     if z.dtype == torch.float64 or z.numel() == 0:
         return False
     eps, looks = torch.finfo(z.dtype).eps, not torch.compiler.is_compiling() and not transforms.active()
-    if not anchor.moving and looks and bool((eps * (z.square().sum(-1).amax(-1) / rho.flatten()).square() > _LOST).any()):
+    if (
+        not anchor.moving
+        and looks
+        and bool((eps * (z.square().sum(-1).amax(-1) / rho.flatten()).square() > _LOST).any())
+    ):
         return True
     if tokens <= _SAFE_TOKENS:
         return False
@@ -277,10 +321,28 @@ class _Parts:
     """Keys, values and what came before them."""
 
     def __init__(
-        self, q: Tensor, z: Tensor, v: Tensor, earlier: Tensor | None, gram: Tensor | None, cross: Tensor | None, shift: Tensor | None,
-        peak: Tensor | None, rho: Tensor,
+        self,
+        q: Tensor,
+        z: Tensor,
+        v: Tensor,
+        earlier: Tensor | None,
+        gram: Tensor | None,
+        cross: Tensor | None,
+        shift: Tensor | None,
+        peak: Tensor | None,
+        rho: Tensor,
     ) -> None:
-        self.q, self.z, self.v, self.earlier, self.gram, self.cross, self.shift, self.peak, self.rho = q, z, v, earlier, gram, cross, shift, peak, rho
+        self.q, self.z, self.v, self.earlier, self.gram, self.cross, self.shift, self.peak, self.rho = (
+            q,
+            z,
+            v,
+            earlier,
+            gram,
+            cross,
+            shift,
+            peak,
+            rho,
+        )
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -348,7 +410,9 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
             so_far = torch.cat([first, largest[:, :, :-1]], 2).cummax(2).values[..., None, None]
         ridge = _ridge_of(anchor, ridge, before, so_far)
         if anchor.spectral and earlier is not None:
-            contracted = contraction(with_ridge(before, ridge), exclusive(zb.mT @ into_blocks(earlier, size), shift), "attention")
+            contracted = contraction(
+                with_ridge(before, ridge), exclusive(zb.mT @ into_blocks(earlier, size), shift), "attention"
+            )
     factor = factorise(zb, gram, ridge, sight)
     x = solve(xb, zb, gram, ridge, factor)
     if earlier is not None:

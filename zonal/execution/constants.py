@@ -93,7 +93,12 @@ class Constants:
                     raise FileFormatError(f"calibration: {each.name} must be {each.type.__name__}, found {value!r}.")  # type: ignore[union-attr]
                 values[each.name] = value
             else:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int | float)
+                    or not math.isfinite(value)
+                    or value < 0
+                ):
                     raise FileFormatError(f"calibration: {each.name} must be a number >= 0, found {value!r}.")
                 values[each.name] = value
         return Constants(**values)
@@ -110,7 +115,9 @@ def _curve(name: str, value: Any) -> Curve:
 
 def _numbers(name: str, value: Any) -> tuple[float, ...]:
     good = isinstance(value, list | tuple) and len(value) > 0
-    if not good or not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in value):
+    if not good or not all(
+        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in value
+    ):
         raise FileFormatError(f"calibration: {name} must hold positive numbers, found {value!r}.")
     return tuple(value)
 

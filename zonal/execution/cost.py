@@ -100,7 +100,9 @@ def dense(p: Problem, constants: Constants) -> Estimate:
 
 def _top(p: Problem, tally: Tally, elements: float, count: float = 1) -> None:
     """The largest entries of rows, ``elements`` in all, and what is below them put out."""
-    tally.passes("reduce", elements, 70 * count)  # torch's search for the k-th largest, as measured on rows of 512 to 2048
+    tally.passes(
+        "reduce", elements, 70 * count
+    )  # torch's search for the k-th largest, as measured on rows of 512 to 2048
     tally.passes("simple", elements, count)
     tally.passes("select", elements, count)
 
@@ -208,11 +210,21 @@ def _tiles(p: Problem, query_block: int, key_block: int) -> dict[tuple[int, int,
     for block in p.span.blocks(p.T, p.S, query_block):
         rows = block.stop - block.start
         # without documents and windows only the block's own diagonal is masked
-        open_until = block.hi if block.whole else max(block.lo, block.hi - rows) if p.span.left is None and p.span.edges is None else block.lo
+        open_until = (
+            block.hi
+            if block.whole
+            else max(block.lo, block.hi - rows)
+            if p.span.left is None and p.span.edges is None
+            else block.lo
+        )
         whole, rest = divmod(max(block.hi - block.lo, 0), key_block)
         clear = 0 if p.padded else min(whole, max(0, (open_until - block.lo) // key_block))
         edge = p.padded or block.hi > open_until
-        for shape, count in (((rows, key_block, False), clear), ((rows, key_block, True), whole - clear), ((rows, rest, edge), int(rest > 0))):
+        for shape, count in (
+            ((rows, key_block, False), clear),
+            ((rows, key_block, True), whole - clear),
+            ((rows, rest, edge), int(rest > 0)),
+        ):
             if count:
                 found[shape] = found.get(shape, 0) + count
     return found
@@ -264,7 +276,12 @@ def tiled(p: Problem, constants: Constants) -> Estimate:
 
 def _triangular(p: Problem) -> bool:
     """Whether masked tiles are cut by ``tril_``, with no mask made."""
-    return not (p.padded or p.biased or p.tags.log_space) and p.span.left is None and p.span.edges is None and p.span.chunk is None
+    return (
+        not (p.padded or p.biased or p.tags.log_space)
+        and p.span.left is None
+        and p.span.edges is None
+        and p.span.chunk is None
+    )
 
 
 def _tile_forward_again(p: Problem, tally: Tally, batch: int, rows: int, keys: int, masked: bool, count: float) -> None:
@@ -363,4 +380,10 @@ def sparse(p: Problem, constants: Constants) -> Estimate:
     return candidates(with_past(p, tally), tally)
 
 
-MODELS: dict[str, Callable[[Problem, Constants], Estimate]] = {"dense": dense, "tiled": tiled, "chunked": chunked, "streaming": streaming, "sparse": sparse}
+MODELS: dict[str, Callable[[Problem, Constants], Estimate]] = {
+    "dense": dense,
+    "tiled": tiled,
+    "chunked": chunked,
+    "streaming": streaming,
+    "sparse": sparse,
+}

@@ -52,7 +52,11 @@ def tree(p: Problem, tally: Tally) -> Estimate:
     back = 3 if p.gradients else 1
     tally.product(heads * blocks, size, size, p.D + p.P, back)
     pairs = float(heads * blocks * size * size)
-    above = [-(-p.T // child) * (parent // child if parent < p.T else -(-p.T // child)) for child, parent in zip(p.spans, p.spans[1:], strict=False) if child]
+    above = [
+        -(-p.T // child) * (parent // child if parent < p.T else -(-p.T // child))
+        for child, parent in zip(p.spans, p.spans[1:], strict=False)
+        if child
+    ]
     for each in above:
         tally.product(heads, 1, each, p.D + p.P, back)
     tally.passes("exp", pairs + heads * sum(above), back)

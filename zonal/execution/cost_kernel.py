@@ -35,7 +35,12 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
         else:  # a difference for each product, which the units for vectors of sixteen have to spare
             width = sum(term.size for term in p.terms) * (1 if distance_library.source() == "distance_wide" else 2)
     forward = pairs * (2 * (width + p.P) + 2 * each)
-    backward = pairs * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (again * each + 2 * p.coefficients * p.coefficient_gradients)) if p.gradients else 0.0
+    backward = (
+        pairs
+        * (4 * width + 2 * p.P + 2 * (width + p.P) + 2 * (again * each + 2 * p.coefficients * p.coefficient_gradients))
+        if p.gradients
+        else 0.0
+    )
     rate = constants.tile or 1.3 * constants.matmul.at(2.0**25) / 2.0**25
     # a task is a head and some queries; backward goes by key heads, split where they are few
     busy = min(constants.threads, max(1, heads * len(blocks) * splits))

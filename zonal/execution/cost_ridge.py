@@ -36,7 +36,11 @@ def _ridge_free(p: Problem, tally: Tally) -> float:
         tally.recorded(30)
         tally.product(kv, r, r, r, 2)
         tally.views(50)
-    return heads * p.T * (r * (2 + p.shifts) * directions + p.P) + kv * r * (8 * r + 2 * p.P) * directions + kv * p.S * r * (p.shifts > 0)
+    return (
+        heads * p.T * (r * (2 + p.shifts) * directions + p.P)
+        + kv * r * (8 * r + 2 * p.P) * directions
+        + kv * p.S * r * (p.shifts > 0)
+    )
 
 
 def _ridge_tied(p: Problem, tally: Tally) -> float:
@@ -152,7 +156,9 @@ def _linear(p: Problem, tally: Tally, batch: float, rows: int, size: int, blocks
     tally.views(18)
 
 
-def _linear_backward(p: Problem, tally: Tally, batch: float, rows: int, size: int, blocks: int, seen: bool, begun: bool) -> None:
+def _linear_backward(
+    p: Problem, tally: Tally, batch: float, rows: int, size: int, blocks: int, seen: bool, begun: bool
+) -> None:
     if seen:
         tally.product(batch, rows, size, p.P)
         tally.product(batch, size, p.P, rows)

@@ -36,7 +36,9 @@ def operations(p: Problem) -> tuple[float, float]:
     back = solves + 2 * shifts * step + r * width + block * (r + width)
     sums = (2 * shifts + 1) * r * r + r * width
     near = block * (4 * (shifts + 1) * r + 3 * shifts * r + r + 2 * width)
-    return 2 * kv * forward, 2 * kv * (wide + factor + rows * (back + sums + near) + p.S * r * (r + 2 * width + 2 * shifted * r))
+    return 2 * kv * forward, 2 * kv * (
+        wide + factor + rows * (back + sums + near) + p.S * r * (r + 2 * width + 2 * shifted * r)
+    )
 
 
 def kernel(p: Problem, tally: Tally) -> Estimate:
@@ -50,7 +52,11 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     # written as parts, read and written as sums, read where a block is read from, and written and read as what is read
     states = float(kv * r * (r + width + shifted * r))
     keys = float(kv * p.S * (r * (2 + 3 * shifted) + width))
-    moved = states * (8 * (3 * blocks + read) + 8 * read) + 8 * keys + p.itemsize * p.B * (p.H * p.T * (r + width) + p.Hkv * p.S * (r + width))
+    moved = (
+        states * (8 * (3 * blocks + read) + 8 * read)
+        + 8 * keys
+        + p.itemsize * p.B * (p.H * p.T * (r + width) + p.Hkv * p.S * (r + width))
+    )
     tally.add(call, calls=_LAUNCHES[0])
     tally.views(_AROUND[0])
     tally.add(max(forward * rate, moved * constants.traffic), flops=forward, moved=moved)

@@ -30,7 +30,14 @@ def operations(p: Problem) -> tuple[float, float]:
     forward = states + rows * (read + r * width + half * (r + width))
     if not p.gradients:
         return 2 * kv * forward, 0.0
-    back = rows * (2 * read + 4 * (shifts + 1) * half * r + 4 * shifts * half * r + 2 * r * width + half * (3 * r + 2 * width) + (2 * shifts + 1) * r * r)
+    back = rows * (
+        2 * read
+        + 4 * (shifts + 1) * half * r
+        + 4 * shifts * half * r
+        + 2 * r * width
+        + half * (3 * r + 2 * width)
+        + (2 * shifts + 1) * r * r
+    )
     return 2 * kv * forward, 2 * kv * (states + back + p.S * (r * r + 2 * r * width + 2 * (shifts > 0) * r * r))
 
 
@@ -38,7 +45,11 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     """One call of the kernel, and one more backward."""
     constants = tally.constants
     groups = [(1, p.S, True)] if p.span.edges is None else document_groups(p.span.edges)
-    parts = [p] if p.span.edges is None else [replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None)) for count, length, _ in groups]
+    parts = (
+        [p]
+        if p.span.edges is None
+        else [replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None)) for count, length, _ in groups]
+    )
     forward, backward = (sum(column) for column in zip(*(operations(part) for part in parts), strict=True))
     rate = constants.sums or 1.6 * constants.matmul.at(2.0**25) / 2.0**25
     call = constants.sums_call or 50 * constants.call
@@ -55,13 +66,19 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
         tally.passes("simple", 2 * kv * p.S * (r + p.P), 2)
         tally.views(40)
     state = r * (3.0 * r + p.P + (p.shifts > 0) * r)
-    peak = p.B * p.H * p.T * p.P + min(tasks, constants.threads) * state + p.keeps * kv * (3 * state + 2 * p.S * (r + p.P))
+    peak = (
+        p.B * p.H * p.T * p.P + min(tasks, constants.threads) * state + p.keeps * kv * (3 * state + 2 * p.S * (r + p.P))
+    )
     if p.gradients:
         tally.recorded(4)
         tally.add(2 * call, calls=10)
         tally.add(backward * rate, flops=backward, moved=2 * p.itemsize * numbers)
         longest = max((length for _, length, _ in groups), default=0)
-        peak += p.B * p.H * p.T * r + kv * p.S * (r + p.P) + min(tasks, constants.threads) * 2.0 * (p.shifts + 1) * p.groups * longest * r
+        peak += (
+            p.B * p.H * p.T * r
+            + kv * p.S * (r + p.P)
+            + min(tasks, constants.threads) * 2.0 * (p.shifts + 1) * p.groups * longest * r
+        )
     return tally.estimate("chunked", peak)
 
 

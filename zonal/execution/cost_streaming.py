@@ -21,7 +21,9 @@ def streaming(p: Problem, constants: Constants) -> Estimate:
     if p.span.edges is not None:
         peak = 0.0
         for count, length, even in document_groups(p.span.edges):
-            inner = replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None), padded=p.padded or not even)
+            inner = replace(
+                p, B=count, T=length, S=length, span=replace(p.span, edges=None), padded=p.padded or not even
+            )
             tally.views(60)
             peak = max(peak, _stream(inner, tally))
         return tally.estimate("streaming", peak)
@@ -45,7 +47,9 @@ def _stream(p: Problem, tally: Tally) -> float:
         keys = kv * (p.past + p.S) * (r + p.P) * (2.0 if p.gradients else 4.0)
         return out + keys + (tokens * (keys / 2 + 6 * heads * window) if p.gradients else 4 * heads * window)
     if p.kind in ("ridge", "fading"):
-        return out + (_stream_ridge(p, tally, tokens, prefix) if p.without_decode is not None else _ridge_steps(p, tally, tokens))
+        return out + (
+            _stream_ridge(p, tally, tokens, prefix) if p.without_decode is not None else _ridge_steps(p, tally, tokens)
+        )
     assert p.features is not None
     width = p.P + p.tags.normalises
     state = kv * p.features.dimension(r) * width
@@ -74,7 +78,12 @@ def _stream(p: Problem, tally: Tally) -> float:
         write_backward(p, tally, kv + heads, tokens)
         tally.recorded(tokens * (30 if trivial else 60))
         tally.views(tokens * (20 if trivial else 60))
-    return out + state * (3.0 + (2.0 if trivial else 0.5) * tokens * p.gradients) + heads * p.features.dimension(r) * 3 + kv * p.features.dimension(r) * min(prefix, 4096)
+    return (
+        out
+        + state * (3.0 + (2.0 if trivial else 0.5) * tokens * p.gradients)
+        + heads * p.features.dimension(r) * 3
+        + kv * p.features.dimension(r) * min(prefix, 4096)
+    )
 
 
 def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
@@ -84,7 +93,9 @@ def _stream_keys(p: Problem, tally: Tally, tokens: int, held: float) -> None:
     tally.product(heads, 1, held, p.D, tokens * directions)
     tally.product(heads, 1, p.P, held, tokens * directions)
     copies = 1 + (p.groups > 1) + p.padded
-    tally.passes("simple", kv * held * (p.D + p.P) * (p.groups if p.groups > 1 else 1), tokens * (copies - 1) * directions)
+    tally.passes(
+        "simple", kv * held * (p.D + p.P) * (p.groups if p.groups > 1 else 1), tokens * (copies - 1) * directions
+    )
     tally.passes("simple", kv * (p.D + p.P) * (held if p.gradients else 2), tokens)
     passes = (2 if p.tags.log_space else p.operations) + max(p.score_passes - 5, 0)
     tally.passes("simple", row, tokens * directions * (passes + 2 + 2 * p.biased))

@@ -70,7 +70,11 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     assert p.features is not None
     constants = tally.constants
     groups = [(1, p.S, True)] if p.span.edges is None else document_groups(p.span.edges)
-    parts = [p] if p.span.edges is None else [replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None)) for count, length, _ in groups]
+    parts = (
+        [p]
+        if p.span.edges is None
+        else [replace(p, B=count, T=length, S=length, span=replace(p.span, edges=None)) for count, length, _ in groups]
+    )
     forward, backward = (sum(column) for column in zip(*(operations(part) for part in parts), strict=True))
     rate = constants.sums or 1.6 * constants.matmul.at(2.0**25) / 2.0**25
     call = constants.sums_call or 50 * constants.call
@@ -85,7 +89,10 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     tally.add(forward * rate, flops=forward, moved=p.itemsize * numbers)
     state = p.features.dimension(p.D) * (p.P + p.tags.normalises)
     if p.past or p.keeps:  # read from one buffer and written to another, in another order
-        tally.add(4 * p.B * p.Hkv * state * p.itemsize * constants.traffic * (1 + p.gradients), moved=4 * p.B * p.Hkv * state * p.itemsize)
+        tally.add(
+            4 * p.B * p.Hkv * state * p.itemsize * constants.traffic * (1 + p.gradients),
+            moved=4 * p.B * p.Hkv * state * p.itemsize,
+        )
     peak = p.B * p.H * p.T * (p.P + 1.0) + min(tasks, constants.threads) * state + p.keeps * p.B * p.Hkv * state
     if p.gradients:
         tally.recorded(2)

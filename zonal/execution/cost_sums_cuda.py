@@ -27,7 +27,9 @@ def work(p: Problem) -> tuple[float, float, float]:
         absorbed = max(absorbed, border)
         reads += rows * p.groups * (border > block.lo or p.past > 0)
         # of the keys that came with the block each query sees half
-        pairs += rows * p.groups * (max(first - known, 0) + (block.hi - max(first, known)) * (1.0 if block.whole else 0.5))
+        pairs += (
+            rows * p.groups * (max(first - known, 0) + (block.hi - max(first, known)) * (1.0 if block.whole else 0.5))
+        )
     return float(p.S) if p.keeps else absorbed, reads, pairs
 
 
@@ -53,7 +55,9 @@ def kernel(p: Problem, tally: Tally) -> Estimate:
     # written as parts, read and written as sums, read by each block of queries
     borders = int(work(p)[0] // chunk) + 1
     sums = float(p.B * p.Hkv * borders * state)
-    moved = 4 * sums * (3 + p.groups * chunk / sizes.SHARED) + p.itemsize * p.B * (p.H * p.T * (p.D + p.P) + p.Hkv * p.S * (p.D + p.P))
+    moved = 4 * sums * (3 + p.groups * chunk / sizes.SHARED) + p.itemsize * p.B * (
+        p.H * p.T * (p.D + p.P) + p.Hkv * p.S * (p.D + p.P)
+    )
     tally.add(call, calls=_LAUNCHES[0])
     tally.add(max(forward * rate, moved * constants.traffic), flops=forward, moved=moved)
     # sums are float32, and so is y until it is given its type

@@ -19,7 +19,16 @@ _AT_ONCE = 1 << 22
 
 
 @torch.no_grad()
-def measured(operator: Operator, q: Tensor, k: Tensor, *, causal: bool = False, key_padding_mask: Tensor | None = None, rows: int = 256, seed: int = 0) -> Coverage:
+def measured(
+    operator: Operator,
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    rows: int = 256,
+    seed: int = 0,
+) -> Coverage:
     """Coverage of the sparse path for queries (B, H, T, D) and keys (B, Hkv, S, D): ``rows`` of the positions of queries, drawn by ``seed``, of every head.
 
     Raises: ArgumentError for what does not fit, an operator that the sparse path does not run, or no query that sees a key.
@@ -35,7 +44,20 @@ def measured(operator: Operator, q: Tensor, k: Tensor, *, causal: bool = False, 
     chosen = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:rows].sort().values
     keys, most = k.shape[2], max(anchor.search.reach, anchor.search.window)
     size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (anchor.search.tables + 1)), 1))
-    parts = [_rows(call, anchor, found._replace(start=found.start[:, :, some], stop=found.stop[:, :, some]), some, min(most, keys)) for some in chosen.split(size)] if keys else []
+    parts = (
+        [
+            _rows(
+                call,
+                anchor,
+                found._replace(start=found.start[:, :, some], stop=found.stop[:, :, some]),
+                some,
+                min(most, keys),
+            )
+            for some in chosen.split(size)
+        ]
+        if keys
+        else []
+    )
     if not parts:
         raise ArgumentError("coverage: at least one query and one key are required, received none.")
     return summarised({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
@@ -48,7 +70,12 @@ def _rows(call: Call, anchor: TopK, found: Candidates, rows: Tensor, reach: int)
     if seen.key_mask is not None:
         visible = visible & seen.key_mask[:, None, None]
     key, fresh = keys_of(found, slice(None), reach)
-    met = torch.zeros(log_kernel.shape, dtype=torch.int32, device=call.device).scatter_add_(-1, key, fresh.to(torch.int32)) > 0
+    met = (
+        torch.zeros(log_kernel.shape, dtype=torch.int32, device=call.device).scatter_add_(
+            -1, key, fresh.to(torch.int32)
+        )
+        > 0
+    )
     return coverage(log_kernel.masked_fill(~visible, float("-inf")), met, anchor.k)
 
 

@@ -11,7 +11,16 @@ from zonal.execution.call import Call
 
 def weights(call: Call) -> Tensor:
     """W (B, H, T, S)."""
-    return definition.weights(call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, call.bias, call.log_decay, call.masses)
+    return definition.weights(
+        call.bound,
+        call.coefficients,
+        call.q,
+        call.expand(call.k),
+        call.visibility,
+        call.bias,
+        call.log_decay,
+        call.masses,
+    )
 
 
 def dense(call: Call) -> Tensor:

@@ -51,7 +51,11 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
     if decay is not None and mask is not None:
         decay = decay * mask[:, None]
     seen = visibility(
-        index.shape[1], index.shape[1], tuple(p for p in call.bound.priors if not _weighs(p)), causal=call.causal, include_self=call.include_self,
+        index.shape[1],
+        index.shape[1],
+        tuple(p for p in call.bound.priors if not _weighs(p)),
+        causal=call.causal,
+        include_self=call.include_self,
         key_padding_mask=mask,
     )
     group = call.with_tokens(

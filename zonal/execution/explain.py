@@ -110,9 +110,24 @@ class Explanation:
         rows = [("path", "time", "FLOPs", "moved", "peak memory", "torch calls")]
         for e in self.plan.estimates:
             mark = "*" if e.path == self.path else " "
-            rows.append((f"{mark} {e.path}", duration(e.seconds), f"{e.flops:.3g}", size(e.bytes_moved), size(e.peak_bytes), f"{e.calls:,}"))
+            rows.append(
+                (
+                    f"{mark} {e.path}",
+                    duration(e.seconds),
+                    f"{e.flops:.3g}",
+                    size(e.bytes_moved),
+                    size(e.peak_bytes),
+                    f"{e.calls:,}",
+                )
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = ["  " + "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+        table = [
+            "  "
+            + "  ".join(
+                cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
         refused = [f"  {path:<9} {why}" for path, why in self.plan.refused.items()] or ["  nothing"]
         kept = ", ".join(f"{size(n)} after {length // 1024}k" for length, n in self.memory_bytes.items())
         return "\n".join(
@@ -175,7 +190,11 @@ def explain(
         problem = problem_of(call, held, place)
         rows = heads if operator.anchor.solves else call.bound.heads
     constants = calibration.constants_for(place)
-    one = None if operator.anchor.couples else Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
+    one = (
+        None
+        if operator.anchor.couples
+        else Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
+    )
     return Explanation(
         operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
         plan=decide(problem, constants), memory_kind=kind if one is not None else "none", memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
@@ -199,7 +218,10 @@ def _call(
     for name, value in shadow.named_parameters():
         value.requires_grad_(dict(operator.named_parameters())[name].requires_grad)
     with torch.set_grad_enabled(gradients):
-        q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=gradients and dtype.is_floating_point) for shape in shapes)
+        q, k, v = (
+            torch.empty(shape, dtype=dtype, device="meta", requires_grad=gradients and dtype.is_floating_point)
+            for shape in shapes
+        )
         mask = torch.empty(k.shape[0], k.shape[2], dtype=torch.bool, device="meta") if key_padding else None
         edges = None if packed is None else torch.as_tensor(packed, dtype=torch.int64)
         return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges)

@@ -34,7 +34,10 @@ def hierarchical(call: Call) -> Tensor:
     size = spans[0]
     fill = -tokens % size if size else 0
     real = F.pad(present(masses.key), (0, fill))
-    q, k, v = (torch.where(real[..., None], F.pad(x, (0, 0, 0, fill)), 0) for x in (call.q, call.expand(call.k), call.expand(call.v)))
+    q, k, v = (
+        torch.where(real[..., None], F.pad(x, (0, 0, 0, fill)), 0)
+        for x in (call.q, call.expand(call.k), call.expand(call.v))
+    )
     bias = torch.zeros_like(masses.key) if call.bias.col is None else call.bias.col.to(masses.key)
     bias = torch.where(real, F.pad(bias.expand_as(masses.key), (0, fill)), 0)
     q, k, v, bias, real = (x.unflatten(2, (-1, size)) if size else x.unsqueeze(2) for x in (q, k, v, bias, real))
@@ -44,13 +47,18 @@ def hierarchical(call: Call) -> Tensor:
     mean = real.to(y) / count.clamp_min(1)[..., None]
     q, k, v = ((mean[..., None, :] @ x).squeeze(-2) for x in (q, k, v))
     bias, total = ((mean * x).sum(-1) for x in (bias, total))
-    factor, added = torch.ones_like(total), torch.zeros_like(v)  # of each smallest block: what its own is multiplied by, and what comes from others
+    factor, added = (
+        torch.ones_like(total),
+        torch.zeros_like(v),
+    )  # of each smallest block: what its own is multiplied by, and what comes from others
     below = 1
     for child, parent in itertools.pairwise(spans):
         nodes = q.shape[2]
         children = parent // child if parent < tokens else nodes
         q, k, v, bias, total, count = (_grouped(x, children) for x in (q, k, v, bias, total, count))
-        tied = torch.where((count > 0)[..., None, :], q @ k.mT + (bias + count.clamp_min(1).log())[..., None, :], ABSENT)
+        tied = torch.where(
+            (count > 0)[..., None, :], q @ k.mT + (bias + count.clamp_min(1).log())[..., None, :], ABSENT
+        )
         own = torch.eye(children, dtype=torch.bool, device=q.device)
         logits = torch.where(own, total[..., None], tied)
         share, total = logits.softmax(-1), logits.logsumexp(-1)

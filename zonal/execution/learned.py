@@ -28,7 +28,13 @@ class _Bytes(NamedTuple):
     def stand(self, x: Tensor) -> bool:
         """Whether x is they, unchanged. An operation of torch takes longer than this, most of all where everything has to be fetched from afar."""
         kept = self.shared
-        return type(x) in (Tensor, Parameter) and x.data_ptr() == self.address and x.dtype is kept.dtype and x.shape == kept.shape and self.now.raw == self.before
+        return (
+            type(x) in (Tensor, Parameter)
+            and x.data_ptr() == self.address
+            and x.dtype is kept.dtype
+            and x.shape == kept.shape
+            and self.now.raw == self.before
+        )
 
 
 class Learned:

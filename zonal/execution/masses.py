@@ -26,41 +26,68 @@ def masses_of(
         if mass is None:
             continue
         if not isinstance(operator.anchor, PlanAnchor):
-            raise ArgumentError(f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out.")
+            raise ArgumentError(
+                f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
+            )
         if tuple(mass.shape) != fits or not mass.is_floating_point() or mass.device != device:
-            raise ArgumentError(f"attention: {name} must be floating point of shape {fits} on {device}, received {mass.dtype} of shape {tuple(mass.shape)} on {mass.device}.")
+            raise ArgumentError(
+                f"attention: {name} must be floating point of shape {fits} on {device}, received {mass.dtype} of shape {tuple(mass.shape)} on {mass.device}."
+            )
         if mass.device.type != "meta" and not bool((torch.isfinite(mass) & (mass >= 0)).all()):
-            raise ArgumentError(f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; received values from {float(mass.min()):g} to {float(mass.max()):g}.")
+            raise ArgumentError(
+                f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; received values from {float(mass.min()):g} to {float(mass.max()):g}."
+            )
     if start is not None and not isinstance(operator.anchor, PlanAnchor):
-        raise ArgumentError(f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Leave it out.")
+        raise ArgumentError(
+            f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Leave it out."
+        )
     if not operator.anchor.couples:
         return None
     if isinstance(operator.anchor, Hierarchical) and (queries != keys or seen.packed):
-        what = f"{seen.edges.shape[0] - 1} packed documents" if seen.packed and seen.edges is not None else f"{queries} queries and {keys} keys"
-        raise ArgumentError(f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same tokens, one tree for each sequence; received {what}. Pass sequences as rows of a batch, with key_padding_mask.")
+        what = (
+            f"{seen.edges.shape[0] - 1} packed documents"
+            if seen.packed and seen.edges is not None
+            else f"{queries} queries and {keys} keys"
+        )
+        raise ArgumentError(
+            f"attention: operator {operator.name!r} has anchor Hierarchical, which needs queries and keys of the same tokens, one tree for each sequence; received {what}. Pass sequences as rows of a batch, with key_padding_mask."
+        )
     sees, seen_by = _meeting(seen, device)
     mu = sees.to(dtype).expand(batch, heads, queries) if query_mass is None else query_mass.to(dtype)
-    nu = seen_by.to(dtype).expand(batch, heads, keys) if key_mass is None else key_mass.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    nu = (
+        seen_by.to(dtype).expand(batch, heads, keys)
+        if key_mass is None
+        else key_mass.to(dtype).repeat_interleave(heads // kv_heads, 1)
+    )
     for name, mass, meets in (("query_mass", query_mass, sees), ("key_mass", key_mass, seen_by)):
         if mass is not None and mass.device.type != "meta" and bool(((mass > 0) & ~meets).any()):
             whom, rule = ("queries", "see no key") if name == "query_mass" else ("keys", "are seen by no query")
-            raise ArgumentError(f"attention: {name} is positive for {whom} that {rule}, so that no plan has these masses. Set it to 0 where key_padding_mask or a window hides everything.")
+            raise ArgumentError(
+                f"attention: {name} is positive for {whom} that {rule}, so that no plan has these masses. Set it to 0 where key_padding_mask or a window hides everything."
+            )
     place = [torch.zeros(n, dtype=torch.int64, device=device) for n in (queries, keys)]
     documents = 1
     if seen.packed:
         assert seen.edges is not None
         documents = seen.edges.shape[0] - 1
         place = [torch.bucketize(torch.arange(n), seen.edges[1:], right=True).to(device) for n in (queries, keys)]
-    totals = [mass.new_zeros(batch, heads, documents).index_add(2, where, mass) for mass, where in zip((mu, nu), place, strict=True)]
+    totals = [
+        mass.new_zeros(batch, heads, documents).index_add(2, where, mass)
+        for mass, where in zip((mu, nu), place, strict=True)
+    ]
     both = (totals[0] > 0) & (totals[1] > 0)
     found = []
     for mass, where, total in zip((mu, nu), place, totals, strict=True):
         there = (mass > 0) & both[..., where]
         share = torch.where(there, mass, 1) / torch.where(both, total, 1)[..., where]
         found.append(torch.where(there, share.log(), ABSENT))
-    for name, potential, like in (("query", start.query, found[0]), ("key", start.key, found[1])) if start is not None else ():
+    for name, potential, like in (
+        (("query", start.query, found[0]), ("key", start.key, found[1])) if start is not None else ()
+    ):
         if potential.shape != like.shape or not bool(torch.isfinite(potential).all()):
-            raise ArgumentError(f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, received shape {tuple(potential.shape)}. Leave start out to begin at zero.")
+            raise ArgumentError(
+                f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, received shape {tuple(potential.shape)}. Leave start out to begin at zero."
+            )
     return Masses(found[0], found[1], start)
 
 
@@ -68,7 +95,9 @@ def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which queries see a key, (B or 1, 1, T), and which keys a query sees, (B or 1, 1, S)."""
     open_ = seen.hi > seen.lo
     edge = torch.zeros(seen.keys + 1, dtype=torch.int64)
-    edge.index_add_(0, seen.lo[open_], torch.ones_like(seen.lo[open_])).index_add_(0, seen.hi[open_], -torch.ones_like(seen.hi[open_]))
+    edge.index_add_(0, seen.lo[open_], torch.ones_like(seen.lo[open_])).index_add_(
+        0, seen.hi[open_], -torch.ones_like(seen.hi[open_])
+    )
     reached = (edge.cumsum(0)[:-1] > 0).to(device)[None, None]
     return seen.count(device) > 0, reached if seen.key_mask is None else reached & seen.key_mask[:, None]
 

@@ -33,7 +33,9 @@ def refusal(call: Call) -> str | None:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
     code = _code(link, score)
     if code is None:
-        return f"link {type(link).__name__} has no formula for it" + ("" if score.bilinear else f" with score {type(score).__name__} (link Exp has)")
+        return f"link {type(link).__name__} has no formula for it" + (
+            "" if score.bilinear else f" with score {type(score).__name__} (link Exp has)"
+        )
     if type(call.bound.anchor) not in (Row, Count, Raw):
         return f"anchor {type(call.bound.anchor).__name__} is not in it"
     if not call.bias.empty and not _carried(call, code):
@@ -52,7 +54,12 @@ def refusal(call: Call) -> str | None:
 def _carried(call: Call, code: Formula) -> bool:
     """Whether all log priors are key biases that can be one number more of each key: log K = q . k + bias = (q, 1) . (k, bias)."""
     bias = call.key_bias
-    if bias is None or call.bias.row is not None or call.bias.slope is not None or not (code.log and not code.cpp_value and call.bound.score.bilinear):
+    if (
+        bias is None
+        or call.bias.row is not None
+        or call.bias.slope is not None
+        or not (code.log and not code.cpp_value and call.bound.score.bilinear)
+    ):
         return False
     if call.device.type != "cpu" or torch.compiler.is_compiling() or transforms.active():
         return False  # where looking for infinite ones would wait, or cannot be done
@@ -108,23 +115,34 @@ def tiled(call: Call) -> Tensor:
     elif not call.bias.empty:
         assert call.key_bias is not None
         fused, v = Fused(False, 0.0, 1.0), call.v
-        q, k = torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1), torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1)
+        q, k = (
+            torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1),
+            torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1),
+        )
     elif fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
+    scale = (
+        fused.scale
+        if isinstance(fused.scale, Tensor)
+        else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
+    )
     learned = call.coefficients.shape[0]
     coefficients = call.coefficients.flatten(1).T.expand(heads, -1)
     if code.constants:
         coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
     func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
-    inference = not func and not (torch.is_grad_enabled() and (call.requires_grad or k.requires_grad or call.coefficients.requires_grad))
+    inference = not func and not (
+        torch.is_grad_enabled() and (call.requires_grad or k.requires_grad or call.coefficients.requires_grad)
+    )
     spec = rules(call, code, fused, inference)
     edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
     if spec.inference and plain(q, k, v):
         return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
-    y, *_ = (transforms.tile if func else ops.tile)(q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned)
+    y, *_ = (transforms.tile if func else ops.tile)(
+        q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned
+    )
     return y
 
 

@@ -44,7 +44,9 @@ def refusal(call: Call, kind: str) -> str | None:
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
         return "log priors (decay, key biases), key masks and packed documents are not in it"
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
-        return f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        return (
+            f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        )
     if min(dim, value_dim) < 1:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
@@ -63,7 +65,9 @@ class _Kept(NamedTuple):
 
     def good(self, bound: Bound, fused: Fused | None) -> bool:
         """Whether the operator's numbers are still those."""
-        if bound.coefficients is not self.bound.coefficients:  # the operator keeps them while what it learned stays the same
+        if (
+            bound.coefficients is not self.bound.coefficients
+        ):  # the operator keeps them while what it learned stays the same
             return False
         now = _temperature(fused)
         return now is None if self.temperature is None else now is not None and torch.equal(now, self.temperature)
@@ -108,13 +112,21 @@ def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
         "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self, plain.normalise, plain.eps,
     )  # fmt: skip
     with torch.no_grad():
-        monomials = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1) if features.trivial else bound.link.monomials(bound.coefficients)
+        monomials = (
+            torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
+            if features.trivial
+            else bound.link.monomials(bound.coefficients)
+        )
         weights = features.scale(monomials.float(), dim)
-        scale = plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale, dtype=torch.float32)
+        scale = (
+            plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale, dtype=torch.float32)
+        )
         decoder = Decoder(spec, scale, weights)
     fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
     temperature = _temperature(fused)
-    kept = known[key] = _Kept(decoder, bound, fused, None if temperature is None else temperature.detach().clone(), fixed)
+    kept = known[key] = _Kept(
+        decoder, bound, fused, None if temperature is None else temperature.detach().clone(), fixed
+    )
     return kept
 
 
@@ -124,7 +136,9 @@ def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor
     return None if found is None else (found[0], memory.moved(q.shape[2], found[1]))
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
+def again(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None
+) -> tuple[Tensor, Memory] | None:
     """A causal call without masks and priors of its own as it ran before, or None: then it goes the usual way, where everything is checked.
 
     That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
@@ -140,9 +154,16 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
         kept = _fitting(known, q, k, v, form, scale)
         if kept is None:
             return None
-    if not dtype is k.dtype is v.dtype or dtype not in decode_library.DTYPES or state.dtype is not torch.float32 or not state.is_cpu:
+    if (
+        not dtype is k.dtype is v.dtype
+        or dtype not in decode_library.DTYPES
+        or state.dtype is not torch.float32
+        or not state.is_cpu
+    ):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed):
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed
+    ):
         return None
     bound = kept.bound
     if not kept.fixed:
@@ -154,11 +175,19 @@ def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, s
     if torch.is_autocast_enabled("cpu"):
         return None
     score, params = bound.score, bound.score_params
-    stepped = _step(kept.decoder, memory, score.prepare_query(q.float(), params, scale), score.prepare_key(k.float(), params), v.float())
+    stepped = _step(
+        kept.decoder,
+        memory,
+        score.prepare_query(q.float(), params, scale),
+        score.prepare_key(k.float(), params),
+        v.float(),
+    )
     return None if stepped is None else (stepped[0].to(dtype), stepped[1])
 
 
-def _fitting(known: dict[tuple[object, ...], _Kept], q: Tensor, k: Tensor, v: Tensor, form: Form, scale: float | None) -> _Kept | None:
+def _fitting(
+    known: dict[tuple[object, ...], _Kept], q: Tensor, k: Tensor, v: Tensor, form: Form, scale: float | None
+) -> _Kept | None:
     """The decoder for tensors of these shapes, if there is one; the next ones of the same find it at once."""
     if q.ndim != 4:
         return None
@@ -166,7 +195,11 @@ def _fitting(known: dict[tuple[object, ...], _Kept], q: Tensor, k: Tensor, v: Te
     kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
     if kept is None or not 1 <= tokens <= MOST_TOKENS:
         return None
-    if q.shape != (batch, query_heads, tokens, key_dim) or k.shape != (batch, heads, tokens, key_dim) or v.shape != (batch, heads, tokens, value_dim):
+    if (
+        q.shape != (batch, query_heads, tokens, key_dim)
+        or k.shape != (batch, heads, tokens, key_dim)
+        or v.shape != (batch, heads, tokens, value_dim)
+    ):
         return None
     if len(known) < _KEPT:
         known[(q.shape, k.shape, v.shape, scale, form)] = kept

@@ -1,6 +1,5 @@
 """The tiled path of distance scores by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
 
-
 import torch
 from torch import Tensor
 
@@ -86,7 +85,9 @@ def tiled(call: Call) -> Tensor:
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights, coefficients))
     if not recorded and native.plain(q, k, v):
         return distance_library.forward(q, k, v, weights, coefficients, seen.key_mask, edges, spec)[0]
-    return distance_ops.distance(q, k, v, weights, coefficients, seen.key_mask, edges, distance_ops.encode(spec), coefficients.requires_grad)[0]
+    return distance_ops.distance(
+        q, k, v, weights, coefficients, seen.key_mask, edges, distance_ops.encode(spec), coefficients.requires_grad
+    )[0]
 
 
 __all__ = ["refusal", "tiled"]

@@ -1,6 +1,5 @@
 """The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which ridge and Koopman read-outs it takes, and how a call becomes one."""
 
-
 import torch
 from torch import Tensor
 
@@ -76,18 +75,24 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     parts = (None, None, None, None) if before is None else before.whitened(call.bound)
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
     if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0)
+        y, _ = ridge_library.forward(
+            q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0
+        )
     else:
         documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
         start = seen.segment_start if seen.packed else None
-        y, _ = ridge_ops.ridge(q, k, v, scale, rho, seen.key_mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents)
+        y, _ = ridge_ops.ridge(
+            q, k, v, scale, rho, seen.key_mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents
+        )
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 
 
 def clipped_of(call: Call) -> Clipped | None:
     """The score as the kernel computes it from raw queries and keys, or None: it gets prepared ones."""
-    clipped = None if call.raw is None else call.bound.score.clipped(call.head_dim, call.bound.score_params, call.raw.scale)
+    clipped = (
+        None if call.raw is None else call.bound.score.clipped(call.head_dim, call.bound.score_params, call.raw.scale)
+    )
     # a product in a shorter type would be rounded to it
     return None if clipped is None or (clipped.factor is not None and call.dtype != torch.float32) else clipped
 
@@ -110,7 +115,11 @@ def query_scale(call: Call, anchor: Ridge, clipped: Clipped) -> Tensor:
 def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, list[int]]:
     """``query_scale``, of each key head the ridge (Hkv,), and the powers (H,)."""
     bound = call.bound
-    return query_scale(call, anchor, clipped), anchor.ridge(bound.anchor_params, bound.kv_heads), list(anchor.powers(bound.heads))
+    return (
+        query_scale(call, anchor, clipped),
+        anchor.ridge(bound.anchor_params, bound.kv_heads),
+        list(anchor.powers(bound.heads)),
+    )
 
 
 def runner(call: Call) -> Runner | None:
@@ -120,7 +129,9 @@ def runner(call: Call) -> Runner | None:
         return None
     assert isinstance(anchor, Ridge)
     scale, rho, powers = _numbers(call, anchor, clipped)
-    reader = ridge_library.Reader(scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0)
+    reader = ridge_library.Reader(
+        scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0
+    )
     return reader if clipped.factor is None else lambda q, k, v: reader(q, multiplied(k, clipped), v)
 
 

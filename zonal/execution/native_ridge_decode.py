@@ -47,10 +47,16 @@ def refusal(call: Call, kind: str) -> str | None:
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
         return "log priors, key masks and packed documents are not in it"
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
-        return f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        return (
+            f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
+        )
     if min(dim, value_dim) < 1:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
-    if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad or any(p.requires_grad for p in bound.anchor_params.values())):
+    if torch.is_grad_enabled() and (
+        call.requires_grad
+        or call.coefficients.requires_grad
+        or any(p.requires_grad for p in bound.anchor_params.values())
+    ):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
     return availability.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
 
@@ -59,7 +65,9 @@ def takes(memory: RidgeStatistics) -> bool:
     """Whether the sums of a memory are as the kernel reads them, and nobody asks for their gradients."""
     if memory.stepped is not None:
         return True
-    return memory.gram.is_cpu and not (torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad))
+    return memory.gram.is_cpu and not (
+        torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad)
+    )
 
 
 class _Kept(NamedTuple):
@@ -88,7 +96,14 @@ def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
     with torch.no_grad():
         scale = query_scale(call, anchor, clipped or Clipped(1.0, None)).contiguous()
     limit = 0.0 if clipped is None or clipped.limit is None else clipped.limit
-    stepper = Stepper((batch, heads, bound.kv_heads, dim, value_dim), anchor.shifts > 0, scale, torch.tensor(anchor.powers(heads), dtype=torch.int64), limit, call.include_self)
+    stepper = Stepper(
+        (batch, heads, bound.kv_heads, dim, value_dim),
+        anchor.shifts > 0,
+        scale,
+        torch.tensor(anchor.powers(heads), dtype=torch.int64),
+        limit,
+        call.include_self,
+    )
     kept = _Kept(bound, stepper, clipped, Learned(call.operator), ridge_version(call.operator))
     if clipped is None or raw is None:
         q, k, v = call.tokens
@@ -131,7 +146,9 @@ def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
     inverse, version = memory.inverse, kept.version
     with torch.no_grad():
         if inverse is None or inverse.version != version:
-            inverse = Inverse(memory.solved(kept.bound), 0, version)  # the memory keeps it: others may go on from there, too
+            inverse = Inverse(
+                memory.solved(kept.bound), 0, version
+            )  # the memory keeps it: others may go on from there, too
         elif inverse.age + tokens > REMAKE:
             inverse = Inverse(memory.made(kept.bound), 0, version)
     sums = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
@@ -142,21 +159,39 @@ def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
     return stepped
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None) -> tuple[Tensor, Memory] | None:
+def again(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None
+) -> tuple[Tensor, Memory] | None:
     """A causal call without masks and priors of its own as it ran before, or None: then it goes the usual way, where everything is checked.
 
     That this operator and these heads are not refused was found when the step was first made; what may differ from call to call is looked at here.
     """
     known = _made.get(operator)
-    if known is None or type(memory) is not RidgeStatistics or memory.operator is not operator or q.ndim != 4 or not native.plain(q, k, v):
+    if (
+        known is None
+        or type(memory) is not RidgeStatistics
+        or memory.operator is not operator
+        or q.ndim != 4
+        or not native.plain(q, k, v)
+    ):
         return None
     form, dtype = memory.form, q.dtype
     _, heads, tokens, _ = shape = q.shape
     kept = known.get((heads, form, scale))
-    if kept is None or kept.clipped is None or not 1 <= tokens <= MOST_TOKENS or not takes(memory) or not kept.learned.stands(operator):
+    if (
+        kept is None
+        or kept.clipped is None
+        or not 1 <= tokens <= MOST_TOKENS
+        or not takes(memory)
+        or not kept.learned.stands(operator)
+    ):
         return None
     batch, kv_heads, key_dim, value_dim, _, _ = form
-    if shape != (batch, heads, tokens, key_dim) or k.shape != (batch, kv_heads, tokens, key_dim) or v.shape != (batch, kv_heads, tokens, value_dim):
+    if (
+        shape != (batch, heads, tokens, key_dim)
+        or k.shape != (batch, kv_heads, tokens, key_dim)
+        or v.shape != (batch, kv_heads, tokens, value_dim)
+    ):
         return None
     if dtype not in ridge_decode_library.DTYPES or k.dtype is not dtype or v.dtype is not dtype:
         return None

@@ -41,7 +41,9 @@ def _factors_refusal(score: Score) -> str | None:
     if not isinstance(score, NegativeDistance) or score.dot is not None:
         return f"score {type(score).__name__} with a dot product beside distances is not in it"
     metrics = score.metric.factors if isinstance(score.metric, Product) else (score.metric,)
-    return next((f"metric {type(metric).__name__} is not in it" for metric in metrics if type(metric) not in _KINDS), None)
+    return next(
+        (f"metric {type(metric).__name__} is not in it" for metric in metrics if type(metric) not in _KINDS), None
+    )
 
 
 class _Points(NamedTuple):
@@ -60,9 +62,13 @@ def points(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Factors]
     weights, parts = metric.cut(q, k) if isinstance(metric, Product) else (q.new_ones(1), [(metric, q, k)])
     made = [_Points(_padded(_point(factor, a)), _padded(_point(factor, b))) for factor, a, b in parts]
     weights = (weights / score.temperature).expand(*q.shape[:3], len(parts))
-    rows = [torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)]
+    rows = [
+        torch.cat([x[i] for x in side], -1) for side in ([p.q for p in made], [p.k for p in made]) for i in range(3)
+    ]
     factors = Factors(
-        tuple(_KINDS[type(factor)] for factor, _, _ in parts), tuple(p.q[0].shape[-1] for p in made), tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts)
+        tuple(_KINDS[type(factor)] for factor, _, _ in parts),
+        tuple(p.q[0].shape[-1] for p in made),
+        tuple(float(getattr(factor, "eps", 0.0)) for factor, _, _ in parts),
     )
     # keys are fetched from anywhere: a row begins where a line of the cache does
     width = sum(x.shape[-1] for x in rows[3:])

@@ -56,7 +56,9 @@ def cuda_refusal(call: Call) -> str | None:
     if features is not None and features.degree > 2:
         return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
     if max(call.shape[4:]) > native.LARGEST:
-        return f"key and value dimensions must be 1 to {native.LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+        return (
+            f"key and value dimensions must be 1 to {native.LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
+        )
     return None if native.has_triton() else "triton is not installed (pip install triton)"
 
 
@@ -83,11 +85,20 @@ def _by_chunks(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
     tokens = joined(memory.pending, new)
     whole = tokens.length // call.chunk * call.chunk
     priors = tuple(prior for prior in call.bound.priors if isinstance(prior, ChunkCausal))
-    seen = visibility(call.q.shape[2], tokens.length, priors, causal=True, include_self=call.include_self, key_padding_mask=tokens.mask)
+    seen = visibility(
+        call.q.shape[2],
+        tokens.length,
+        priors,
+        causal=True,
+        include_self=call.include_self,
+        key_padding_mask=tokens.mask,
+    )
     y, final = _run(call, earlier, (tokens.span(0, whole), seen))
     after = carried(earlier, final, tokens)
     assert isinstance(after, FeatureSums)
-    return y, replace(after, pending=tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None)
+    return y, replace(
+        after, pending=tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None
+    )
 
 
 def _given(call: Call) -> tuple[Tensor, Tensor]:
@@ -95,7 +106,9 @@ def _given(call: Call) -> tuple[Tensor, Tensor]:
     return (call.k, call.v) if call.raw is None else (call.raw.k, call.raw.v)
 
 
-def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None) -> tuple[Tensor, Tensor]:
+def _run(
+    call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tokens, Visibility] | None
+) -> tuple[Tensor, Tensor]:
     """y, and the state after the last key where there is a memory. placed: prepared keys and who sees them, in place of the call's own."""
     bound, seen = call.bound, call.visibility
     code, features = native.code_of(bound.link), feature_map(bound.link)
@@ -114,14 +127,28 @@ def _run(call: Call, memory: FeatureSums | DecayedSums | None, placed: tuple[Tok
     initial = None if memory is None or memory.count == 0 else memory.state
     before = None if initial is None or memory is None else memory.real.double()
     mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-    scale = fused.scale if isinstance(fused.scale, Tensor) else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
+    scale = (
+        fused.scale
+        if isinstance(fused.scale, Tensor)
+        else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
+    )
     if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
         q, k = call.shared
     given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if not tracked and not transforms.active() and native.plain(q, k, v):
         y, _, final, _ = sums_library.forward(
-            q, k, v, scale, *_numbers(call, code), places_of(seen, k.shape[2]), initial, before, call.log_decay, key_bias, spec
+            q,
+            k,
+            v,
+            scale,
+            *_numbers(call, code),
+            places_of(seen, k.shape[2]),
+            initial,
+            before,
+            call.log_decay,
+            key_bias,
+            spec,
         )
     else:
         y, _, final, _ = sums_ops.feature_sums(
@@ -164,12 +191,21 @@ def runner(call: Call) -> Runner | None:
     """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
     bound, raw = call.bound, call.raw
     fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
-    if raw is None or fused is None or call.log_decay is not None or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None:
+    if (
+        raw is None
+        or fused is None
+        or call.log_decay is not None
+        or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None
+    ):
         return None
     code, features = native.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
-    scale = fused.scale.float().contiguous() if isinstance(fused.scale, Tensor) else torch.full((bound.heads,), fused.scale, dtype=torch.float32)
+    scale = (
+        fused.scale.float().contiguous()
+        if isinstance(fused.scale, Tensor)
+        else torch.full((bound.heads,), fused.scale, dtype=torch.float32)
+    )
     rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
 

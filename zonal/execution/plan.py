@@ -31,7 +31,9 @@ class Plan:
     settled: Constants | None = None
 
 
-def choose(call: Call, *, memory: Memory | None = None, constants: Constants | None = None, available: int | None = None) -> Plan:
+def choose(
+    call: Call, *, memory: Memory | None = None, constants: Constants | None = None, available: int | None = None
+) -> Plan:
     """The path for a prepared call. The same call, constants and memory always give the same plan.
 
     Args:
@@ -43,7 +45,9 @@ def choose(call: Call, *, memory: Memory | None = None, constants: Constants | N
     refused = dict(problem.refused)
     if len(refused) == len(PATHS):
         why = "; ".join(f"path {path!r}: {reason}" for path, reason in refused.items())
-        raise PathError(f"attention: no path can run operator {call.operator.name!r} here ({why}). Fold what is mapped into the batch and call it outside of torch.func.")
+        raise PathError(
+            f"attention: no path can run operator {call.operator.name!r} here ({why}). Fold what is mapped into the batch and call it outside of torch.func."
+        )
     return _traced(problem) if torch.compiler.is_compiling() else decide(problem, constants, available)
 
 
@@ -79,7 +83,11 @@ def validate(path: str, call: Call, memory: Memory | None = None) -> None:
     if reason is not None:
         refused = dict(refusals(call, held))
         others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
-        instead = f"Use {others}, or path='auto'." if others else "No path can: fold what is mapped into the batch and call it outside of torch.func."
+        instead = (
+            f"Use {others}, or path='auto'."
+            if others
+            else "No path can: fold what is mapped into the batch and call it outside of torch.func."
+        )
         raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {reason}. {instead}")
 
 
@@ -103,7 +111,9 @@ def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -
         if estimate.peak_bytes > available:
             refused[estimate.path] = f"it needs about {estimate.peak_bytes:,} bytes and {available:,} are available"
     order = {path: index for index, path in enumerate(PATHS)}
-    ranked = tuple(sorted(estimated, key=lambda e: (e.path in refused, steps and e.path != "streaming", e.seconds, order[e.path])))
+    ranked = tuple(
+        sorted(estimated, key=lambda e: (e.path in refused, steps and e.path != "streaming", e.seconds, order[e.path]))
+    )
     if not fitting:
         least = min(estimated, key=lambda estimate: estimate.peak_bytes)
         return Plan(
@@ -111,8 +121,15 @@ def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -
             MappingProxyType({path: why for path, why in refused.items() if path != least.path}),
         )  # fmt: skip
     if steps and ranked[0].path == "streaming":
-        return Plan("streaming", "a few tokens after a memory of sums: a compiled kernel takes them in and reads in one pass", ranked, MappingProxyType(refused))
-    return Plan(ranked[0].path, _reason([e for e in ranked if e.path not in refused]), ranked, MappingProxyType(refused))
+        return Plan(
+            "streaming",
+            "a few tokens after a memory of sums: a compiled kernel takes them in and reads in one pass",
+            ranked,
+            MappingProxyType(refused),
+        )
+    return Plan(
+        ranked[0].path, _reason([e for e in ranked if e.path not in refused]), ranked, MappingProxyType(refused)
+    )
 
 
 def _reason(fitting: list[Estimate]) -> str:

@@ -10,7 +10,15 @@ from zonal.algebra import Tags
 from zonal.algebra.anchor import Hierarchical, Ridge, TopK
 from zonal.algebra.hashing import LSH, MOST_BITS
 from zonal.algebra.prior import Decay, Window
-from zonal.execution import native_decode, native_ridge, native_ridge_decode, native_sparse, native_sums, tiled, transport
+from zonal.execution import (
+    native_decode,
+    native_ridge,
+    native_ridge_decode,
+    native_sparse,
+    native_sums,
+    tiled,
+    transport,
+)
 from zonal.execution.call import Call
 from zonal.execution.chunked import chunked_refusal
 from zonal.execution.hierarchy import hierarchy_refusal
@@ -90,7 +98,15 @@ def _blocks(span: Span, queries: int, keys: int, size: int) -> tuple[Block, ...]
         first_lo, first_hi = span.interval(start, queries, keys, edges[document], edges[document + 1])
         last_lo, last_hi = span.interval(stop - 1, queries, keys, edges[last], edges[last + 1])
         # both ends of the interval only ever move forward within a document, so that the block's ends tell all
-        found.append(Block(start, stop, first_lo, max(last_hi, first_lo), last == document and first_hi == last_hi and first_lo == last_lo))
+        found.append(
+            Block(
+                start,
+                stop,
+                first_lo,
+                max(last_hi, first_lo),
+                last == document and first_hi == last_hi and first_lo == last_lo,
+            )
+        )
     return tuple(found)
 
 
@@ -246,7 +262,11 @@ def path_refusal(path: str, call: Call, held: Held | None) -> str | None:
     if path == "streaming":
         reason = streaming_refusal(call)
         declared = any(isinstance(prior, Decay) for prior in call.bound.priors)
-        by_sums = (held is None or held.kind != "keys") and not call.tags.solves and features_refusal(call.bound, call.head_dim) is None
+        by_sums = (
+            (held is None or held.kind != "keys")
+            and not call.tags.solves
+            and features_refusal(call.bound, call.head_dim) is None
+        )
         if reason is None and call.log_decay is not None and call.chunk is not None and by_sums and not declared:
             reason = "a decay together with whole chunks is not kept as sums (a memory made with kind='keys' takes it)"
     elif path == "chunked":
@@ -272,7 +292,11 @@ def _untransformed(path: str, call: Call) -> str | None:
         return "its solve asks whether it went well, which torch.func.vmap cannot" if call.tags.solves else None
     if path == "tiled":
         reason = tiled.without_kernel(call)
-        return None if reason is None else f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
+        return (
+            None
+            if reason is None
+            else f"torch's tiles do not know the transforms of torch.func, and the compiled kernel is not for this call: {reason}"
+        )
     if path in ("chunked", "sparse"):
         return "its gradients are its own, which the transforms of torch.func do not know"
     return "a memory asks for numbers, which torch.func.vmap cannot give"

@@ -57,13 +57,17 @@ def keep(call: Call, scale: float | None, planned: Constants | None) -> None:
     known[(q.shape, k.shape, v.shape, call.causal, scale, planned is not None)] = _Kept(run, learned, planned)
 
 
-def again(q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, scale: float | None, chosen: bool) -> Tensor | None:
+def again(
+    q: Tensor, k: Tensor, v: Tensor, operator: Operator, causal: bool, scale: float | None, chosen: bool
+) -> Tensor | None:
     """y of a call without masks and memory as it ran before, or None: then it goes the usual way, where everything is checked.
 
     chosen: whether the planner is to choose the path.
     """
     known = _kept.get(id(operator))
-    kept = None if known is None or not _plain(q, k, v) else known.get((q.shape, k.shape, v.shape, causal, scale, chosen))
+    kept = (
+        None if known is None or not _plain(q, k, v) else known.get((q.shape, k.shape, v.shape, causal, scale, chosen))
+    )
     if kept is None or (chosen and calibration.constants_for(q.device) is not kept.planned):
         return None
     if not kept.learned.nothing and (torch.is_grad_enabled() or not kept.learned.stands(operator)):

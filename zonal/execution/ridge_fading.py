@@ -87,7 +87,15 @@ def doubled(sight: Sight) -> Sight:
 class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, back: Tensor, start: Tensor, direction: Tensor, factor: Factor, sight: Sight | None
+        ctx: Any,
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        back: Tensor,
+        start: Tensor,
+        direction: Tensor,
+        factor: Factor,
+        sight: Sight | None,
     ) -> Tensor:
         y = factor.apply(x, x.new_ones(()))
         ctx.factor, ctx.sight = factor, sight
@@ -129,7 +137,10 @@ def block_length(decay: Tensor, usual: int) -> int:
         return F.pad(fading, (0, -fading.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1).amax()
 
     if torch.compiler.is_compiling():
-        require_values(faded(usual) <= MOST_GROWTH, f"attention: compiled, a past may fade by no more than e^-{MOST_GROWTH:g} over {usual} tokens. Run such decays without torch.compile.")
+        require_values(
+            faded(usual) <= MOST_GROWTH,
+            f"attention: compiled, a past may fade by no more than e^-{MOST_GROWTH:g} over {usual} tokens. Run such decays without torch.compile.",
+        )
         return usual
     size = usual
     while size > 1 and bool(faded(size) > MOST_GROWTH):
@@ -156,7 +167,10 @@ def fading(call: Call, tokens: Tokens, begun: FadingStatistics, block: int | Non
 
     zb, vb, step, direction = into_blocks(z, size), into_blocks(v, size), cut(decay), cut(direction)
     grown = -step.cumsum(-1)
-    weight, left = grown.exp(), (grown - grown[..., -1:]).exp()  # of each token, in units of the block's start and of its end
+    weight, left = (
+        grown.exp(),
+        (grown - grown[..., -1:]).exp(),
+    )  # of each token, in units of the block's start and of its end
     back, keep = -r * torch.expm1(step), -grown[..., -1]
     ended = zb * left[..., None]
     gram = _Carried.apply(ended.mT @ zb, begun.gram, keep)

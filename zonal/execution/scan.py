@@ -55,7 +55,9 @@ class Rule(NamedTuple):
             absorb = [Step(s, min(s + block, keys), 0, 0, False) for s in range(0, keys, block)]
             return (*absorb, *(Step(0, 0, t, min(t + block, queries), False) for t in range(0, queries, block)))
         base = self.offset
-        if self.chunk is not None:  # the first query's chunk starts before it, and none of that chunk's keys may be carried to it
+        if (
+            self.chunk is not None
+        ):  # the first query's chunk starts before it, and none of that chunk's keys may be carried to it
             base = self.offset // self.chunk * self.chunk
             block = self.chunk * max(1, block // self.chunk)
         steps = [Step(s, min(s + block, base), 0, 0, False) for s in range(0, base, block)]
@@ -110,7 +112,9 @@ class _Block(NamedTuple):
 class _Scan:
     """The arithmetic of one call, shared by forward and backward."""
 
-    def __init__(self, job: Job, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None) -> None:
+    def __init__(
+        self, job: Job, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None
+    ) -> None:
         self.job, self.q, self.k, self.v, self.c, self.decay = job, q, k, v, c, decay
         self.batch, self.heads, self.queries, self.dim = q.shape
         self.kv = k.shape[1]
@@ -119,7 +123,9 @@ class _Scan:
         if not job.features.trivial:
             scale = job.features.scale(monomials, self.dim)
             # one row for all heads, or one a query head
-            self.scale = scale.view(1, 1, 1, -1, 1) if scale.shape[0] == 1 else scale.view(1, self.kv, job.groups, -1, 1)
+            self.scale = (
+                scale.view(1, 1, 1, -1, 1) if scale.shape[0] == 1 else scale.view(1, self.kv, job.groups, -1, 1)
+            )
         self._masks: dict[tuple[int, ...], Tensor] = {}
 
     def block(self, step: Step) -> _Block:
@@ -197,7 +203,15 @@ def _stride(scan: _Scan) -> int:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, c: Tensor, monomials: Tensor, decay: Tensor | None, state: Tensor | None, job: Job
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        c: Tensor,
+        monomials: Tensor,
+        decay: Tensor | None,
+        state: Tensor | None,
+        job: Job,
     ) -> tuple[Tensor, Tensor | None]:
         scan = _Scan(job, q, k, v, c, monomials, decay)
         y = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -224,7 +238,11 @@ class _Function(torch.autograd.Function):
                 state = scan.advanced(state, step)
         final = None
         if job.wanted:
-            final = state if state is not None else q.new_zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1])
+            final = (
+                state
+                if state is not None
+                else q.new_zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1])
+            )
         ctx.job, ctx.stride, ctx.empty = job, stride, [s is None for s in kept]
         extra = (y, final) if decay is not None else (None, None)
         ctx.save_for_backward(q, k, v, c, monomials, decay, *extra, *(s for s in kept if s is not None))
@@ -285,7 +303,9 @@ class _Function(torch.autograd.Function):
                     trivial = job.features.trivial
                     kernel = scan.priored(scores if trivial else job.link.value(scores, c), block, step)
                     dv[:, :, keys] += kernel.mT @ grad
-                    ds = scan.priored((grad @ block.v.mT).view(scan.batch, scan.heads, -1, block.k.shape[2]), block, step)
+                    ds = scan.priored(
+                        (grad @ block.v.mT).view(scan.batch, scan.heads, -1, block.k.shape[2]), block, step
+                    )
                     if not trivial:
                         whole = ds.view(scores.shape)
                         if dc is not None:
@@ -310,11 +330,15 @@ class _Function(torch.autograd.Function):
                 dmonomials = job.features.scale_vjp(rows, scan.dim, monomials.shape[0]).to(monomials)
         initial = dstate if ctx.needs_input_grad[6] else None
         if ctx.needs_input_grad[6] and initial is None:
-            initial = torch.zeros(scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1], dtype=q.dtype, device=q.device)
+            initial = torch.zeros(
+                scan.batch, scan.kv, job.features.dimension(scan.dim), v.shape[-1], dtype=q.dtype, device=q.device
+            )
         return dq, dk, dv, None if dc is None else dc.to(c), dmonomials, ddecay, initial, None
 
 
-def _decay_gradient(scan: _Scan, decay: Tensor, dy: Tensor, y: Tensor, dv: Tensor, dfinal: Tensor | None, final: Tensor | None) -> Tensor:
+def _decay_gradient(
+    scan: _Scan, decay: Tensor, dy: Tensor, y: Tensor, dv: Tensor, dfinal: Tensor | None, final: Tensor | None
+) -> Tensor:
     """Gradient with respect to each token's log decay, (B, Hkv, S) float64."""
     running = -(scan.v * dv).sum(-1).double()
     rows = (dy * y).sum(-1).double().unflatten(1, (scan.kv, scan.job.groups)).sum(2)

@@ -51,7 +51,9 @@ def sparse(call: Call) -> Tensor:
         try:
             return call.scaled(native_sparse.sparse(call, candidates(call, anchor.search, True)))
         except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch gathers in place of the compiled kernel, many times slower. {error}", stacklevel=4)
+            warnings.warn(
+                f"zonal: torch gathers in place of the compiled kernel, many times slower. {error}", stacklevel=4
+            )
     found = candidates(call, anchor.search, False)
     most = max(anchor.search.reach, anchor.search.window)
     return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, _Parts(call.bound.score, anchor, most)))
@@ -79,11 +81,17 @@ class _Met(NamedTuple):
 def _meet(parts: _Parts, q: Tensor, k: Tensor, v: Tensor, found: Candidates, span: slice) -> _Met:
     key, fresh = keys_of(found, span, min(parts.reach, k.shape[2]))
     batch, kv_heads, keys = k.shape[:3]
-    head = torch.arange(batch * kv_heads, device=k.device).view(batch, kv_heads, 1, 1).repeat_interleave(q.shape[1] // kv_heads, 1)
+    head = (
+        torch.arange(batch * kv_heads, device=k.device)
+        .view(batch, kv_heads, 1, 1)
+        .repeat_interleave(q.shape[1] // kv_heads, 1)
+    )
     place = head * keys + key
     asked, near = q[:, :, span, None], k.flatten(0, 2)[place]
     score = parts.score.pair(asked, near)
-    return _Met(asked, near, v.flatten(0, 2)[place], place, score, score.masked_fill(~fresh.unsqueeze(-2), float("-inf")))
+    return _Met(
+        asked, near, v.flatten(0, 2)[place], place, score, score.masked_fill(~fresh.unsqueeze(-2), float("-inf"))
+    )
 
 
 def _spans(q: Tensor, k: Tensor, v: Tensor, found: Candidates, reach: int) -> list[slice]:
@@ -95,13 +103,19 @@ def _spans(q: Tensor, k: Tensor, v: Tensor, found: Candidates, reach: int) -> li
 class _Sparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Candidates, parts: _Parts) -> Tensor:  # type: ignore[override]
-        y, least, whole = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], 1, 1), q.new_empty(*q.shape[:3], 1, 1)
+        y, least, whole = (
+            q.new_zeros(*q.shape[:3], v.shape[3]),
+            q.new_empty(*q.shape[:3], 1, 1),
+            q.new_empty(*q.shape[:3], 1, 1),
+        )
         for span in _spans(q, k, v, found, parts.reach) if k.shape[2] else ():
             met = _meet(parts, q, k, v, found, span)
             least[:, :, span] = parts.anchor.least(met.kernel)
             kept = met.kernel.masked_fill(met.kernel < least[:, :, span], float("-inf"))
             total = kept.logsumexp(-1, keepdim=True)
-            whole[:, :, span] = torch.where(total == float("-inf"), float("inf"), total)  # a row that meets no key is zero
+            whole[:, :, span] = torch.where(
+                total == float("-inf"), float("inf"), total
+            )  # a row that meets no key is zero
             y[:, :, span] = ((kept - whole[:, :, span]).exp() @ met.v).squeeze(-2)
         ctx.found, ctx.parts = found, parts
         ctx.save_for_backward(q, k, v, y, least, whole)

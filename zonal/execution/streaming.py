@@ -34,7 +34,9 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         raise PathError(f"attention: path 'streaming' cannot run this call: {reason}. Use path='dense' or causal=True.")
     if call.q.shape[2] > 1 and call.visibility.packed:
         if memory is not None or return_memory:
-            raise ArgumentError("attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory.")
+            raise ArgumentError(
+                "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory."
+            )
         return by_document(call, lambda part: streaming(part, None, return_memory=False)[0]), None
     if memory is None:
         # a memory that nobody will see may keep the computing type
@@ -47,10 +49,17 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         return F.pad(y, (0, 0, queries - keys, 0)), after
     if _by_kernel(call, memory):
         try:
-            y, after = native_ridge_decode.streaming(call, memory) if isinstance(memory, RidgeStatistics) else native_decode.streaming(call, memory)  # type: ignore[arg-type]
+            y, after = (
+                native_ridge_decode.streaming(call, memory)
+                if isinstance(memory, RidgeStatistics)
+                else native_decode.streaming(call, memory)
+            )  # type: ignore[arg-type]
             return y, after if return_memory else None
         except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}", stacklevel=3)
+            warnings.warn(
+                f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
+                stacklevel=3,
+            )
     tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
     if keys > queries:
         memory = memory.extended(tokens.span(0, keys - queries))

@@ -69,7 +69,12 @@ class Tally:
         """Elementwise calls: simple, select, exp or reduce over ``elements`` numbers. fresh: each makes a new buffer of that size."""
         if count <= 0 or elements <= 0:
             return
-        curves = {"simple": self.constants.simple, "select": self.constants.select, "exp": self.constants.exp, "reduce": self.constants.reduce}
+        curves = {
+            "simple": self.constants.simple,
+            "select": self.constants.select,
+            "exp": self.constants.exp,
+            "reduce": self.constants.reduce,
+        }
         seconds = curves[kind].at(elements * self.wide)
         if fresh and kind != "reduce":
             seconds += self._fresh(elements * self.itemsize)
@@ -86,7 +91,11 @@ class Tally:
             return
         flops = 2.0 * rows * cols * inner
         moved = batch * (rows * inner + inner * cols + rows * cols) * self.itemsize
-        one = self.constants.product + batch * self.constants.matmul.at(max(flops, 1)) * self.wide + moved * self.constants.traffic
+        one = (
+            self.constants.product
+            + batch * self.constants.matmul.at(max(flops, 1)) * self.wide
+            + moved * self.constants.traffic
+        )
         self.seconds += count * (one + self._fresh(batch * rows * cols * self.itemsize))
         # what surrounds a product in torch: the flattening of its batch
         self.calls += count
@@ -99,7 +108,11 @@ class Tally:
         if count <= 0 or order <= 0:
             return
         flops = order**3 / 3
-        self.seconds += count * (self.constants.product + batch * self.constants.cholesky.at(flops) * self.wide + self._fresh(batch * order**2 * self.itemsize))
+        self.seconds += count * (
+            self.constants.product
+            + batch * self.constants.cholesky.at(flops) * self.wide
+            + self._fresh(batch * order**2 * self.itemsize)
+        )
         self.calls += count
         self.flops += count * batch * flops
         self.bytes_moved += count * batch * order**2 * self.itemsize * 2
@@ -109,7 +122,9 @@ class Tally:
         if count <= 0 or order <= 0:
             return
         one = self.constants.solve.at(order**3) * columns / order
-        self.seconds += count * (self.constants.product + batch * one * self.wide + self._fresh(batch * order * columns * self.itemsize))
+        self.seconds += count * (
+            self.constants.product + batch * one * self.wide + self._fresh(batch * order * columns * self.itemsize)
+        )
         self.calls += count
         self.flops += count * batch * order**2 * columns
         self.bytes_moved += count * batch * (order**2 + 2 * order * columns) * self.itemsize

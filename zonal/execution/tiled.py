@@ -64,7 +64,10 @@ def without_kernel(call: Call) -> str | None:
 
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
     """How much is in flight at once: (sequences, queries, keys) of a tile for H heads. rows: whole rows are kept meanwhile."""
-    query_block, key_block = min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)), min(_KEYS, max(keys, 1))
+    query_block, key_block = (
+        min(2 * _QUERIES if queries >= _LONG else _QUERIES, max(queries, 1)),
+        min(_KEYS, max(keys, 1)),
+    )
     if rows:
         query_block = max(1, min(query_block, _ROW_ELEMENTS // max(heads * keys, 1)))
     return max(1, _TILE_ELEMENTS // (heads * query_block * key_block)), query_block, key_block
@@ -82,10 +85,22 @@ def tiled(call: Call) -> Tensor:
             try:
                 return call.scaled(kernel.tiled(call))
             except BuildError as error:  # once: from now on it is refused
-                warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
+                warnings.warn(
+                    f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}",
+                    stacklevel=4,
+                )
     summed = Row() if top else anchor
     assert isinstance(summed, SumAnchor)
-    parts = Parts(call.bound.score, call.bound.link, summed, top, call.tags.log_space, call.visibility, call.bias.slope, call.bound.groups)
+    parts = Parts(
+        call.bound.score,
+        call.bound.link,
+        summed,
+        top,
+        call.tags.log_space,
+        call.visibility,
+        call.bias.slope,
+        call.bound.groups,
+    )
     y = _Tiled.apply(call.q, call.k, call.v, call.coefficients, call.bias.row, call.bias.col, parts)
     return call.scaled(y)
 
@@ -138,7 +153,9 @@ def _score(parts: Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
         torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=score.view(-1, q.shape[2], k.shape[2]))
     # what a cosine exceeds its bound by is rounding, and does a polynomial no harm
     domain, bound = parts.link.domain, parts.score.bound
-    if domain is None or (parts.link.degree is not None and bound is not None and -bound >= domain[0] and bound <= domain[1]):
+    if domain is None or (
+        parts.link.degree is not None and bound is not None and -bound >= domain[0] and bound <= domain[1]
+    ):
         return score
     return score.clamp_(*domain)
 
@@ -152,7 +169,11 @@ def _tile(
     seen = parts.visibility
     prior = bias.tile(*span, seen.position, score.dtype)
     free = seen.key_mask is None and rows.all_see(*span[2:])
-    diagonal = None if free or parts.log or parts.top or prior is not None or seen.key_mask is not None else rows.diagonal(span[2])
+    diagonal = (
+        None
+        if free or parts.log or parts.top or prior is not None or seen.key_mask is not None
+        else rows.diagonal(span[2])
+    )
     mask = None if free or diagonal is not None else seen.tile(*span, score.device)
     forbidden = None if mask is None else ~mask
     if prior is not None and forbidden is not None:
@@ -163,7 +184,13 @@ def _tile(
         kernel = kernel if prior is None else kernel.add_(prior)
         if forbidden is not None:
             kernel.masked_fill_(forbidden, float("-inf"))
-        return _Tile(score, None, kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")), forbidden, None)
+        return _Tile(
+            score,
+            None,
+            kernel if least is None else kernel.masked_fill_(kernel < least, float("-inf")),
+            forbidden,
+            None,
+        )
     out = scratch.take("kernel", tuple(score.shape))
     kernel = parts.link.value_into(score, c, out)
     if kernel is score and (prior is not None or not free or least is not None):
@@ -181,14 +208,26 @@ def _tile(
     return tile
 
 
-def _least(parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int], rows: Rows, block: int, scratch: _Scratch) -> Tensor | None:
+def _least(
+    parts: Parts,
+    q: Tensor,
+    k: Tensor,
+    c: Tensor,
+    bias: Bias,
+    span: tuple[int, int],
+    rows: Rows,
+    block: int,
+    scratch: _Scratch,
+) -> Tensor | None:
     """The least entry that each of the rows [t0, t1) keeps, (b, H, t, 1); None for an anchor that keeps all."""
     if parts.top is None:
         return None
     whole = scratch.take("rows", (*q.shape[:3], rows.last - rows.first))
     for s0 in range(rows.first, rows.last, block):
         s1 = min(s0 + block, rows.last)
-        whole[..., s0 - rows.first : s1 - rows.first] = _tile(parts, q, k[:, :, s0:s1], c, bias, (*span, s0, s1), rows, scratch).kernel
+        whole[..., s0 - rows.first : s1 - rows.first] = _tile(
+            parts, q, k[:, :, s0:s1], c, bias, (*span, s0, s1), rows, scratch
+        ).kernel
     return parts.top.least(whole)
 
 
@@ -196,10 +235,25 @@ def _sequences(parts: Parts, bias: Bias, span: slice) -> tuple[Parts, Bias]:
     """Masks and biases of some sequences of the batch."""
     mask = parts.visibility.key_mask
     row, col = (x if x is None or x.shape[0] == 1 else x[span] for x in (bias.row, bias.col))
-    return parts._replace(visibility=replace(parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span])), Bias(row, col, bias.slope)
+    return parts._replace(
+        visibility=replace(
+            parts.visibility, made=parts.visibility.intervals, key_mask=None if mask is None else mask[span]
+        )
+    ), Bias(row, col, bias.slope)
 
 
-def _forward(parts: Parts, bias: Bias, q: Tensor, k: Tensor, v: Tensor, c: Tensor, y: Tensor, factor: Tensor, least: Tensor, block: tuple[int, int]) -> None:
+def _forward(
+    parts: Parts,
+    bias: Bias,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    y: Tensor,
+    factor: Tensor,
+    least: Tensor,
+    block: tuple[int, int],
+) -> None:
     """Fill y (b, H, T, P), the row factors (b, H, T, 1) and, where some keys are left out, the least that is kept."""
     batch, heads, queries, _ = q.shape
     groups, scratch = parts.groups, _Scratch(q)
@@ -309,7 +363,10 @@ def run_backward(parts: Parts, bias: Bias, tensors: tuple[Tensor, ...], wanted: 
     q, k, v, c, _, _, _, _ = tensors
     dq, dk, dv = torch.empty_like(q, memory_format=torch.contiguous_format), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dc = torch.zeros_like(c, dtype=torch.float64) if wanted[0] else None
-    drow, dcol = (torch.zeros_like(x) if asked and x is not None else None for x, asked in ((bias.row, wanted[1]), (bias.col, wanted[2])))
+    drow, dcol = (
+        torch.zeros_like(x) if asked and x is not None else None
+        for x, asked in ((bias.row, wanted[1]), (bias.col, wanted[2]))
+    )
     sequences, *block = blocks(q.shape[1], q.shape[2], k.shape[2], parts.top is not None)
     for b in range(0, q.shape[0], sequences):
         span = slice(b, b + sequences)
@@ -340,5 +397,7 @@ class _Tiled(torch.autograd.Function):
         q, k, v, c, row, col, y, factor, least = ctx.saved_tensors
         parts: Parts = ctx.parts
         wanted = (ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5])
-        dq, dk, dv, dc, drow, dcol = run_backward(parts, Bias(row, col, parts.slope), (q, k, v, c, y, factor, dy, least), wanted)
+        dq, dk, dv, dc, drow, dcol = run_backward(
+            parts, Bias(row, col, parts.slope), (q, k, v, c, y, factor, dy, least), wanted
+        )
         return dq, dk, dv, None if dc is None else dc.to(c), drow, dcol, None

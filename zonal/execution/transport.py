@@ -98,7 +98,9 @@ def potentials(
     )  # fmt: skip
     anchor = call.bound.anchor
     if not isinstance(anchor, PlanAnchor) or call.masses is None:
-        raise ArgumentError(f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan()).")
+        raise ArgumentError(
+            f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan())."
+        )
     q, k, _ = _present(call)
     return _solved(_passes(call, q, k), anchor, call.masses, _column(call))
 
@@ -115,7 +117,11 @@ def _column(call: Call) -> Tensor:
     """The key bias (B, H, S) in the computing type, zero without one."""
     assert call.masses is not None
     col = call.bias.col
-    return torch.zeros_like(call.masses.key) if col is None else col.to(call.masses.key).expand_as(call.masses.key).clamp_min(ABSENT)
+    return (
+        torch.zeros_like(call.masses.key)
+        if col is None
+        else col.to(call.masses.key).expand_as(call.masses.key).clamp_min(ABSENT)
+    )
 
 
 class _Passes(Protocol):
@@ -129,7 +135,9 @@ class _Passes(Protocol):
         """values (B, H, T, n) -> their means under each key's part of the plan (B, H, S, n), and log n (B, H, S)."""
         ...
 
-    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and b of row attention that gave y and log_mass, for dy; its D_t is dy_t . y_t."""
         ...
 
@@ -142,7 +150,9 @@ def _passes(call: Call, q: Tensor, k: Tensor) -> _Passes:
             library.load(code)
             return _Compiled(call, q, k)
         except BuildError as error:  # once: from now on it is refused
-            warnings.warn(f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4)
+            warnings.warn(
+                f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4
+            )
     return _Torch(call, q, k)
 
 
@@ -160,7 +170,11 @@ class _Compiled:
         seen, code = call.visibility, native.code_of(call.bound.link)
         assert code is not None
         window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
-        left, right = (None, None) if window is None else (window.left, q.shape[2] + seen.keys if window.right is None else window.right)
+        left, right = (
+            (None, None)
+            if window is None
+            else (window.left, q.shape[2] + seen.keys if window.right is None else window.right)
+        )
         self._edges = seen.edges if seen.packed else None
         self._across = TileSpec(code, "row", causal=False, left=left, right=right, inference=True)
         self._along = replace(self._across, left=right, right=left)
@@ -177,10 +191,25 @@ class _Compiled:
         self._set(a, b)
         return library.forward(self._k, self._q, values, self._scale, self._none, None, self._edges, self._along)[:2]
 
-    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self._set(a, b)
         dq, dk, *_ = library.backward(
-            dy, self._q, self._k, v, y, log_mass.contiguous(), self._empty, self._scale, self._none, None, self._edges, self._across, 0, False
+            dy,
+            self._q,
+            self._k,
+            v,
+            y,
+            log_mass.contiguous(),
+            self._empty,
+            self._scale,
+            self._none,
+            None,
+            self._edges,
+            self._across,
+            0,
+            False,
         )
         return dq[..., : self._dim], dk[..., : self._dim], dk[..., self._dim]
 
@@ -203,8 +232,12 @@ class _Torch:
     """Passes by torch's tiles, for every score."""
 
     def __init__(self, call: Call, q: Tensor, k: Tensor) -> None:
-        if not bool(q.isfinite().all() and k.isfinite().all()):  # a tile's row that is no number looks like one that sees nothing
-            raise NonFiniteError(f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q and k.")
+        if not bool(
+            q.isfinite().all() and k.isfinite().all()
+        ):  # a tile's row that is no number looks like one that sees nothing
+            raise NonFiniteError(
+                f"{type(call.bound.anchor).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q and k."
+            )
         score, seen = call.bound.score, replace(call.visibility, key_mask=None)
         self._q, self._k, self._c, self._slope = q, k, call.coefficients, call.bias.slope
         self._across = tiled.Parts(score, call.bound.link, Row(), None, True, seen, self._slope, 1)
@@ -218,7 +251,9 @@ class _Torch:
         y, total, _ = tiled.run_forward(self._along, Bias(col=a, slope=self._slope), self._k, self._q, values, self._c)
         return y, b + _log(total)
 
-    def backward(self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         total = torch.where(present(log_mass), log_mass - a, float("inf"))[..., None]
         tensors = (self._q, self._k, v, self._c, y, total, dy, y.new_empty(*y.shape[:2], 0, 1))
         found = tiled.run_backward(self._across, Bias(col=b, slope=self._slope), tensors, (False, False, True))
@@ -241,7 +276,10 @@ def turned(seen: Visibility) -> Visibility:
 
 
 def _solved(passes: _Passes, anchor: PlanAnchor, masses: Masses, col: Tensor) -> Potentials:
-    per_key, per_query = (torch.ones_like(x[:1, :1, :1, None]).expand(*x.shape, 1) if x.numel() else x[..., None] for x in (masses.key, masses.query))
+    per_key, per_query = (
+        torch.ones_like(x[:1, :1, :1, None]).expand(*x.shape, 1) if x.numel() else x[..., None]
+        for x in (masses.key, masses.query)
+    )
     return anchor.potentials(
         masses, lambda a, b: passes.rows(a, b + col, per_key)[1], lambda a, b: passes.columns(a, b + col, per_query)[1]
     )
@@ -260,7 +298,9 @@ class _Transport(torch.autograd.Function):
         a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
         y, log_m = passes.rows(a, b + col, v)
         there = present(log_mu)
-        f = torch.where(there, anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).potential, 0)  # once more: rows are exact
+        f = torch.where(
+            there, anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).potential, 0
+        )  # once more: rows are exact
         log_m = torch.where(there, log_m - at.query + f, ABSENT)
         y.mul_(torch.where(there, (log_m - log_mu).exp(), 0)[..., None])
         ctx.call = call
@@ -270,7 +310,9 @@ class _Transport(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            raise PathError("attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. Use path='dense' with gradient='unrolled' where you need create_graph=True.")
+            raise PathError(
+                "attention: path 'tiled' goes back through the fixed point of a plan and has no second derivative. Use path='dense' with gradient='unrolled' where you need create_graph=True."
+            )
         q, k, v, col, log_mu, log_nu, y, f, g, log_m = ctx.saved_tensors
         if not log_mu.numel() or not log_nu.numel():
             return *(torch.zeros_like(x) for x in (q, k, v, col, log_mu, log_nu)), None
@@ -296,30 +338,41 @@ class _Transport(torch.autograd.Function):
         scale = torch.where(n > 0, (slope_n / n).sqrt(), 0)
         wanted = scale * (c - along(slope_m * r * inverse))
         tolerance = max(min(anchor.tolerance, 1e-5), 4 * torch.finfo(y.dtype).eps)
-        beta = scale * conjugate_gradients(lambda x: x - scale * along(slope_m * across(scale * x)), wanted, torch.ones_like(wanted), anchor.limit, tolerance)
+        beta = scale * conjugate_gradients(
+            lambda x: x - scale * along(slope_m * across(scale * x)),
+            wanted,
+            torch.ones_like(wanted),
+            anchor.limit,
+            tolerance,
+        )
         met = across(beta)
         alpha = slope_m * (r * inverse - met)
         # dy . y of the widened values is to be m alpha: for a balanced plan it is so by itself, with P beta / m as the last number of y
-        wide = torch.cat([y * torch.where(there, (log_mu - log_m).exp(), 0)[..., None], (r * inverse - alpha)[..., None]], -1)
+        wide = torch.cat(
+            [y * torch.where(there, (log_mu - log_m).exp(), 0)[..., None], (r * inverse - alpha)[..., None]], -1
+        )
         tall = torch.cat([dy * (m * over_mu)[..., None], -m[..., None]], -1)
         dq, dk, dcol = passes.backward(a, b + col, torch.cat([v, beta[..., None]], -1), wide, log_m, tall)
         if anchor.on_limit == "error":
             _check_solved(anchor, torch.where(slope_n > 0, dcol - n * beta * (1 / slope_n - 1), 0), c)
         dmu, dnu = -m * met, dcol + n * beta
-        if anchor.by_kernel:  # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
+        if (
+            anchor.by_kernel
+        ):  # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
             dmu, dnu = dmu - (1 - slope_m) * (r - m * met), n * beta
         return dq, dk, dv, dcol, dmu, dnu, None
 
 
 def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
     """Raise ConvergenceError where the columns of dL, which the gradient's system fixes, are not what it fixes them to."""
-    worst = float((left.abs().sum(-1) / c.abs().sum(-1).clamp_min(torch.finfo(c.dtype).tiny)).amax()) if c.numel() else 0.0
+    worst = (
+        float((left.abs().sum(-1) / c.abs().sum(-1).clamp_min(torch.finfo(c.dtype).tiny)).amax()) if c.numel() else 0.0
+    )
     if worst > _UNSOLVED:
         raise ConvergenceError(
             f"{type(anchor).__name__}: the linear system of the gradient is solved to {worst:.2g} only, within limit={anchor.limit} iterations. Raise limit, make "
             "scores smaller (a smaller scale, a larger temperature), or take what there is with on_limit='keep'."
         )
-
 
 
 __all__ = ["potentials", "transported", "turned", "without_kernel"]

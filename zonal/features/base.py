@@ -84,7 +84,9 @@ class Source:
             return self.units("stand-in", at_least)
         if self.keys is None or self.keys.shape[-2] < at_least:
             have = "none" if self.keys is None else f"{self.keys.shape[-2]}"
-            raise ArgumentError(f"{call}: at least {at_least} keys a head are required, received {have}. Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim).")
+            raise ArgumentError(
+                f"{call}: at least {at_least} keys a head are required, received {have}. Pass prepare(keys=...) of shape (N, dim) or (heads, N, dim)."
+            )
         return self.keys
 
 
@@ -150,7 +152,14 @@ class FeatureMap(Declaration, abc.ABC):
         return {}
 
     def prepare(
-        self, dim: int, heads: int = 1, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", keys: Tensor | None = None
+        self,
+        dim: int,
+        heads: int = 1,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        keys: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Everything that the map draws, chooses or learns, (heads, …) each, for heads of size ``dim``.
 
@@ -159,7 +168,9 @@ class FeatureMap(Declaration, abc.ABC):
         Raises: ArgumentError for sizes that do not fit.
         """
         call = f"{type(self).__name__}.prepare"
-        require(dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.")
+        require(
+            dim >= 1 and heads >= 1, f"{call}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}."
+        )
         require(dtype.is_floating_point, f"{call}: a floating type is required, received {dtype}.")
         if keys is not None:
             require(
@@ -168,11 +179,16 @@ class FeatureMap(Declaration, abc.ABC):
             )
             keys = keys.detach().to("cpu", torch.float64).expand(heads, -1, -1)
         drawn = self.draw(Source(seed, dim, heads, keys))
-        return {name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in drawn.items()}
+        return {
+            name: value.to(device, dtype if value.is_floating_point() else value.dtype) for name, value in drawn.items()
+        }
 
     def start(self, dim: int, heads: int = 1, *, seed: int = 0) -> dict[str, Tensor]:
         """``prepare`` in float32 for a map that has seen no keys yet: what it would choose from them has its shape and is NaN."""
-        require(dim >= 1 and heads >= 1, f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.")
+        require(
+            dim >= 1 and heads >= 1,
+            f"{type(self).__name__}: dim >= 1 and heads >= 1 are required, received dim={dim}, heads={heads}.",
+        )
         drawn = self.draw(Source(seed, dim, heads, None, stand_in=bool(self.chosen)))
         drawn |= {name: torch.full_like(drawn[name], torch.nan) for name in self.chosen}
         return {name: value.float() if value.is_floating_point() else value for name, value in drawn.items()}
@@ -237,7 +253,9 @@ def under(prefix: str, buffers: Buffers) -> dict[str, Tensor]:
 
 def repeat_heads(buffers: Buffers, groups: int) -> dict[str, Tensor]:
     """Rows of key heads repeated for the query heads that share them: head h belongs to row h // groups."""
-    return {name: value.repeat_interleave(groups, 0) if value.shape[0] > 1 else value for name, value in buffers.items()}
+    return {
+        name: value.repeat_interleave(groups, 0) if value.shape[0] > 1 else value for name, value in buffers.items()
+    }
 
 
 __all__ = ["NONE", "Buffers", "Claim", "FeatureMap", "Side", "Source", "part", "repeat_heads", "under"]

@@ -76,7 +76,15 @@ def feature_kernel(features: FeatureMap, buffers: Buffers, data: Sample) -> Tens
     return features.write(data.q, buffers, "query") @ features.write(data.k, buffers, "key").mT
 
 
-def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0, readout: Readout | None = None) -> Fidelity:
+def kernel_fidelity(
+    approximate: Tensor,
+    data: Sample,
+    kernel: Link,
+    *,
+    causal: bool = True,
+    delta: float = 0.0,
+    readout: Readout | None = None,
+) -> Fidelity:
     """``fidelity`` of kernel values (H, T, T) that were made some other way. readout: what both outputs (H, T, P) go through before they are compared."""
     read = readout or (lambda y: y)
     x = (data.q @ data.k.mT).clamp(-1, 1)
@@ -88,7 +96,9 @@ def kernel_fidelity(approximate: Tensor, data: Sample, kernel: Link, *, causal: 
     return Fidelity(float((got - wanted).norm() / wanted.norm()), negative, float((sums <= 0).double().mean()))
 
 
-def fidelity(features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0) -> Fidelity:
+def fidelity(
+    features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0
+) -> Fidelity:
     """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
 
     Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
@@ -107,7 +117,9 @@ def mercer_bound(kernel: Link, dim: int, size: int) -> float:
     For independent uniform unit vectors: the eigenfunctions are the harmonics, the eigenvalue of degree n is E k(x) R_n(x) with
     multiplicity N_n, and the best map keeps the ``size`` largest in magnitude. A bound on the kernel, which outputs follow closely.
     """
-    require(dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}.")
+    require(
+        dim >= 2 and size >= 0, f"mercer_bound: dim >= 2 and size >= 0 are required, received dim={dim}, size={size}."
+    )
     x, weight = uniform_angles(dim)
     value = kernel_value(kernel, x)
     total = float((weight * value.square()).sum())
@@ -120,4 +132,16 @@ def mercer_bound(kernel: Link, dim: int, size: int) -> float:
     return math.sqrt(max(0.0, 1 - kept / total))
 
 
-__all__ = ["INPUTS", "Fidelity", "Inputs", "Sample", "average_error", "feature_kernel", "fidelity", "kernel_fidelity", "kernel_value", "mercer_bound", "sample"]
+__all__ = [
+    "INPUTS",
+    "Fidelity",
+    "Inputs",
+    "Sample",
+    "average_error",
+    "feature_kernel",
+    "fidelity",
+    "kernel_fidelity",
+    "kernel_value",
+    "mercer_bound",
+    "sample",
+]

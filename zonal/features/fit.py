@@ -36,9 +36,17 @@ def histogram(angles: Tensor, weights: Tensor | None = None, bins: int = _BINS) 
     """Nodes and weights of a (weighed) sample of q . k in [-1, 1]: bins of equal width, each at the mean of what fell into it."""
     x = angles.detach().flatten().double().clamp(-1, 1)
     share = torch.ones_like(x) if weights is None else weights.detach().flatten().double()
-    require(share.shape == x.shape, f"fit_square: weights must be as many as angles, {x.numel()}, received {share.numel()}.")
-    require(x.numel() > 0 and bool(x.isfinite().all()), "fit_square: angles must be finite and at least one, as q @ k.mT of unit vectors gives them.")
-    require(bool((share.isfinite() & (share >= 0)).all()) and float(share.sum()) > 0, "fit_square: weights must be finite, >= 0 and not all 0.")
+    require(
+        share.shape == x.shape, f"fit_square: weights must be as many as angles, {x.numel()}, received {share.numel()}."
+    )
+    require(
+        x.numel() > 0 and bool(x.isfinite().all()),
+        "fit_square: angles must be finite and at least one, as q @ k.mT of unit vectors gives them.",
+    )
+    require(
+        bool((share.isfinite() & (share >= 0)).all()) and float(share.sum()) > 0,
+        "fit_square: weights must be finite, >= 0 and not all 0.",
+    )
     place = ((x + 1) * (bins / 2)).long().clamp_max(bins - 1)
     mass = torch.zeros(bins, dtype=torch.float64, device=x.device).index_add_(0, place, share)
     total = torch.zeros_like(mass).index_add_(0, place, share * x)
@@ -57,7 +65,9 @@ def row_weights(kernel: Link, x: Tensor, causal: bool = True) -> Tensor:
     return visible / torch.where(total > 0, total, torch.inf).square()
 
 
-def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Tensor | None = None, weights: Tensor | None = None) -> SquareFit:
+def fit_square(
+    kernel: Link, degree: int, *, dim: int | None = None, angles: Tensor | None = None, weights: Tensor | None = None
+) -> SquareFit:
     """p(x)^2 + c nearest to ``kernel`` in weighted least squares, with p of degree ``degree`` / 2 and c >= 0.
 
     Args:
@@ -70,8 +80,14 @@ def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Ten
     Raises: ArgumentError for other degrees, signed kernels, both or neither of ``dim`` and ``angles``.
     """
     require(degree in (2, 4, 6), f"fit_square: degree must be 2, 4 or 6, received {degree}.")
-    require(kernel.positive and not kernel.initial(), f"fit_square: a positive kernel with nothing learned is required, received {kernel}.")
-    require((dim is None) != (angles is None), "fit_square: pass dim=... for the angles of random vectors, or angles=... for your own, not both.")
+    require(
+        kernel.positive and not kernel.initial(),
+        f"fit_square: a positive kernel with nothing learned is required, received {kernel}.",
+    )
+    require(
+        (dim is None) != (angles is None),
+        "fit_square: pass dim=... for the angles of random vectors, or angles=... for your own, not both.",
+    )
     require(weights is None or angles is not None, "fit_square: weights are of angles; pass both.")
     x, weight = histogram(angles, weights) if angles is not None else uniform_angles(dim or 0)
     wanted = kernel.value(x.view(1, 1, 1, -1), kernel.coefficients({}))[0, 0, 0]
@@ -81,7 +97,11 @@ def fit_square(kernel: Link, degree: int, *, dim: int | None = None, angles: Ten
     powers = torch.stack([x**j for j in range(degree // 2 + 1)], -1)
     root = weight.sqrt()
     # the floor enters linearly, so the bound c >= 0 is either met by the best c or stands at c = 0
-    searches = [_search(powers, root, wanted, start, floor) for start in _starts(powers, root, wanted, x) for floor in (False, True)]
+    searches = [
+        _search(powers, root, wanted, start, floor)
+        for start in _starts(powers, root, wanted, x)
+        for floor in (False, True)
+    ]
     at, cost = min((found for found in searches if found[0][-1] >= 0), key=lambda found: found[1])
     polynomial = at[:-1] * math.sqrt(scale) * (1 if at[-2] >= 0 else -1)
     return SquareFit(PolynomialSquare(tuple(polynomial.tolist()), floor=float(at[-1] * scale)), math.sqrt(cost))
@@ -104,7 +124,10 @@ def _search(powers: Tensor, root: Tensor, wanted: Tensor, start: Tensor, floor: 
 def _starts(powers: Tensor, root: Tensor, wanted: Tensor, x: Tensor) -> list[Tensor]:
     """p fitted to the square root of the kernel, which may change sign anywhere."""
     signed = [wanted.sqrt() * torch.where(x < turn, -1.0, 1.0) for turn in (-1.0, -0.3, 0.0, 0.3)]
-    return [torch.linalg.lstsq(root[:, None] * powers, (root * values)[:, None], driver="gelsd").solution[:, 0] for values in signed]
+    return [
+        torch.linalg.lstsq(root[:, None] * powers, (root * values)[:, None], driver="gelsd").solution[:, 0]
+        for values in signed
+    ]
 
 
 __all__ = ["SquareFit", "fit_square", "histogram", "row_weights", "uniform_angles"]

@@ -42,8 +42,14 @@ class Fused(FeatureMap, abc.ABC):
         if "learned" in kinds:
             return Claim("learned", text)
         if "biased" in kinds:
-            return Claim("biased", f"{text}; {(self.left if self.left.claim.kind == 'biased' else self.right).claim.text}")
-        return Claim("exact" if kinds == {"exact"} and not sampled else "unbiased", text, 0.0 if kinds == {"exact"} and not sampled else None)
+            return Claim(
+                "biased", f"{text}; {(self.left if self.left.claim.kind == 'biased' else self.right).claim.text}"
+            )
+        return Claim(
+            "exact" if kinds == {"exact"} and not sampled else "unbiased",
+            text,
+            0.0 if kinds == {"exact"} and not sampled else None,
+        )
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         self.dimension(source.dim)  # of maps that fit
@@ -58,7 +64,9 @@ class Fused(FeatureMap, abc.ABC):
         """phi from features of both maps."""
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        return self.fuse(self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side), buffers)
+        return self.fuse(
+            self.left(x, part(buffers, "left"), side), self.right(x, part(buffers, "right"), side), buffers
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,9 @@ class Hadamard(Fused):
     @property
     def claim(self) -> Claim:
         if "exact" in (self.left.claim.kind, self.right.claim.kind):
-            return Claim("biased", "features of an exact map are not draws of one form: matching them by index mixes kernels")
+            return Claim(
+                "biased", "features of an exact map are not draws of one form: matching them by index mixes kernels"
+            )
         return self._product_claim(True, "index by index, two independent draws")
 
     def dimension(self, dim: int) -> int:
@@ -133,7 +143,12 @@ class Sketched(Fused):
 
     def flops(self, dim: int) -> int:
         transforms = 3 * 5 * self.size * self.size.bit_length() // 2
-        return self.left.flops(dim) + self.right.flops(dim) + 2 * (self.left.dimension(dim) + self.right.dimension(dim)) + transforms
+        return (
+            self.left.flops(dim)
+            + self.right.flops(dim)
+            + 2 * (self.left.dimension(dim) + self.right.dimension(dim))
+            + transforms
+        )
 
     def draw_rest(self, source: Source) -> dict[str, Tensor]:
         drawn = super().draw_rest(source)
@@ -145,7 +160,8 @@ class Sketched(Fused):
 
     def fuse(self, left: Tensor, right: Tensor, buffers: Buffers) -> Tensor:
         sketches = [
-            count_sketch(phi, buffers[f"{name}hash_bucket"], buffers[f"{name}hash_sign"], self.size) for name, phi in (("left", left), ("right", right))
+            count_sketch(phi, buffers[f"{name}hash_bucket"], buffers[f"{name}hash_sign"], self.size)
+            for name, phi in (("left", left), ("right", right))
         ]
         return convolve(sketches)
 

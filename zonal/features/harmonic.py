@@ -29,7 +29,10 @@ class Harmonics(FeatureMap):
 
     def sizes(self, dim: int) -> tuple[int, ...]:
         """How many features each degree has."""
-        require(dim >= 2, f"Harmonics: vectors of at least two numbers are required (those of one have no angle), received a size of {dim}.")
+        require(
+            dim >= 2,
+            f"Harmonics: vectors of at least two numbers are required (those of one have no angle), received a size of {dim}.",
+        )
         return tuple(gegenbauer.harmonic_dimension(k, dim - 1) for k in range(self.degree + 1))
 
     def dimension(self, dim: int) -> int:

@@ -33,7 +33,10 @@ class Drawn(NamedTuple):
 def drawn(dim: int, tables: int, count: int, seed: int) -> Drawn:
     """The same numbers for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
-    return Drawn(torch.randn(dim, tables * count, generator=generator, dtype=torch.float32), torch.rand(tables * count, generator=generator, dtype=torch.float32))
+    return Drawn(
+        torch.randn(dim, tables * count, generator=generator, dtype=torch.float32),
+        torch.rand(tables * count, generator=generator, dtype=torch.float32),
+    )
 
 
 def spaces(score: Score) -> int:
@@ -132,7 +135,11 @@ def _of(metric: Metric, search: LSH, x: Tensor, seed: int) -> list[Function]:
     if kind == "product":
         assert isinstance(metric, Product)
         parts = x.split(metric.parts(x.shape[-1]), -1)
-        return [function for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True)) for function in _of(factor, search, part, seed + 7919 * (i + 1))]
+        return [
+            function
+            for i, (factor, part) in enumerate(zip(metric.factors, parts, strict=True))
+            for function in _of(factor, search, part, seed + 7919 * (i + 1))
+        ]
     if kind == "plane":
         return [grid(x, search, seed)]
     if kind == "sphere":

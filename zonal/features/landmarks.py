@@ -111,7 +111,10 @@ class Nystrom(FeatureMap):
     def __post_init__(self) -> None:
         _check("Nystrom", self.count, self.choice)
         require(0 < self.cutoff < 1, f"Nystrom: cutoff must lie between 0 and 1, received {self.cutoff}.")
-        require(not self.kernel_link.initial(), f"Nystrom: a kernel with nothing learned is required, received {self.kernel_link}.")
+        require(
+            not self.kernel_link.initial(),
+            f"Nystrom: a kernel with nothing learned is required, received {self.kernel_link}.",
+        )
 
     @property
     def unit(self) -> bool:
@@ -137,7 +140,13 @@ class Nystrom(FeatureMap):
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         # the kernel among landmarks, its eigenvectors and the whitening, in float64
-        room.require("Nystrom.prepare", f"{self.count} landmarks for each of {source.heads} heads", 3 * 8 * source.heads * self.count**2, "cpu", "Use fewer landmarks.")
+        room.require(
+            "Nystrom.prepare",
+            f"{self.count} landmarks for each of {source.heads} heads",
+            3 * 8 * source.heads * self.count**2,
+            "cpu",
+            "Use fewer landmarks.",
+        )
         at = landmarks(self.choice, self.count, source, "Nystrom.prepare")
         lam, u = torch.linalg.eigh(self.kernel(at @ at.mT, source.dim))
         kept = lam > self.cutoff * lam[:, -1:]
@@ -162,7 +171,10 @@ class LowRankSquare(FeatureMap):
 
     def __post_init__(self) -> None:
         require_whole("LowRankSquare: rank", self.rank, most=2**16)
-        require(self.choice in ("random", "pca"), f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.")
+        require(
+            self.choice in ("random", "pca"),
+            f"LowRankSquare: choice must be 'random' or 'pca', received {self.choice!r}.",
+        )
         require(self.bias != 0, "LowRankSquare: bias must not be 0; features.square() is the bare square.")
 
     @property

@@ -27,8 +27,14 @@ class LearnedExp(FeatureMap):
 
     def __post_init__(self) -> None:
         require_whole("LearnedExp: size", self.size, 2, most=2**16)
-        require(self.size % 2 == 0, f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.")
-        require(self.activation in ("softmax", "exp"), f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.")
+        require(
+            self.size % 2 == 0,
+            f"LearnedExp: each projection comes with its negative; an even size >= 2 is required, received {self.size}.",
+        )
+        require(
+            self.activation in ("softmax", "exp"),
+            f"LearnedExp: activation must be 'softmax' or 'exp', received {self.activation!r}.",
+        )
 
     @property
     def unit(self) -> bool:
@@ -53,7 +59,9 @@ class LearnedExp(FeatureMap):
         return self.size * (dim + 3)
 
     def kernel(self, x: Tensor, dim: int) -> Tensor:
-        raise ArgumentError("LearnedExp.kernel: learned features claim no kernel of q.k. Compare their rows with those of the kernel they were trained on.")
+        raise ArgumentError(
+            "LearnedExp.kernel: learned features claim no kernel of q.k. Compare their rows with those of the kernel they were trained on."
+        )
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         # entries of W x are of size one for unit vectors
@@ -91,7 +99,10 @@ def distil(
 
     Raises: ArgumentError for a map without learned parts, NonFiniteError when the loss is not finite.
     """
-    require(bool(features.learned), f"distil: {type(features).__name__} has nothing to learn; set its learn=True, or use LearnedExp.")
+    require(
+        bool(features.learned),
+        f"distil: {type(features).__name__} has nothing to learn; set its learn=True, or use LearnedExp.",
+    )
     with torch.no_grad():
         wanted = rows(kernel(q @ k.mT), causal)
     values = {name: value.detach().clone().requires_grad_(name in features.learned) for name, value in buffers.items()}
@@ -102,7 +113,9 @@ def distil(
         optimiser.zero_grad()
         loss = (rows(features.query(q, values) @ features.key(k, values).mT, causal) - wanted).square().sum() / size
         if not bool(loss.isfinite()):
-            raise NonFiniteError(f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. Use a smaller rate, or unit vectors.")
+            raise NonFiniteError(
+                f"distil: the loss of {type(features).__name__} is {float(loss)} at step {step}. Use a smaller rate, or unit vectors."
+            )
         loss.backward()
         optimiser.step()
     return {name: value.detach() for name, value in values.items()}

@@ -8,7 +8,9 @@ from torch import Tensor
 Residual = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def levenberg_marquardt(residual: Residual, start: Tensor, steps: int = 200, tolerance: float = 1e-13) -> tuple[Tensor, float]:
+def levenberg_marquardt(
+    residual: Residual, start: Tensor, steps: int = 200, tolerance: float = 1e-13
+) -> tuple[Tensor, float]:
     """The (p,) numbers that minimise |r|^2 near ``start``, and that |r|^2. ``residual``: (p,) -> r (n,), dr/dp (n, p)."""
     at = start.double()
     r, jacobian = residual(at)

@@ -31,7 +31,9 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
-            raise PathError("memory: sums of features are made again in backward and have no second derivative. Use path='dense' where you need create_graph=True.")
+            raise PathError(
+                "memory: sums of features are made again in backward and have no second derivative. Use path='dense' where you need create_graph=True."
+            )
         k, v = ctx.saved_tensors
         features: SymmetricPowers = ctx.features
         step = rows_at_once(k[..., 0, 0].numel(), features.dimension(k.shape[-1]))

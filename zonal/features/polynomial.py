@@ -32,7 +32,10 @@ class Polynomial(FeatureMap):
     def __post_init__(self) -> None:
         values = tuple(float(c) for c in self.coefficients)
         object.__setattr__(self, "coefficients", values)
-        require(2 <= len(values) <= 7 and values[-1] != 0, f"Polynomial: 2 to 7 coefficients (degree 1 to 6), the last of them not 0, are required, received {values}.")
+        require(
+            2 <= len(values) <= 7 and values[-1] != 0,
+            f"Polynomial: 2 to 7 coefficients (degree 1 to 6), the last of them not 0, are required, received {values}.",
+        )
         require(all(math.isfinite(c) for c in values), f"Polynomial: coefficients must be finite, received {values}.")
 
     @staticmethod
@@ -41,9 +44,14 @@ class Polynomial(FeatureMap):
 
         Raises: ArgumentError for a link that is no polynomial, or one with a row for each of several heads.
         """
-        require(link.degree is not None, f"Polynomial.of: link {type(link).__name__} is no polynomial. Fit one: zonal.features.fit_square.")
+        require(
+            link.degree is not None,
+            f"Polynomial.of: link {type(link).__name__} is no polynomial. Fit one: zonal.features.fit_square.",
+        )
         values = link.monomials(link.coefficients(link.initial()))
-        require(values.shape[1] == 1, f"Polynomial.of: one row of coefficients is required, received {values.shape[1]}.")
+        require(
+            values.shape[1] == 1, f"Polynomial.of: one row of coefficients is required, received {values.shape[1]}."
+        )
         coefficients = values.detach().flatten().tolist()
         while len(coefficients) > 2 and coefficients[-1] == 0:
             coefficients.pop()

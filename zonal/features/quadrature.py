@@ -40,10 +40,15 @@ def quadrature(rule: Rule, count: int, eps: float, tolerance: float | None = Non
 
     Raises: ArgumentError for eps <= 0, counts out of range, a search that did not converge, or an error above ``tolerance``; it says the error.
     """
-    require(eps > 0 and math.isfinite(eps), f"quadrature: eps must be > 0 (the kernel is unbounded at 0), received {eps}.")
+    require(
+        eps > 0 and math.isfinite(eps), f"quadrature: eps must be > 0 (the kernel is unbounded at 0), received {eps}."
+    )
     require(rule in ("laguerre", "minimax"), f"quadrature: rule must be 'laguerre' or 'minimax', received {rule!r}.")
     limit = _MAX_LAGUERRE if rule == "laguerre" else _MAX_MINIMAX
-    require(isinstance(count, int) and 1 <= count <= limit, f"quadrature: {rule} has from 1 to {limit} nodes, received {count}.")
+    require(
+        isinstance(count, int) and 1 <= count <= limit,
+        f"quadrature: {rule} has from 1 to {limit} nodes, received {count}.",
+    )
     with torch.device("cpu"):  # also where a model is made for its shapes alone
         found = _laguerre(count, eps) if rule == "laguerre" else _minimax(count, eps)
     if tolerance is not None and not found.error <= tolerance:

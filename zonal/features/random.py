@@ -30,7 +30,10 @@ class PositiveRandom(FeatureMap):
 
     def __post_init__(self) -> None:
         require_whole("PositiveRandom: draws", self.draws, most=2**16)
-        require(not (self.antithetic and self.draws % 2), f"PositiveRandom: antithetic draws come in pairs; an even number is required, received {self.draws}.")
+        require(
+            not (self.antithetic and self.draws % 2),
+            f"PositiveRandom: antithetic draws come in pairs; an even number is required, received {self.draws}.",
+        )
         require(self.s >= 0 and math.isfinite(self.s), f"PositiveRandom: s must be >= 0, received {self.s}.")
 
     @property
@@ -43,7 +46,11 @@ class PositiveRandom(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        return Claim("learned", "projections are trained") if self.learn else Claim("unbiased", "the mean of exp over Gaussian projections")
+        return (
+            Claim("learned", "projections are trained")
+            if self.learn
+            else Claim("unbiased", "the mean of exp over Gaussian projections")
+        )
 
     @property
     def nonnegative(self) -> bool:
@@ -93,7 +100,10 @@ class Fourier(FeatureMap):
 
     def __post_init__(self) -> None:
         require_whole("Fourier: size", self.size, 2, most=2**16)
-        require(self.size % 2 == 0, f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.")
+        require(
+            self.size % 2 == 0,
+            f"Fourier: a cosine and a sine for each frequency need an even size >= 2, received {self.size}.",
+        )
         require(self.width > 0, f"Fourier: width must be > 0, received {self.width}.")
 
     @property
@@ -102,7 +112,11 @@ class Fourier(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        return Claim("learned", "frequencies are trained") if self.learn else Claim("unbiased", "the Fourier transform of a Gaussian, sampled")
+        return (
+            Claim("learned", "frequencies are trained")
+            if self.learn
+            else Claim("unbiased", "the Fourier transform of a Gaussian, sampled")
+        )
 
     def dimension(self, dim: int) -> int:
         return self.size
@@ -168,7 +182,9 @@ class RandomMaclaurin(FeatureMap):
 def count_sketch(x: Tensor, bucket: Tensor, sign: Tensor, size: int) -> Tensor:
     """Each of the d numbers of x, with a random sign, added to one of ``size`` buckets: (…, H, T, d) with (H, d) -> (…, H, T, size)."""
     signed = x * sign.unsqueeze(-2)
-    return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(-1, bucket.unsqueeze(-2).expand(signed.shape), signed)
+    return torch.zeros_like(signed[..., :1].expand(*signed.shape[:-1], size)).scatter_add(
+        -1, bucket.unsqueeze(-2).expand(signed.shape), signed
+    )
 
 
 def convolve(parts: list[Tensor]) -> Tensor:
@@ -217,7 +233,9 @@ class TensorSketch(FeatureMap):
         return {"bucket": source.integers("bucket", self.size, *shape), "sign": source.signs("sign", *shape)}
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
-        return convolve([count_sketch(x, buffers["bucket"][:, j], buffers["sign"][:, j], self.size) for j in range(self.degree)])
+        return convolve(
+            [count_sketch(x, buffers["bucket"][:, j], buffers["sign"][:, j], self.size) for j in range(self.degree)]
+        )
 
 
 __all__ = ["Fourier", "PositiveRandom", "RandomMaclaurin", "TensorSketch", "convolve", "count_sketch"]

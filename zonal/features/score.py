@@ -39,7 +39,10 @@ class Features(Score):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require(isinstance(self.features, FeatureMap), f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.")
+        require(
+            isinstance(self.features, FeatureMap),
+            f"Features: features must be a FeatureMap, received {self.features!r}. See zonal.features.",
+        )
         if self.dim is not None:
             require_whole("Features: dim", self.dim)
         require_whole("Features: heads", self.heads)
@@ -71,7 +74,9 @@ class Features(Score):
     def started(self, entry: float, seed: int) -> dict[str, Tensor]:
         if self.seed is not None:
             return {}
-        return {name: value for name, value in _drawn(replace(self, seed=seed)).items() if name not in self.features.chosen}
+        return {
+            name: value for name, value in _drawn(replace(self, seed=seed)).items() if name not in self.features.chosen
+        }
 
     def width(self, dim: int) -> int:
         return self.features.dimension(dim)
@@ -104,7 +109,13 @@ class Features(Score):
 
     def _standing(self, phi: Tensor) -> Tensor:
         """Features as they are, once none of the vectors of a positive map has lost all of them to underflow. Asked where the answer costs no wait."""
-        asked = self.features.nonnegative and not self.features.unit and phi.device.type == "cpu" and not torch.compiler.is_compiling() and not transforms.active()
+        asked = (
+            self.features.nonnegative
+            and not self.features.unit
+            and phi.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not transforms.active()
+        )
         if asked and bool((phi == 0).all(-1).any()):
             raise ArgumentError(
                 f"attention: all features {type(self.features).__name__} of some vector are 0 in {str(phi.dtype).removeprefix('torch.')}, being exponentials of "
@@ -133,7 +144,10 @@ class Features(Score):
             "attention", f"{size} features for each of {vectors} vectors, and the work of making them,", 2 * vectors * size * x.element_size(), x.device,
             "Use fewer features, or absorb shorter pieces into a memory.",
         )  # fmt: skip
-        return {name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype) for name, value in params.items()}
+        return {
+            name: value.to(x.device, x.dtype if value.is_floating_point() else value.dtype)
+            for name, value in params.items()
+        }
 
     def _ready(self, x: Tensor) -> Tensor:
         if self.scaled:
@@ -144,17 +158,42 @@ class Features(Score):
         claim = self.features.claim
         name = type(self.features).__name__
         if claim.kind == "exact":
-            return (Move("restriction", "score", f"{name} features", f"the kernel is theirs: {claim.text}", (Derived("exact features", "hence it is exact: a dot product of finitely many numbers"),)),)
+            return (
+                Move(
+                    "restriction",
+                    "score",
+                    f"{name} features",
+                    f"the kernel is theirs: {claim.text}",
+                    (Derived("exact features", "hence it is exact: a dot product of finitely many numbers"),),
+                ),
+            )
         if claim.kind == "learned":
-            return (Move("restriction", "score", f"{name} features", f"the kernel is a dot product of features that learn: {claim.text}"),)
-        return (Move("approximation", "score", f"{name} features", f"the kernel is meant, not exact ({claim.kind}): {claim.text}"),)
+            return (
+                Move(
+                    "restriction",
+                    "score",
+                    f"{name} features",
+                    f"the kernel is a dot product of features that learn: {claim.text}",
+                ),
+            )
+        return (
+            Move(
+                "approximation",
+                "score",
+                f"{name} features",
+                f"the kernel is meant, not exact ({claim.kind}): {claim.text}",
+            ),
+        )
 
 
 @functools.lru_cache(maxsize=16)  # an operator asks several times, and landmarks take a while
 def _drawn(score: Features) -> dict[str, Tensor]:
     if score.dim is None:
         return {}
-    with torch.device("cpu"), torch.inference_mode(False):  # kept: for models beside one of shapes alone, and for calls with gradients
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),
+    ):  # kept: for models beside one of shapes alone, and for calls with gradients
         return score.features.start(score.dim, score.heads, seed=score.seed or 0)
 
 

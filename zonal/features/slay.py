@@ -54,8 +54,13 @@ class Slay(FeatureMap):
     anew: bool = False
 
     def __post_init__(self) -> None:
-        require(self.fusion in _FUSIONS, f"Slay: fusion must be one of {', '.join(_FUSIONS)}, received {self.fusion!r}.")
-        require(self.fusion != "shared" or not (self.orthogonal or self.antithetic or self.learn), "Slay: fusion='shared' has independent draws that are not learned only.")
+        require(
+            self.fusion in _FUSIONS, f"Slay: fusion must be one of {', '.join(_FUSIONS)}, received {self.fusion!r}."
+        )
+        require(
+            self.fusion != "shared" or not (self.orthogonal or self.antithetic or self.learn),
+            "Slay: fusion='shared' has independent draws that are not learned only.",
+        )
         quadrature(self.rule, self.nodes, self.eps, self.tolerance)
         self._node(0.5)
 
@@ -111,7 +116,11 @@ class Slay(FeatureMap):
     def claim(self) -> Claim:
         of = self._parts[0].claim
         error = self.rule_used.error
-        return Claim(of.kind, f"at each of {self.nodes} {self.rule} nodes: {of.text}; the quadrature itself is off by {error:.3g} at most", error)
+        return Claim(
+            of.kind,
+            f"at each of {self.nodes} {self.rule} nodes: {of.text}; the quadrature itself is off by {error:.3g} at most",
+            error,
+        )
 
     @property
     def nonnegative(self) -> bool:
@@ -131,7 +140,12 @@ class Slay(FeatureMap):
     def kernel(self, x: Tensor, dim: int) -> Tensor:
         used = self.rule_used
         # the exponential and its weight in one exponent; what is left of a node is its kernel at s = 0, except for shared draws
-        return torch.stack([(log_w + 2 * s * x).exp() * self._factor(x, dim, s) for s, log_w in zip(used.nodes, used.log_weights, strict=True)]).sum(0)
+        return torch.stack(
+            [
+                (log_w + 2 * s * x).exp() * self._factor(x, dim, s)
+                for s, log_w in zip(used.nodes, used.log_weights, strict=True)
+            ]
+        ).sum(0)
 
     def _factor(self, x: Tensor, dim: int, s: float) -> Tensor:
         if self.fusion == "shared":
@@ -143,7 +157,9 @@ class Slay(FeatureMap):
         drawn = {} if once is None else under("polynomial", once.draw(source.child("polynomial")))
         for r, of in enumerate(self._parts):
             node = source.child(f"node{r}")
-            drawn |= under(f"node{r}", of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node))
+            drawn |= under(
+                f"node{r}", of.draw(node) if once is None or not isinstance(of, Fused) else of.draw_rest(node)
+            )
         return drawn
 
     def __call__(self, x: Tensor, buffers: Buffers = NONE, side: Side = "key") -> Tensor:
@@ -153,14 +169,22 @@ class Slay(FeatureMap):
         found = []
         for r, of in enumerate(self._parts):
             own = part(buffers, f"node{r}")
-            phi = of(x, own, side) if left is None or not isinstance(of, Fused) else of.fuse(left, of.right(x, part(own, "right"), side), own)
+            phi = (
+                of(x, own, side)
+                if left is None or not isinstance(of, Fused)
+                else of.fuse(left, of.right(x, part(own, "right"), side), own)
+            )
             found.append(phi * roots[r])
         return torch.cat(found, -1)
 
     def laplace_only(self) -> "Slay":
         """The paper's baseline without x^2, with as many features: the draws make up for the anchors."""
         factor = self.polynomial
-        return self if factor is None else replace(self, polynomial=None, draws=self.draws * (factor.count if isinstance(factor, Anchors) else 1))
+        return (
+            self
+            if factor is None
+            else replace(self, polynomial=None, draws=self.draws * (factor.count if isinstance(factor, Anchors) else 1))
+        )
 
 
 __all__ = ["Fusion", "Slay"]

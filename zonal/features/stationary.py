@@ -45,10 +45,18 @@ class Stationary(FeatureMap):
 
     def __post_init__(self) -> None:
         require_whole("Stationary: size", self.size, 2 if self.signed else 1, most=2**16)
-        require(not (self.signed and self.size % 2), f"Stationary: a cosine and a sine for each frequency need an even size, received {self.size}.")
-        require(self.kappa in _KERNELS, f"Stationary: kappa must be one of {', '.join(_KERNELS)}, received {self.kappa!r}.")
+        require(
+            not (self.signed and self.size % 2),
+            f"Stationary: a cosine and a sine for each frequency need an even size, received {self.size}.",
+        )
+        require(
+            self.kappa in _KERNELS, f"Stationary: kappa must be one of {', '.join(_KERNELS)}, received {self.kappa!r}."
+        )
         require(self.width is None or self.width > 0, f"Stationary: width must be > 0 or None, received {self.width}.")
-        require(self.smoothness in _SMOOTHNESS, f"Stationary: smoothness must be 0.5, 1.5 or 2.5, received {self.smoothness}.")
+        require(
+            self.smoothness in _SMOOTHNESS,
+            f"Stationary: smoothness must be 0.5, 1.5 or 2.5, received {self.smoothness}.",
+        )
 
     @property
     def unit(self) -> bool:
@@ -60,7 +68,11 @@ class Stationary(FeatureMap):
 
     @property
     def claim(self) -> Claim:
-        return Claim("learned", "frequencies are trained") if self.learn else Claim("unbiased", f"the {self.kappa} kernel as a mixture of Gaussians, sampled")
+        return (
+            Claim("learned", "frequencies are trained")
+            if self.learn
+            else Claim("unbiased", f"the {self.kappa} kernel as a mixture of Gaussians, sampled")
+        )
 
     @property
     def nonnegative(self) -> bool:

@@ -29,7 +29,15 @@ def decode(text: str) -> DistanceSpec:
 
 @torch.library.custom_op("zonal::distance", mutates_args=(), device_types="cpu")
 def distance(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    learned: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, factor), float32, of ``DistanceSpec``'s equation; gradients flow to q, k, v, weights and, where ``learned``, to coefficients (H, 3 waves)."""
     return distance_library.forward(q, k, v, weights, coefficients, key_mask, cu_seqlens, decode(spec))
@@ -37,17 +45,35 @@ def distance(
 
 @distance.register_kernel("cuda")
 def on_cuda(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    learned: bool,
 ) -> tuple[Tensor, Tensor]:
     """The same by Triton kernels, in the type of keys: queries that came in it are in float32 for the sake of their weights alone."""
     from zonal.kernels.triton import distance_forward
 
-    return distance_forward.forward(q.to(k.dtype), k, v, weights, coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
+    return distance_forward.forward(
+        q.to(k.dtype), k, v, weights, coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec)
+    )
 
 
 @distance.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: str, learned: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    learned: bool,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -58,11 +84,25 @@ def distance_backward(
     cu_seqlens: Tensor | None, spec: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, weights and coefficients; the last empty unless ``learned``."""
-    return _typed(distance_library.backward(dy, q, k, v, y, factor, weights, coefficients, key_mask, cu_seqlens, decode(spec), learned), q, k, v, weights, coefficients)
+    return _typed(
+        distance_library.backward(
+            dy, q, k, v, y, factor, weights, coefficients, key_mask, cu_seqlens, decode(spec), learned
+        ),
+        q,
+        k,
+        v,
+        weights,
+        coefficients,
+    )
 
 
 def _typed(
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in the types of what they are of; an operator has no None to return."""
     dq, dk, dv, dweights, dc = found
@@ -81,7 +121,18 @@ def backward_on_cuda(
     from zonal.kernels.triton import distance_backward
 
     found = distance_backward.backward(
-        dy, q.to(k.dtype), k, v, y, factor, weights, coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec), learned
+        dy,
+        q.to(k.dtype),
+        k,
+        v,
+        y,
+        factor,
+        weights,
+        coefficients.float().contiguous(),
+        key_mask,
+        cu_seqlens,
+        decode(spec),
+        learned,
     )
     return _typed(found, q, k, v, weights, coefficients)
 

@@ -45,7 +45,12 @@ def _(
     dfirst: Tensor | None, dsecond: Tensor | None, dthird: Tensor | None, x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None,
     order: Tensor | None, present: Tensor | None, reach: Tensor | None, silu: bool, heads: int, parts: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), x.new_empty(0 if tail is None else tail.shape), taps.new_empty(taps.shape), taps.new_empty(taps.shape[0])
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0 if tail is None else tail.shape),
+        taps.new_empty(taps.shape),
+        taps.new_empty(taps.shape[0]),
+    )
 
 
 def _setup_convolution(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -57,14 +62,19 @@ def _setup_convolution(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward_convolution(ctx: Any, *dy: Tensor | None) -> tuple[Tensor | None, ...]:
     _refuse_second("short_convolution")
     found = short_convolution_backward(*dy, *ctx.saved_tensors, ctx.silu, ctx.heads, ctx.parts)
-    return (*(gradient if needed else None for gradient, needed in zip(found, ctx.needs_input_grad[:4], strict=True)), *(None,) * 6)
+    return (
+        *(gradient if needed else None for gradient, needed in zip(found, ctx.needs_input_grad[:4], strict=True)),
+        *(None,) * 6,
+    )
 
 
 short_convolution.register_autograd(_backward_convolution, setup_context=_setup_convolution)
 
 
 @torch.library.custom_op("zonal::gated_norm", mutates_args=(), device_types="cpu")
-def gated_norm(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float) -> Tensor:
+def gated_norm(
+    y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float
+) -> Tensor:
     """``mixer_library.gated_norm``. Gradients flow to all tensors."""
     return mixer_library.gated_norm(y, v, z, skip, gain, groups, eps)
 
@@ -102,7 +112,11 @@ def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_norm(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     _refuse_second("gated_norm")
     found = gated_norm_backward(dout, *ctx.saved_tensors, ctx.groups, ctx.eps)
-    return (*(gradient if needed else None for gradient, needed in zip(found, ctx.needs_input_grad[:5], strict=True)), None, None)
+    return (
+        *(gradient if needed else None for gradient, needed in zip(found, ctx.needs_input_grad[:5], strict=True)),
+        None,
+        None,
+    )
 
 
 gated_norm.register_autograd(_backward_norm, setup_context=_setup_norm)
@@ -110,7 +124,9 @@ gated_norm.register_autograd(_backward_norm, setup_context=_setup_norm)
 
 def _refuse_second(name: str) -> None:
     if torch.is_grad_enabled():
-        raise PathError(f"nn: the compiled {name} has no second derivative. Set ZONAL_KERNELS=off where you need create_graph=True, and torch runs.")
+        raise PathError(
+            f"nn: the compiled {name} has no second derivative. Set ZONAL_KERNELS=off where you need create_graph=True, and torch runs."
+        )
 
 
 __all__ = ["gated_norm", "gated_norm_backward", "short_convolution", "short_convolution_backward"]

@@ -51,7 +51,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from zonal.kernels.triton import forward
 
-    made = forward.forward(q, k, v, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec))
+    made = forward.forward(
+        q, k, v, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec)
+    )
     return *made, q.new_empty(0)
 
 
@@ -93,7 +95,18 @@ def _(
     from zonal.kernels.triton import backward
 
     dq, dk, dv, dscale, dc = backward.backward(
-        dy, q, k, v, y, factor, scale.float().contiguous(), coefficients.float().contiguous(), key_mask, cu_seqlens, decode(spec), learned,
+        dy,
+        q,
+        k,
+        v,
+        y,
+        factor,
+        scale.float().contiguous(),
+        coefficients.float().contiguous(),
+        key_mask,
+        cu_seqlens,
+        decode(spec),
+        learned,
         (True, True, True, scaled, learned > 0),
     )
     assert dq is not None
@@ -113,9 +126,7 @@ def _(
     )  # fmt: skip
 
 
-NO_SECOND_DERIVATIVE = (
-    "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
-)
+NO_SECOND_DERIVATIVE = "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. Use path='dense' where you need create_graph=True."
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -137,7 +148,20 @@ def gradients(ctx: Any, dy: Tensor | None, backward: Callable[..., tuple[Tensor,
     dy = torch.zeros_like(y) if dy is None else dy
     learned = ctx.learned if ctx.needs_input_grad[4] else 0
     dq, dk, dv, dscale, dc = backward(
-        dy, q, k, v, y, factor, rest, scale, coefficients, key_mask, cu_seqlens, ctx.spec, learned, ctx.needs_input_grad[3]
+        dy,
+        q,
+        k,
+        v,
+        y,
+        factor,
+        rest,
+        scale,
+        coefficients,
+        key_mask,
+        cu_seqlens,
+        ctx.spec,
+        learned,
+        ctx.needs_input_grad[3],
     )
     if learned:
         dc = torch.nn.functional.pad(dc, (0, coefficients.shape[1] - learned))  # constants have none

@@ -31,7 +31,21 @@ def on_cuda(
     """The same by Triton kernels, of calls whose heads have one power; no head runs in float64."""
     from zonal.kernels.triton import ridge_forward
 
-    y = ridge_forward.forward(q, k, v, scale, rho, key_mask, lo, hi, segment_start, Before(gram, cross, shift, last), powers[0], limit, documents)
+    y = ridge_forward.forward(
+        q,
+        k,
+        v,
+        scale,
+        rho,
+        key_mask,
+        lo,
+        hi,
+        segment_start,
+        Before(gram, cross, shift, last),
+        powers[0],
+        limit,
+        documents,
+    )
     return y, torch.zeros(*k.shape[:2], documents, dtype=torch.bool, device=q.device)
 
 
@@ -51,7 +65,9 @@ def ridge_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, scale, rho, gram, cross, shift and last; the last four empty where they are not asked for."""
     seen = places(key_mask, lo, hi, segment_start, k.shape[2])
-    found = ridge_library.backward(dy, q, k, v, scale, rho, doubled, seen, Before(gram, cross, shift, last), powers, limit, started)
+    found = ridge_library.backward(
+        dy, q, k, v, scale, rho, doubled, seen, Before(gram, cross, shift, last), powers, limit, started
+    )
     return _typed(found, q, k, v, scale, rho, Before(gram, cross, shift, last))
 
 
@@ -80,7 +96,9 @@ def backward_on_cuda(
     from zonal.kernels.triton import ridge_backward as kernels
 
     memory = Before(gram, cross, shift, last)
-    found = kernels.backward(dy, q, k, v, scale, rho, key_mask, lo, hi, segment_start, memory, powers[0], limit, doubled.shape[2], started)
+    found = kernels.backward(
+        dy, q, k, v, scale, rho, key_mask, lo, hi, segment_start, memory, powers[0], limit, doubled.shape[2], started
+    )
     return _typed(found, q, k, v, scale, rho, memory)
 
 
@@ -114,7 +132,21 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     started = any(needs[9:13])
     dq, dk, dv, dscale, drho, *memory = ridge_backward(dy, *ctx.saved_tensors, ctx.powers, ctx.limit, started)
     given = (dx if needed else None for dx, needed in zip(memory, needs[9:13], strict=True))
-    return (dq, dk, dv, dscale if needs[3] else None, drho if needs[4] else None, None, None, None, None, *given, None, None, None)
+    return (
+        dq,
+        dk,
+        dv,
+        dscale if needs[3] else None,
+        drho if needs[4] else None,
+        None,
+        None,
+        None,
+        None,
+        *given,
+        None,
+        None,
+        None,
+    )
 
 
 ridge.register_autograd(_backward, setup_context=_setup)

@@ -16,16 +16,38 @@ def _factors(kinds: list[int], sizes: list[int], eps: list[float]) -> Factors:
 
 @torch.library.custom_op("zonal::sparse", mutates_args=(), device_types="cpu")
 def sparse(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, start: Tensor, stop: Tensor, walk: Tensor, kinds: list[int], sizes: list[int], eps: list[float], top: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    walk: Tensor,
+    kinds: list[int],
+    sizes: list[int],
+    eps: list[float],
+    top: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``sparse_library.forward``, y in the type of v. kinds: numbers of ``KINDS``. Gradients flow from y to q, k and v."""
-    y, least, whole, met = sparse_library.forward(q, k, v, Candidates(order, start, stop, walk), _factors(kinds, sizes, eps), top)
+    y, least, whole, met = sparse_library.forward(
+        q, k, v, Candidates(order, start, stop, walk), _factors(kinds, sizes, eps), top
+    )
     return y.to(v.dtype), least, whole, met
 
 
 @sparse.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, start: Tensor, stop: Tensor, walk: Tensor, kinds: list[int], sizes: list[int], eps: list[float], top: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    walk: Tensor,
+    kinds: list[int],
+    sizes: list[int],
+    eps: list[float],
+    top: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = q.shape[:3]
     number = q.new_empty(rows, dtype=torch.float32)

@@ -42,7 +42,9 @@ def feature_sums(
     head of queries and keys that all heads share where the scale needs no gradient.
     Gradients flow to q, k, v, scale, the first ``learned`` coefficients, monomials, initial, log_decay and key_bias, from y and the last state."""
     seen = sums_library.places(key_mask, lo, hi, segment_start, k.shape[2])
-    return sums_library.forward(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, decode(spec))
+    return sums_library.forward(
+        q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, decode(spec)
+    )
 
 
 @feature_sums.register_kernel("cuda")
@@ -54,7 +56,23 @@ def on_cuda(
     from zonal.kernels.triton import sums_forward
 
     rules, q, k = decode(spec), q.expand(-1, scale.shape[0], -1, -1), k.expand(-1, v.shape[1], -1, -1)
-    made = sums_forward.forward(q, k, v, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, before, log_decay, key_bias, rules)
+    made = sums_forward.forward(
+        q,
+        k,
+        v,
+        scale,
+        coefficients,
+        monomials,
+        key_mask,
+        lo,
+        hi,
+        segment_start,
+        initial,
+        before,
+        log_decay,
+        key_bias,
+        rules,
+    )
     return *made, q.new_zeros(q.shape[:3] if rules.guards else (0,), dtype=torch.uint8)
 
 
@@ -107,12 +125,34 @@ def backward_on_cuda(
 
     rules, ddecay, dbias = decode(spec), q.new_empty(0), q.new_empty(0)
     found = sums_backward.backward(
-        dy, dfinal, q.expand(-1, scale.shape[0], -1, -1), k.expand(-1, v.shape[1], -1, -1), v, y, factor, scale, coefficients, monomials, key_mask, lo, hi, segment_start, initial, log_decay, key_bias, rules, learned
+        dy,
+        dfinal,
+        q.expand(-1, scale.shape[0], -1, -1),
+        k.expand(-1, v.shape[1], -1, -1),
+        v,
+        y,
+        factor,
+        scale,
+        coefficients,
+        monomials,
+        key_mask,
+        lo,
+        hi,
+        segment_start,
+        initial,
+        log_decay,
+        key_bias,
+        rules,
+        learned,
     )
     if found.counted is not None and log_decay is not None and asked[3]:
         # what rows lose by rounding dy, keys have lost too
         rows = None if rules.anchor == "row" else (dy.to(q.dtype).double() * y).sum(-1)
-        ddecay = sums_library.decay_gradient(found.counted, rows, q.shape[2], dfinal, final).sum_to_size(log_decay.shape).to(log_decay.dtype)
+        ddecay = (
+            sums_library.decay_gradient(found.counted, rows, q.shape[2], dfinal, final)
+            .sum_to_size(log_decay.shape)
+            .to(log_decay.dtype)
+        )
     if found.counted is not None and key_bias is not None and asked[4]:
         dbias = found.counted.to(key_bias.dtype)
     return (
@@ -156,7 +196,26 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, dfinal: Tensor | None, __: Tensor
         raise PathError(
             "attention: path 'chunked' makes its features again in backward and has no second derivative. Use path='dense' where you need create_graph=True."
         )
-    (q, k, v, scale, coefficients, monomials, initial, log_decay, key_bias, key_mask, lo, hi, segment_start, before, y, factor, final, apart) = ctx.saved_tensors
+    (
+        q,
+        k,
+        v,
+        scale,
+        coefficients,
+        monomials,
+        initial,
+        log_decay,
+        key_bias,
+        key_mask,
+        lo,
+        hi,
+        segment_start,
+        before,
+        y,
+        factor,
+        final,
+        apart,
+    ) = ctx.saved_tensors
     needs = ctx.needs_input_grad
     learned = ctx.learned if needs[4] else 0
     asked = [needs[3], *needs[5:9]]
@@ -166,7 +225,9 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor, dfinal: Tensor | None, __: Tensor
     )  # fmt: skip
     dq, dk, dv, dscale, dcoefficients, *others = found
     if learned:
-        dcoefficients = torch.nn.functional.pad(dcoefficients, (0, coefficients.shape[1] - learned))  # constants have none
+        dcoefficients = torch.nn.functional.pad(
+            dcoefficients, (0, coefficients.shape[1] - learned)
+        )  # constants have none
     others = [gradient if wanted else None for gradient, wanted in zip(others, needs[5:9], strict=True)]
     return (dq, dk, dv, dscale if needs[3] else None, dcoefficients if learned else None, *others, *(None,) * 7)
 

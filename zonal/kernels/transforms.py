@@ -45,13 +45,20 @@ def _way(parameters: Sequence[int | None], mask: int | None, edges: int | None, 
     return "heads" if mask is None else "each"
 
 
-def _each(operator: Callable[..., tuple[Tensor, ...]], size: int, dims: Sequence[int | None], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+def _each(
+    operator: Callable[..., tuple[Tensor, ...]], size: int, dims: Sequence[int | None], arguments: Sequence[Any]
+) -> tuple[Tensor, ...]:
     """One element after another, stacked."""
-    rows = [operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, dims, strict=True))) for i in range(size)]
+    rows = [
+        operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, dims, strict=True)))
+        for i in range(size)
+    ]
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
 
 
-def _tile_mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def _tile_mapped(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     size = info.batch_size
     way = _way(in_dims[3:5], in_dims[5], in_dims[6], arguments[6] is not None, wanted=False)
     if way == "each":
@@ -60,7 +67,11 @@ def _tile_mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) ->
     y, factor, rest = ops.tile(*tokens, *parameters, mask, *arguments[6:])
     axis = 0 if way == "batch" else 1
     y, factor = (x.unflatten(axis, (size, -1)) for x in (y, factor))
-    return (y, factor, rest.unflatten(axis, (size, -1)) if rest.numel() else rest), (axis, axis, axis if rest.numel() else None)
+    return (y, factor, rest.unflatten(axis, (size, -1)) if rest.numel() else rest), (
+        axis,
+        axis,
+        axis if rest.numel() else None,
+    )
 
 
 def _all_folded(
@@ -69,7 +80,10 @@ def _all_folded(
     """The first ``tokens`` arguments (B, H, …), scale and coefficients, and the mask with the mapped axis folded in."""
     axis, mask = 0 if way == "batch" else 1, arguments[tokens + 2]
     # what is left out, having no numbers, stays so
-    folded = [_folded(x, dim, size, axis) if x.ndim > 2 else x.new_empty(0) for x, dim in zip(arguments[:tokens], dims[:tokens], strict=True)]
+    folded = [
+        _folded(x, dim, size, axis) if x.ndim > 2 else x.new_empty(0)
+        for x, dim in zip(arguments[:tokens], dims[:tokens], strict=True)
+    ]
     parameters = list(arguments[tokens : tokens + 2])
     if way == "heads":
         parameters = [_folded(x, dim, size, 0) for x, dim in zip(parameters, dims[tokens : tokens + 2], strict=True)]
@@ -78,7 +92,9 @@ def _all_folded(
     return folded, parameters, mask
 
 
-def _backward_mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def _backward_mapped(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     size, (learned, scaled) = info.batch_size, arguments[12:]
     way = _way(in_dims[7:9], in_dims[9], in_dims[10], arguments[10] is not None, wanted=scaled or learned > 0)
     if way == "each":
@@ -89,7 +105,13 @@ def _backward_mapped(info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     dtokens = [x.unflatten(axis, (size, -1)) for x in found]
     if way == "batch":  # then nobody asked for those of parameters
         return (*dtokens, dscale, dc), (0, 0, 0, None, None)
-    return (*dtokens, dscale.unflatten(0, (size, -1)) if scaled else dscale, dc.unflatten(0, (size, -1))), (1, 1, 1, 0 if scaled else None, 0)
+    return (*dtokens, dscale.unflatten(0, (size, -1)) if scaled else dscale, dc.unflatten(0, (size, -1))), (
+        1,
+        1,
+        1,
+        0 if scaled else None,
+        0,
+    )
 
 
 torch.library.register_vmap(ops.tile, _tile_mapped)

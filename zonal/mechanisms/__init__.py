@@ -26,7 +26,33 @@ from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
 
 _MECHANISMS: dict[str, Callable[..., Operator]] = {
     f.__name__: f
-    for f in (softmax, cosine, linear, retention, sko, yat, squared_affine, polynomial_square, slay, performer, hedgehog, ridge, ska, kernel_ridge, rewa, rewa_categorical, rewa_functional, rewa_operator, rewa_oscillatory, rewa_riemannian, rewa_topological, sinkhorn, hyperbolic_transport, hierarchical, regime)
+    for f in (
+        softmax,
+        cosine,
+        linear,
+        retention,
+        sko,
+        yat,
+        squared_affine,
+        polynomial_square,
+        slay,
+        performer,
+        hedgehog,
+        ridge,
+        ska,
+        kernel_ridge,
+        rewa,
+        rewa_categorical,
+        rewa_functional,
+        rewa_operator,
+        rewa_oscillatory,
+        rewa_riemannian,
+        rewa_topological,
+        sinkhorn,
+        hyperbolic_transport,
+        hierarchical,
+        regime,
+    )
 }
 SHORT = {"sq": "squared_affine"}
 
@@ -46,9 +72,43 @@ def resolve(spec: str) -> Operator:
     """
     # priors are declarations, which only a regime names by texts
     hidden = () if specs.name_of(spec) == regime.__name__ else ("prior",)
-    operator = specs.made(spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=hidden)
+    operator = specs.made(
+        spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=hidden
+    )
     operator.spec = " ".join(spec.split())
     return operator
 
 
-__all__ = ["SHORT", "cosine", "declaration", "hedgehog", "hierarchical", "hyperbolic_transport", "kernel_ridge", "linear", "names", "of_features", "performer", "polynomial_square", "regime", "regime_spec", "resolve", "retention", "rewa", "rewa_categorical", "rewa_functional", "rewa_operator", "rewa_oscillatory", "rewa_riemannian", "rewa_topological", "ridge", "sinkhorn", "ska", "sko", "slay", "softmax", "squared_affine", "yat"]
+__all__ = [
+    "SHORT",
+    "cosine",
+    "declaration",
+    "hedgehog",
+    "hierarchical",
+    "hyperbolic_transport",
+    "kernel_ridge",
+    "linear",
+    "names",
+    "of_features",
+    "performer",
+    "polynomial_square",
+    "regime",
+    "regime_spec",
+    "resolve",
+    "retention",
+    "rewa",
+    "rewa_categorical",
+    "rewa_functional",
+    "rewa_operator",
+    "rewa_oscillatory",
+    "rewa_riemannian",
+    "rewa_topological",
+    "ridge",
+    "sinkhorn",
+    "ska",
+    "sko",
+    "slay",
+    "softmax",
+    "squared_affine",
+    "yat",
+]

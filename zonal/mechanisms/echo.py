@@ -23,7 +23,12 @@ def _priors(chunk: int | None, fading: bool) -> tuple[Prior, ...]:
 
 
 def ridge(
-    eps: float = 0.1, learn_ridge: bool = True, key_limit: float | None = 1.0, chunk: int | None = None, relative: float = 0.0, fading: bool = False
+    eps: float = 0.1,
+    learn_ridge: bool = True,
+    key_limit: float | None = 1.0,
+    chunk: int | None = None,
+    relative: float = 0.0,
+    fading: bool = False,
 ) -> Operator:
     """Linear ridge regression from keys (clipped to norm <= key_limit) to values, refitted at every token; ``fading`` as in ``ska``."""
     anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
@@ -43,7 +48,25 @@ def ska(
     require(preset in (None, "paper"), f"ska: preset must be 'paper' or None, received {preset!r}.")
     if preset == "paper":
         plain = (power, eps, key_limit, chunk, running_max, spectral_norm) == (1, 0.1, 1.0, None, False, "none")
-        require(plain, "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.")
+        require(
+            plain,
+            "ska: preset='paper' sets power, eps, key_limit, chunk, running_max and spectral_norm. Leave them out, or the preset, and write them all.",
+        )
         power, eps, key_limit, chunk, running_max, spectral_norm = 2, 1e-3, None, 64, True, "power"
-    anchor = Koopman(power=power, eps=eps, mode="running_max" if running_max else "constant", relative=relative, spectral_norm=spectral_norm, eta=eta)
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ska", layer_init="orthogonal", qk_dim=rank)
+    anchor = Koopman(
+        power=power,
+        eps=eps,
+        mode="running_max" if running_max else "constant",
+        relative=relative,
+        spectral_norm=spectral_norm,
+        eta=eta,
+    )
+    return Operator(
+        Dot(scale=1.0, key_limit=key_limit),
+        Identity(),
+        anchor,
+        _priors(chunk, fading),
+        name="ska",
+        layer_init="orthogonal",
+        qk_dim=rank,
+    )

@@ -22,11 +22,18 @@ def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"]
     return Operator(Cosine(), Gegenbauer(degrees=degrees, manifold_dim=manifold_dim, nonnegative=True))
 
 
-_KERNELS: dict[str, Callable[..., Operator]] = {f.__name__: f for f in (squared_affine, polynomial_square, sko, yat, slay)}
+_KERNELS: dict[str, Callable[..., Operator]] = {
+    f.__name__: f for f in (squared_affine, polynomial_square, sko, yat, slay)
+}
 
 
 def kernel_ridge(
-    kernel: str = "squared_affine", power: int | tuple[int, ...] | None = None, eps: float = 0.1, learn_ridge: bool = True, chunk: int | None = None, d_qk: int | None = None
+    kernel: str = "squared_affine",
+    power: int | tuple[int, ...] | None = None,
+    eps: float = 0.1,
+    learn_ridge: bool = True,
+    chunk: int | None = None,
+    d_qk: int | None = None,
 ) -> Operator:
     """Ridge regression from keys to values with another mechanism's kernel, refitted at every token; with a power its Koopman read-out, as in ``ska``.
 

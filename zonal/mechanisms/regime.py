@@ -41,7 +41,11 @@ def _inner(value: Any) -> Any:
     """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_inner(item) for item in value)
-    return _part(value, slots.ALL, "part") if isinstance(value, str) and value.partition("(")[0].strip() in _named(slots.ALL) else value
+    return (
+        _part(value, slots.ALL, "part")
+        if isinstance(value, str) and value.partition("(")[0].strip() in _named(slots.ALL)
+        else value
+    )
 
 
 def regime(
@@ -65,7 +69,10 @@ def regime(
     linked, anchored = _part(link, LINKS, "link"), _part(anchor, ANCHORS, "anchor")
     require(isinstance(prior, tuple), f"regime: prior must be a tuple of texts such as ('alibi',), received {prior!r}.")
     priors = tuple(_part(text, PRIORS, "prior") for text in prior)
-    require(readout in ("auto", "head", "concat", None), f"regime: readout must be 'auto', 'head', 'concat' or None, received {readout!r}.")
+    require(
+        readout in ("auto", "head", "concat", None),
+        f"regime: readout must be 'auto', 'head', 'concat' or None, received {readout!r}.",
+    )
     known = ("auto", *get_args(LayerInit))
     require(layer_init in known, f"regime: layer_init must be one of {', '.join(known)}, received {layer_init!r}.")
     if rank is not None:
@@ -94,7 +101,11 @@ def part_spec(part: Declaration) -> str:
     if isinstance(part, Features) and part == Features(part.features):
         part = part.features  # a map's name stands for its score
     assert dataclasses.is_dataclass(part)
-    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if getattr(part, field.name) != field.default}
+    fields = {
+        field.name: getattr(part, field.name)
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default
+    }
     arguments = ", ".join(f"{name}={_literal(value)!r}" for name, value in fields.items())
     return f"{part_name(type(part))}({arguments})" if arguments else part_name(type(part))
 
@@ -112,7 +123,9 @@ def regime_spec(operator: Operator) -> str:
     """
     slots_of = {"score": operator.score, "link": operator.link, "anchor": operator.anchor}
     words = {slot: part_spec(part) for slot, part in slots_of.items()}
-    values: dict[str, Any] = {slot: text for slot, text in words.items() if text != {"score": "dot", "link": "exp", "anchor": "row"}[slot]}
+    values: dict[str, Any] = {
+        slot: text for slot, text in words.items() if text != {"score": "dot", "link": "exp", "anchor": "row"}[slot]
+    }
     if operator.prior:
         values["prior"] = tuple(part_spec(part) for part in operator.prior)
     if operator.qk_dim is not None:
@@ -129,7 +142,9 @@ def regime_spec(operator: Operator) -> str:
 
 def declaration(operator: Operator) -> str:
     """What an operator declares, whatever it is called: equal texts are the same operator."""
-    return json.dumps({key: value for key, value in operator.config().items() if key not in ("name", "spec")}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in operator.config().items() if key not in ("name", "spec")}, sort_keys=True
+    )
 
 
 __all__ = ["declaration", "part_name", "part_spec", "regime", "regime_spec"]

@@ -44,7 +44,10 @@ def rewa(
     """
     spaces: tuple[Metric, ...] = (Euclidean(eps), Sphere(eps), Hyperbolic(eps, scale=None))
     for name, values in (("parts", parts), ("weights", weights), ("gates", gates)):
-        require(values is None or len(values) == 3, f"rewa: {name} must be three numbers, for plane, sphere and hyperbolic space, received {values}.")
+        require(
+            values is None or len(values) == 3,
+            f"rewa: {name} must be three numbers, for plane, sphere and hyperbolic space, received {values}.",
+        )
     kept = [i for i in range(3) if parts is None or parts[i] != 0]
     require(len(kept) > 0, f"rewa: a part of at least one number is required, received {parts}.")
     metric = Product(
@@ -52,7 +55,9 @@ def rewa(
         None if gates is None else tuple(gates[i] for i in kept), adaptive=adaptive,
     )  # fmt: skip
     dim = None if parts is None else sum(parts) + len(kept) * adaptive
-    return Operator(NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa", qk_dim=dim)
+    return Operator(
+        NegativeDistance(metric, temperature, dot, shared_witness), Exp(), Row(), prior, name="rewa", qk_dim=dim
+    )
 
 
 def rewa_oscillatory(
@@ -73,7 +78,14 @@ def rewa_oscillatory(
     Raises: ArgumentError as ``rewa``, and for lists of unequal length.
     """
     operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
-    return Operator(operator.score, Oscillatory(amplitudes, decays, frequencies), Row(), prior, name="rewa_oscillatory", qk_dim=operator.qk_dim)
+    return Operator(
+        operator.score,
+        Oscillatory(amplitudes, decays, frequencies),
+        Row(),
+        prior,
+        name="rewa_oscillatory",
+        qk_dim=operator.qk_dim,
+    )
 
 
 def rewa_riemannian(
@@ -92,7 +104,13 @@ def rewa_riemannian(
     Raises: ArgumentError for numbers out of range.
     """
     metric = Riemannian(units, floor, eps, seed=seed)
-    return Operator(NegativeDistance(metric, temperature, shared_witness=shared_witness), Exp(), Row(), prior, name="rewa_riemannian")
+    return Operator(
+        NegativeDistance(metric, temperature, shared_witness=shared_witness),
+        Exp(),
+        Row(),
+        prior,
+        name="rewa_riemannian",
+    )
 
 
 def rewa_topological(
@@ -112,10 +130,19 @@ def rewa_topological(
     Raises: ArgumentError for numbers out of range.
     """
     for name, values in (("weights", weights), ("gates", gates)):
-        require(values is None or len(values) == 2, f"rewa_topological: {name} must be two numbers, for the plane and for diagrams, received {values}.")
+        require(
+            values is None or len(values) == 2,
+            f"rewa_topological: {name} must be two numbers, for the plane and for diagrams, received {values}.",
+        )
     require_whole("rewa_topological: neighbours", neighbours)
     metric = Product((Euclidean(eps), Topological(eps)), (None, neighbours), weights, gates)
-    return Operator(NegativeDistance(metric, temperature, None, shared_witness, neighbours), Exp(), Row(), prior, name="rewa_topological")
+    return Operator(
+        NegativeDistance(metric, temperature, None, shared_witness, neighbours),
+        Exp(),
+        Row(),
+        prior,
+        name="rewa_topological",
+    )
 
 
 def rewa_operator(
@@ -137,7 +164,9 @@ def rewa_operator(
     dim = None if size is None else size**2 if rank is None else rank * (2 * size + 1)
     # left open where relations are drawn, so that a layer draws its own
     declared = None if relations and seed is None else size
-    score = OperatorPath(declared, relations, rank, temperature, seed=seed, shared_witness=shared_witness, choices=choices)
+    score = OperatorPath(
+        declared, relations, rank, temperature, seed=seed, shared_witness=shared_witness, choices=choices
+    )
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
 
 
@@ -182,6 +211,9 @@ def rewa_functional(
     require(temperature > 0, f"rewa_functional: temperature must be > 0, received {temperature}.")
     signed = form == "softmax"
     score = Features(
-        Stationary(size, kappa, width, smoothness, orthogonal, learn, signed), dim=dim, seed=seed, temperature=temperature if signed else 1.0
+        Stationary(size, kappa, width, smoothness, orthogonal, learn, signed),
+        dim=dim,
+        seed=seed,
+        temperature=temperature if signed else 1.0,
     )
     return Operator(score, Exp() if signed else Identity(), Row(), name="rewa_functional")

@@ -29,7 +29,9 @@ def sinkhorn(
 
     Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """
-    return Operator(Dot(scale=scale), Exp(), _plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn")
+    return Operator(
+        Dot(scale=scale), Exp(), _plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn"
+    )
 
 
 def hyperbolic_transport(
@@ -49,17 +51,31 @@ def hyperbolic_transport(
     Raises: ArgumentError as ``sinkhorn``.
     """
     score = NegativeDistance(Product((Hyperbolic(eps, scale=None),)), temperature)
-    return Operator(score, Exp(), _plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit), prior, name="hyperbolic_transport")
+    return Operator(
+        score,
+        Exp(),
+        _plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit),
+        prior,
+        name="hyperbolic_transport",
+    )
 
 
 def _plan(
     call: str, rho: tuple[float | None, float | None] | None, bounds: tuple[float, float] | None, learn: bool, tolerance: float, limit: int
 ) -> PlanAnchor:  # fmt: skip
-    require(rho is None or bounds is None, f"{call}: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.")
+    require(
+        rho is None or bounds is None,
+        f"{call}: rho (masses as wishes) or bounds (a range) can be given, received rho={rho}, bounds={bounds}.",
+    )
     if bounds is not None:
-        require(isinstance(bounds, tuple) and len(bounds) == 2, f"{call}: bounds must be two numbers (low, high), received {bounds!r}.")
+        require(
+            isinstance(bounds, tuple) and len(bounds) == 2,
+            f"{call}: bounds must be two numbers (low, high), received {bounds!r}.",
+        )
         return BoundedPlan(tolerance, limit, learn=learn, low=bounds[0], high=bounds[1])
-    return Plan(tolerance, limit, learn=learn) if rho is None else UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
+    return (
+        Plan(tolerance, limit, learn=learn) if rho is None else UnbalancedPlan(tolerance, limit, learn=learn, rho=rho)
+    )
 
 
 def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:

@@ -57,8 +57,14 @@ def slay_features(
     preset = Slay.preset(scale)
     draws = preset.draws if draws is None else draws
     size = preset.draws if size is None else size
-    require(polynomial in _FACTORS, f"slay_features: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.")
-    require(polynomial in ("anchors", "nystrom") or choice == "random", f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.")
+    require(
+        polynomial in _FACTORS,
+        f"slay_features: polynomial must be one of {', '.join(_FACTORS)}, received {polynomial!r}.",
+    )
+    require(
+        polynomial in ("anchors", "nystrom") or choice == "random",
+        f"slay_features: polynomial {polynomial!r} has no landmarks to choose; leave choice out.",
+    )
     return Slay(
         eps=eps, nodes=nodes, rule=rule, polynomial=_factor(polynomial, size, learn, choice), draws=draws, orthogonal=orthogonal, antithetic=antithetic,
         learn=learn, fusion=fusion, sketch_size=sketch_size, anew=anew,
@@ -82,7 +88,12 @@ def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap 
 
 
 def of_features(
-    features: FeatureMap, dim: int | None = None, seed: int | None = None, allow_signed: bool = False, scaled: bool = False, name: str = "features"
+    features: FeatureMap,
+    dim: int | None = None,
+    seed: int | None = None,
+    allow_signed: bool = False,
+    scaled: bool = False,
+    name: str = "features",
 ) -> Operator:
     """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
 
@@ -120,7 +131,22 @@ def slay(
     The first arguments are those of ``slay_features``, and so is ``anew``. The row anchor divides by the sum itself, without the paper's delta, and
     gives zeros where it is zero. dim, seed and allow_signed are those of ``of_features``.
     """
-    features = slay_features(scale, eps, polynomial, nodes, rule, size, draws, fusion, sketch_size, orthogonal, antithetic, learn, choice, anew)
+    features = slay_features(
+        scale,
+        eps,
+        polynomial,
+        nodes,
+        rule,
+        size,
+        draws,
+        fusion,
+        sketch_size,
+        orthogonal,
+        antithetic,
+        learn,
+        choice,
+        anew,
+    )
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
@@ -132,7 +158,9 @@ def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, 
     return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")
 
 
-def hedgehog(size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None) -> Operator:
+def hedgehog(
+    size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None
+) -> Operator:
     """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
 
     dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024 (Hedgehog).

@@ -17,4 +17,6 @@ def softmax(scale: float | None = None, prior: Prior | tuple[Prior, ...] = ()) -
 
 def cosine(temperature: float = 0.1, learn_temperature: bool = True, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
     """exp(cos(q, k) / temperature), row-normalised; one learned temperature a head."""
-    return Operator(Cosine(temperature=temperature, learn_temperature=learn_temperature), Exp(), Row(), prior, name="cosine")
+    return Operator(
+        Cosine(temperature=temperature, learn_temperature=learn_temperature), Exp(), Row(), prior, name="cosine"
+    )

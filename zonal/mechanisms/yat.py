@@ -25,7 +25,9 @@ def yat(eps: float = 0.01) -> Operator:
 
 def squared_affine(bias: float = 0.04, learn_bias: bool = False, d_qk: int | None = None) -> Operator:
     """(x + b)^2: nonnegative, exact with (d + 1)(d + 2)/2 features. d_qk: the size that a layer gives its queries and keys."""
-    return Operator(Cosine(), SquaredAffine(bias=bias, learn_bias=learn_bias), Row(), name="squared_affine", qk_dim=d_qk)
+    return Operator(
+        Cosine(), SquaredAffine(bias=bias, learn_bias=learn_bias), Row(), name="squared_affine", qk_dim=d_qk
+    )
 
 
 def polynomial_square(
@@ -49,20 +51,50 @@ def polynomial_square(
 
     Raises: ArgumentError for both or a degree that cannot be fitted, eps <= 0, and data that are missing or not asked for.
     """
-    require(0 < eps < math.inf, f"polynomial_square: eps must be > 0 (the kernel is unbounded at 0) and finite, received {eps}.")
-    require(d_qk is None or d_qk >= 2, f"polynomial_square: d_qk must be >= 2 (unit vectors of one number have no angle), received {d_qk}.")
+    require(
+        0 < eps < math.inf,
+        f"polynomial_square: eps must be > 0 (the kernel is unbounded at 0) and finite, received {eps}.",
+    )
+    require(
+        d_qk is None or d_qk >= 2,
+        f"polynomial_square: d_qk must be >= 2 (unit vectors of one number have no angle), received {d_qk}.",
+    )
     require(fit in ("density", "data"), f"polynomial_square: fit must be 'density' or 'data', received {fit!r}.")
-    require((fit == "data") == (data is not None), "polynomial_square: fit='data' and data=(q, k) go together. Pass both, or neither.")
-    require(data is None or degree is not None, "polynomial_square: data is what a polynomial of some degree is fitted to. Pass degree=2, 4 or 6.")
-    require(coefficients is None or degree is None, "polynomial_square: coefficients and degree were both given. Pass one of the two.")
+    require(
+        (fit == "data") == (data is not None),
+        "polynomial_square: fit='data' and data=(q, k) go together. Pass both, or neither.",
+    )
+    require(
+        data is None or degree is not None,
+        "polynomial_square: data is what a polynomial of some degree is fitted to. Pass degree=2, 4 or 6.",
+    )
+    require(
+        coefficients is None or degree is None,
+        "polynomial_square: coefficients and degree were both given. Pass one of the two.",
+    )
     if degree is not None:
-        link = (fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk) if data is None else _fitted_rows(Yat(eps), degree, data)).link
+        link = (
+            fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk)
+            if data is None
+            else _fitted_rows(Yat(eps), degree, data)
+        ).link
         # the last digits of a fit differ from process to process, and a declaration must not
         coefficients, floor = tuple(float(f"{c:.9g}") for c in link.polynomial), float(f"{link.floor:.9g}")
     elif coefficients is None:
         coefficients = (0.1, 0.3, 1.0)
-    spec = None if data is None else f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
-    return Operator(Cosine(), PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn), Row(), name="polynomial_square", qk_dim=d_qk, spec=spec)
+    spec = (
+        None
+        if data is None
+        else f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
+    )
+    return Operator(
+        Cosine(),
+        PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn),
+        Row(),
+        name="polynomial_square",
+        qk_dim=d_qk,
+        spec=spec,
+    )
 
 
 def _fitted_rows(kernel: Yat, degree: int, data: tuple[Tensor, Tensor]) -> SquareFit:

@@ -11,4 +11,16 @@ from zonal.memory.spans import Span
 from zonal.memory.sums import DecayedSums, FeatureSums
 from zonal.memory.tokens import Tokens
 
-__all__ = ["Criterion", "DecayedSums", "FadingStatistics", "FeatureSums", "Form", "KeyValues", "Memory", "Reading", "RidgeStatistics", "Span", "Tokens"]
+__all__ = [
+    "Criterion",
+    "DecayedSums",
+    "FadingStatistics",
+    "FeatureSums",
+    "Form",
+    "KeyValues",
+    "Memory",
+    "Reading",
+    "RidgeStatistics",
+    "Span",
+    "Tokens",
+]

@@ -130,7 +130,9 @@ class Memory(Readable):
             operator = operator.for_dim(key_dim)
         operator.check("Memory.empty", key_dim if isinstance(key_dim, int) else None)
         if operator.anchor.couples:
-            raise ArgumentError(f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them.")
+            raise ArgumentError(
+                f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them."
+            )
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"Memory.empty: {name} must be a whole number >= 1, received {value!r}.")
@@ -141,8 +143,17 @@ class Memory(Readable):
         if kind not in Memory._kinds():
             raise unknown_name("Memory.empty", "kind", kind, Memory._kinds())
         if kind not in (natural, "keys") and not (kind == "decayed" and natural == "features"):
-            raise ArgumentError(f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} or 'keys'.")
-        form = Form(batch, heads, key_dim, value_dim, dtype, torch.device(device) if device is not None else torch.get_default_device())
+            raise ArgumentError(
+                f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} or 'keys'."
+            )
+        form = Form(
+            batch,
+            heads,
+            key_dim,
+            value_dim,
+            dtype,
+            torch.device(device) if device is not None else torch.get_default_device(),
+        )
         return Memory._kinds()[kind].start(operator, form)
 
     @staticmethod
@@ -173,7 +184,15 @@ class Memory(Readable):
         if span is not None:
             self._check_new([span], "absorb")
             self._at_border("open")
-        check_weights("Memory.absorb", self.operator, (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0), action_mask, key_gate, key_padding_mask, self.count)
+        check_weights(
+            "Memory.absorb",
+            self.operator,
+            (self.form.batch, self.form.heads, k.shape[2] if k.ndim == 4 else 0),
+            action_mask,
+            key_gate,
+            key_padding_mask,
+            self.count,
+        )
         tokens = self._incoming(k, v, key_padding_mask, log_decay, key_bias)
         if key_gate is not None and not bool(torch.isfinite(key_gate).all()):
             raise NonFiniteError("Memory.absorb: key_gate holds NaN or infinity; nothing was absorbed. Mend it.")
@@ -216,12 +235,18 @@ class Memory(Readable):
         """``merge`` in place."""
         return self._become(self.merge(other, span=span))
 
-    def joined(self, other: "Memory", span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> "Memory":
+    def joined(
+        self, other: "Memory", span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    ) -> "Memory":
         """``merge``. marks: what goes with the ends of both."""
         self._same_form("merge", other)
         if span is not None and other.parts:
-            raise ArgumentError(f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it with other.unnamed(), or leave span out.")
-        self._check_new([span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge")
+            raise ArgumentError(
+                f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it with other.unnamed(), or leave span out."
+            )
+        self._check_new(
+            [span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge"
+        )
         if other.parts or span is not None:
             self._at_border("open")
         return self.together(other, self.unnamed().followed_by(other.unnamed()), span, marks)
@@ -235,7 +260,9 @@ class Memory(Readable):
         """
         self._same_form("subtract", other)
         if other.count > self.count:
-            raise ArgumentError(f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}. It is no part of it.")
+            raise ArgumentError(
+                f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}. It is no part of it."
+            )
         if not self.parts and not other.parts:
             return self.without(other)
         return self._without_spans(other)
@@ -249,8 +276,14 @@ class Memory(Readable):
         theirs = {span.name: span.count for span in other.spans()}
         for name, count in theirs.items():
             if mine.get(name) != count:
-                here = f"has {mine[name]} tokens here and {count} there" if name in mine else f"was never absorbed here (spans: {sorted(mine) or 'none'})"
-                raise ArgumentError(f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what was merged.")
+                here = (
+                    f"has {mine[name]} tokens here and {count} there"
+                    if name in mine
+                    else f"was never absorbed here (spans: {sorted(mine) or 'none'})"
+                )
+                raise ArgumentError(
+                    f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what was merged."
+                )
         if sum(theirs.values()) != other.count:
             raise ArgumentError(
                 "Memory.subtract: where tokens belong that have no name cannot be told in a memory with named spans. "
@@ -275,12 +308,19 @@ class Memory(Readable):
         device = torch.device(device)
         named = {name: x.to(device) for name, x in self.tensors().items()}
         whole = self.restored(self.operator, self.form._replace(device=device), self.count, named, self.plain())
-        parts = tuple(part.changed(lambda memory: memory.to(device), lambda x: x.to(device)) for part in self.settled_parts())
+        parts = tuple(
+            part.changed(lambda memory: memory.to(device), lambda x: x.to(device)) for part in self.settled_parts()
+        )
         return dataclasses.replace(whole, parts=parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans, checksum."""
-        files.save(path, {"operator": self.operator.config(), **self.about()}, self.contents(), {**self.operator.learned_parts, **dict(self.operator.fixed_parts.named_buffers())})
+        files.save(
+            path,
+            {"operator": self.operator.config(), **self.about()},
+            self.contents(),
+            {**self.operator.learned_parts, **dict(self.operator.fixed_parts.named_buffers())},
+        )
 
     @staticmethod
     def load(path: str | os.PathLike[str], operator: Operator | None = None) -> "Memory":
@@ -297,22 +337,36 @@ class Memory(Readable):
                 for name, _ in list(operator.fixed_parts.named_buffers()):
                     if name in learned:  # files written before have what the declared seed draws
                         operator.fixed_parts.register_buffer(name, learned[name])
-            elif not _declared_alike(operator, header["operator"]):  # parts of the user's own are compared, never looked up
-                raise ValueError(f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given")
+            elif not _declared_alike(
+                operator, header["operator"]
+            ):  # parts of the user's own are compared, never looked up
+                raise ValueError(
+                    f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given"
+                )
             return Memory.described(header, tensors, operator, torch.device("cpu"))
 
     def about(self) -> dict[str, Any]:
         """What a file has to say of the memory besides its tensors and its operator."""
         form = self.form._asdict() | {"dtype": str(self.form.dtype).removeprefix("torch.")}
         form.pop("device")
-        return {"memory": self.kind, **form, "count": self.count, "plain": self.plain(), "parts": [part.about() for part in self.settled_parts()]}
+        return {
+            "memory": self.kind,
+            **form,
+            "count": self.count,
+            "plain": self.plain(),
+            "parts": [part.about() for part in self.settled_parts()],
+        }
 
     def contents(self) -> dict[str, Tensor]:
         """Everything to be saved, by name, spans included."""
-        return self.tensors() | {f"part{i}.{name}": x for i, part in enumerate(self.settled_parts()) for name, x in part.tensors().items()}
+        return self.tensors() | {
+            f"part{i}.{name}": x for i, part in enumerate(self.settled_parts()) for name, x in part.tensors().items()
+        }
 
     @staticmethod
-    def described(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, device: torch.device) -> "Memory":
+    def described(
+        about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, device: torch.device
+    ) -> "Memory":
         """The memory that ``about()`` and ``contents()`` described. Raises: KeyError, ValueError and the like when they do not fit."""
         dtype = getattr(torch, about["dtype"])
         numbers = [about[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
@@ -332,7 +386,9 @@ class Memory(Readable):
                 raise ValueError(f"{name!r} belongs to a span that is not announced")
         parts = tuple(_part(one, group, operator, form) for one, group in zip(told, groups, strict=True))
         if parts and sum(part.count for part in parts) != numbers[4]:
-            raise ValueError(f"{numbers[4]} tokens are announced and its spans hold {sum(part.count for part in parts)}")
+            raise ValueError(
+                f"{numbers[4]} tokens are announced and its spans hold {sum(part.count for part in parts)}"
+            )
         whole = Memory._kinds()[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
         return dataclasses.replace(whole, parts=parts)
 
@@ -388,7 +444,9 @@ class Memory(Readable):
             object.__setattr__(self, field.name, getattr(other, field.name))
         return self
 
-    def _incoming(self, k: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None) -> Tokens:
+    def _incoming(
+        self, k: Tensor, v: Tensor, mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
+    ) -> Tokens:
         form, n = self.form, k.shape[2] if k.ndim == 4 else 0
         for name, x, dim in (("k", k, form.key_dim), ("v", v, form.value_dim)):
             required = (form.batch, form.heads, n, dim)
@@ -396,7 +454,9 @@ class Memory(Readable):
                 shown = f"(batch, key heads, tokens, dim) = ({form.batch}, {form.heads}, {n if name == 'v' else 'any'}, {dim})"
                 raise ArgumentError(f"Memory.absorb: {name} must have shape {shown}, received {tuple(x.shape)}.")
             if x.dtype not in FLOATS or x.device != form.device:
-                raise ArgumentError(f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}.")
+                raise ArgumentError(
+                    f"Memory.absorb: {name} must be of a float type on {form.device}, received {x.dtype} on {x.device}."
+                )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
             raise ArgumentError(
                 f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with True for real tokens, "
@@ -404,9 +464,17 @@ class Memory(Readable):
             )
         for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
             if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
-                raise ArgumentError(f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}.")
-            if x is not None and self.operator.anchor.solves and not (name == "log_decay" and self.operator.tags.decays):
-                raise ArgumentError(f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}.")
+                raise ArgumentError(
+                    f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}."
+                )
+            if (
+                x is not None
+                and self.operator.anchor.solves
+                and not (name == "log_decay" and self.operator.tags.decays)
+            ):
+                raise ArgumentError(
+                    f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}."
+                )
         if log_decay is not None and bool((log_decay > 0).any()):
             raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
         for name, x in (("k", k), ("v", v), ("log_decay", log_decay), ("key_bias", key_bias)):
@@ -414,10 +482,19 @@ class Memory(Readable):
                 continue
             real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
             if not bool(torch.isfinite(real).all()):
-                raise NonFiniteError(f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token.")
+                raise NonFiniteError(
+                    f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token."
+                )
         return self.prepared(k, v, mask, log_decay, key_bias)
 
-    def prepared(self, k: Tensor, v: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, key_bias: Tensor | None = None) -> Tokens:
+    def prepared(
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        log_decay: Tensor | None = None,
+        key_bias: Tensor | None = None,
+    ) -> Tokens:
         """Tokens as ``extended`` takes them."""
         bound = self.operator.bind(self.form.heads, self.form.heads)
         with torch.autocast(k.device.type, enabled=False):
@@ -428,11 +505,17 @@ class Memory(Readable):
         if not isinstance(other, Memory):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
         if type(other) is not type(self):
-            raise ArgumentError(f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make both with the same kind in Memory.empty.")
+            raise ArgumentError(
+                f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make both with the same kind in Memory.empty."
+            )
         if other.form != self.form:
-            raise ArgumentError(f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again.")
+            raise ArgumentError(
+                f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again."
+            )
         if not self.of_operator(other.operator):
-            raise ArgumentError(f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one.")
+            raise ArgumentError(
+                f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
+            )
 
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""
@@ -441,7 +524,9 @@ class Memory(Readable):
 
 def undeclared(name: str) -> str:
     """What to do about an argument that a solving operator takes only where it declares it."""
-    return ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
+    return (
+        ", unless it declares that its past fades, as mechanisms.ska(fading=True) does" if name == "log_decay" else ""
+    )
 
 
 def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
@@ -469,7 +554,12 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
         held = Memory._kinds()[about["kind"]].restored(operator, form, count, groups["memory"], about["plain"])
     elif groups["tokens"]:
         held = Tokens(**groups["tokens"])
-        if held.k.shape[:3] != (form.batch, form.heads, count) or held.v.shape != (form.batch, form.heads, count, form.value_dim):
+        if held.k.shape[:3] != (form.batch, form.heads, count) or held.v.shape != (
+            form.batch,
+            form.heads,
+            count,
+            form.value_dim,
+        ):
             raise ValueError(f"the tokens of span {name!r} do not have the shapes of the header")
     return Part(name, count, held, groups["mark"])
 
@@ -484,4 +574,14 @@ def same_declaration(a: Operator, b: Operator) -> bool:
     return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
 
 
-__all__ = ["MAX_FEATURES", "Form", "Memory", "decay_of", "features_refusal", "same_declaration", "served_by", "statistics_refusal", "undeclared"]
+__all__ = [
+    "MAX_FEATURES",
+    "Form",
+    "Memory",
+    "decay_of",
+    "features_refusal",
+    "same_declaration",
+    "served_by",
+    "statistics_refusal",
+    "undeclared",
+]

@@ -46,9 +46,15 @@ class Criterion:
         for name in ("support", "residual", "rate", "miss"):
             given = getattr(self, name)
             values = given if isinstance(given, tuple) else (given,)
-            fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in values if x is not None or name in ("support", "residual"))
+            fits = all(
+                isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1
+                for x in values
+                if x is not None or name in ("support", "residual")
+            )
             if not fits or not values:
-                raise ArgumentError(f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or leave it out.")
+                raise ArgumentError(
+                    f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or leave it out."
+                )
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 0):
             raise ArgumentError(f"Criterion: tokens must be a whole number >= 0, received {self.tokens!r}.")
 
@@ -58,7 +64,9 @@ class Criterion:
         def column(name: str, value: Thresholds) -> Tensor:
             values = value if isinstance(value, tuple) else (value,)
             if len(values) not in (1, heads):
-                raise ArgumentError(f"Memory.read: the criterion has a {name} for {len(values)} heads and the queries have {heads}. Calibrate with queries of as many heads, or give one number.")
+                raise ArgumentError(
+                    f"Memory.read: the criterion has a {name} for {len(values)} heads and the queries have {heads}. Calibrate with queries of as many heads, or give one number."
+                )
             return torch.tensor(values, dtype=torch.float64, device=like.device).view(1, -1, 1)
 
         return column("support", self.support), column("residual", self.residual)
@@ -67,7 +75,13 @@ class Criterion:
         """The two o-sets of queries. They exclude each other, and what they decide is what has support: stable while support only grows."""
         support, residual = self.columns(heads, like)
         spanned = OSet[Evidence](lambda evidence: evidence.support > support)
-        agrees = OSet[Evidence](lambda evidence: torch.ones_like(evidence.support, dtype=torch.bool) if evidence.residual is None else evidence.residual <= residual)
+        agrees = OSet[Evidence](
+            lambda evidence: (
+                torch.ones_like(evidence.support, dtype=torch.bool)
+                if evidence.residual is None
+                else evidence.residual <= residual
+            )
+        )
         differs = OSet[Evidence](lambda evidence: ~agrees.at(evidence))
         return Reporter(spanned.meet(agrees), spanned.meet(differs))
 
@@ -82,10 +96,14 @@ class Criterion:
         if not isinstance(found, dict) or found.pop("kind", None) != KIND:
             raise FileFormatError(f"load {KIND}: {path} holds something else. Required: a file of Criterion.save.")
         try:
-            values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            values: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+            }
             return Criterion(**values)
         except (TypeError, ArgumentError) as error:
-            raise FileFormatError(f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate anew.") from error
+            raise FileFormatError(
+                f"load {KIND}: {path} does not fit: {str(error).rstrip('.')}. Calibrate anew."
+            ) from error
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -107,13 +125,21 @@ def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple
     Raises: ArgumentError for a rate outside [0, 1], and for fewer values than it takes.
     """
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
-        raise ArgumentError(f"Memory.calibrate: {name} must lie in [0, 1], received {rate!r}. 0.01 is one in a hundred.")
+        raise ArgumentError(
+            f"Memory.calibrate: {name} must lie in [0, 1], received {rate!r}. 0.01 is one in a hundred."
+        )
     values = found.detach().double().transpose(0, 1).flatten(1).sort(-1).values
     n = values.shape[-1]
     place = math.ceil((n + 1) * (1 - rate) * (1 - 1e-12))
     if place > n:
-        need = f"at least {math.ceil(1 / rate) - 1} of each head" if rate > 0 else "no number of them will do, only a rate above 0"
-        raise ArgumentError(f"Memory.calibrate: {n} queries cannot show {name} {rate:g}: {need}. Give more of them, or a larger {name}.")
+        need = (
+            f"at least {math.ceil(1 / rate) - 1} of each head"
+            if rate > 0
+            else "no number of them will do, only a rate above 0"
+        )
+        raise ArgumentError(
+            f"Memory.calibrate: {n} queries cannot show {name} {rate:g}: {need}. Give more of them, or a larger {name}."
+        )
     if place <= 0:
         return (least,) * values.shape[0]
     return tuple(values[:, place - 1].clamp_min(least).tolist())

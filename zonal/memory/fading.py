@@ -113,14 +113,19 @@ class FadingStatistics(Memory):
         }  # fmt: skip
         if self.shift is not None and self.first is not None and self.last is not None:
             changed["shift"] = self.shift * keep[..., None] + faded.mT @ previous_keys(z, tokens.mask, self.last)
-            changed["first"] = torch.where((self.real > 0)[:, None, None], self.first * keep, first_key(faded, tokens.mask))
+            changed["first"] = torch.where(
+                (self.real > 0)[:, None, None], self.first * keep, first_key(faded, tokens.mask)
+            )
             changed["last"] = last_key(z, tokens.mask, self.last)
             changed["seams"] = tuple(seam._replace(right=seam.right * keep) for seam in self.seams)
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def levels(self, bound: Bound) -> Tensor:
         """rho D, the diagonal of the ridge as it stands, (B, Hkv, r)."""
-        return anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1) * self.level
+        return (
+            anchor_of(self.operator).ridge(bound.anchor_params, self.form.heads).to(self.gram).view(1, -1, 1)
+            * self.level
+        )
 
     def regularised(self, bound: Bound) -> Tensor:
         """G + rho diag(D)."""
@@ -149,7 +154,14 @@ class FadingStatistics(Memory):
             gram=self.gram * keep[..., None] + other.gram, cross=self.cross * keep[..., None] + other.cross,
             level=self.level * keep + turned(other.level - keep, self.real), borders=marks.after_merge(self._marked(), other._marked()),
         )  # fmt: skip
-        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+        if (
+            self.shift is None
+            or self.first is None
+            or self.last is None
+            or other.shift is None
+            or other.first is None
+            or other.last is None
+        ):
             return merged
         mine, theirs = (self.real > 0)[:, None, None], (other.real > 0)[:, None, None]
         mine_faded = [seam._replace(right=seam.right * keep) for seam in self.seams]
@@ -165,7 +177,9 @@ class FadingStatistics(Memory):
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, FadingStatistics)
         if bool((other.padding > self.padding).any()):
-            raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
+            raise ArgumentError(
+                "Memory.subtract: the other memory holds more padding than this one; it is no part of it."
+            )
         if other.count == 0:
             return self
         kept, later = marks.after_subtract(self._marked(), other._marked()), self.total - other.total
@@ -182,7 +196,16 @@ class FadingStatistics(Memory):
         if (0, other.count) in places(self.seams, self.count, other.count) and holds(
             self.seams, self.real, self.first, self.last, 0, other.count, (None, other.last, other.real)
         ):
-            found = taken_out(self.seams, self.real, 0, other.count, self.shift - other.shift * keep[..., None], self.first, self.last, other.real)
+            found = taken_out(
+                self.seams,
+                self.real,
+                0,
+                other.count,
+                self.shift - other.shift * keep[..., None],
+                self.first,
+                self.last,
+                other.real,
+            )
             if found is not None:
                 return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
@@ -196,7 +219,9 @@ class FadingStatistics(Memory):
     def preceded(self, n: int) -> Self:
         # levels stay: directions are counted by real tokens
         seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
-        return replace(self, count=self.count + n, padding=self.padding + n, seams=seams, borders=marks.moved(self.borders, n))
+        return replace(
+            self, count=self.count + n, padding=self.padding + n, seams=seams, borders=marks.moved(self.borders, n)
+        )
 
     def trimmed(self) -> Self:
         if self.parts or self.seams:
@@ -222,18 +247,30 @@ class FadingStatistics(Memory):
 
     def tensors(self) -> dict[str, Tensor]:
         names = ("gram", "cross", "level", "total", "shift", "first", "last", "padding")
-        return {name: x for name in names if (x := getattr(self, name)) is not None} | named(self.seams) | marks.named(self.borders)
+        return (
+            {name: x for name in names if (x := getattr(self, name)) is not None}
+            | named(self.seams)
+            | marks.named(self.borders)
+        )
 
     def plain(self) -> dict[str, int]:
         return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)} | marks.places(self.borders)
 
     @classmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         empty = cls.start(operator, form)
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain), borders=marks.restored(tensors, plain))
+        return replace(
+            empty,
+            count=count,
+            **{name: tensors[name] for name in empty.tensors()},
+            seams=restored(tensors, plain),
+            borders=marks.restored(tensors, plain),
+        )
 
 
 __all__ = ["FadingStatistics", "directions", "given_back", "turned"]

@@ -13,9 +13,16 @@ from zonal.store import load_tensors, save_tensors
 KIND = "memory"
 
 
-def save(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], learned: Mapping[str, Tensor]) -> None:
+def save(
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    learned: Mapping[str, Tensor],
+) -> None:
     """Write a memory."""
-    named = {f"memory.{name}": x for name, x in tensors.items()} | {f"operator.{name}": x for name, x in learned.items()}
+    named = {f"memory.{name}": x for name, x in tensors.items()} | {
+        f"operator.{name}": x for name, x in learned.items()
+    }
     save_tensors(path, named, {"kind": KIND, "about": header})
 
 
@@ -27,17 +34,25 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     tensors, header = load_tensors(path, KIND)
     about = header.get("about")
     if not isinstance(about, dict):
-        raise FileFormatError(f"load {KIND}: the header of {path} says nothing about the memory. It was not written by this library.")
+        raise FileFormatError(
+            f"load {KIND}: the header of {path} says nothing about the memory. It was not written by this library."
+        )
     groups: dict[str, dict[str, Tensor]] = {"memory": {}, "operator": {}}
     for name, tensor in tensors.items():
         group, _, rest = name.partition(".")
         if group not in groups:
-            raise FileFormatError(f"load {KIND}: {path} holds an unknown entry {name!r}. It was not written by this library.")
+            raise FileFormatError(
+                f"load {KIND}: {path} holds an unknown entry {name!r}. It was not written by this library."
+            )
         groups[group][rest] = tensor
-    if not any(tensor.dtype == torch.bool for tensor in groups["memory"].values()):  # padded tokens, which a mask tells, may hold anything
+    if not any(
+        tensor.dtype == torch.bool for tensor in groups["memory"].values()
+    ):  # padded tokens, which a mask tells, may hold anything
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise FileFormatError(f"load {KIND}: {name!r} in {path} holds NaN, which no memory takes in. It was not written by this library.")
+                raise FileFormatError(
+                    f"load {KIND}: {name!r} in {path} holds NaN, which no memory takes in. It was not written by this library."
+                )
     return about, groups["memory"], groups["operator"]
 
 

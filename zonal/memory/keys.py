@@ -81,8 +81,19 @@ class KeyValues(Memory):
         begin = self.begin if self.reach is None else max(self.begin, end - self.reach)
         if recorded:
             held = joined(self.tokens, tokens)
-            return KeyValues(self.operator, self.form, self.count + tokens.length, _Buffer(held, held.length), begin - self.begin, held.length)
-        fits = buffer.used == self.end and end <= buffer.room.length and all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
+            return KeyValues(
+                self.operator,
+                self.form,
+                self.count + tokens.length,
+                _Buffer(held, held.length),
+                begin - self.begin,
+                held.length,
+            )
+        fits = (
+            buffer.used == self.end
+            and end <= buffer.room.length
+            and all((a is None) == (b is None) for a, b in zip(buffer.room, tokens, strict=True))
+        )
         if not fits:
             keep = min(begin, self.end)
             buffer, begin, end = _grown(self.buffer.room.span(keep, self.end), tokens), begin - keep, end - keep
@@ -125,11 +136,15 @@ class KeyValues(Memory):
         anchor = anchor_of(self.operator)
         block, own = (x.exp() if bound.link.log_space else x for x in (block, own))
         among = definition.kernel(bound, bound.coefficients.to(k), bound.score.as_query(k, bound.score_params), k)
-        among = (among.exp() if bound.link.log_space else among) * self._real(k)[..., None] * self._real(k)[..., None, :]
+        among = (
+            (among.exp() if bound.link.log_space else among) * self._real(k)[..., None] * self._real(k)[..., None, :]
+        )
         rho = anchor.ridge(bound.anchor_params, self.form.heads).to(k).repeat_interleave(bound.groups).view(1, -1, 1, 1)
         if anchor.moving:
             diagonal = among.diagonal(dim1=-2, dim2=-1)
-            rho = anchor.moved(rho, diagonal.amax(-1)[..., None, None], diagonal.sum(-1)[..., None, None], self.form.key_dim)
+            rho = anchor.moved(
+                rho, diagonal.amax(-1)[..., None, None], diagonal.sum(-1)[..., None, None], self.form.key_dim
+            )
         lower = factorised(with_ridge(among, rho), "Memory.read")
         solved = torch.linalg.solve_triangular(lower, (block * self._real(k)[:, :, None]).mT, upper=False)
         return ratio(solved.square().sum(-2), own)
@@ -143,12 +158,16 @@ class KeyValues(Memory):
         alike = self._shares(block, own, k, bound) > support[..., None]
         # no product of matrices: values that are equal shall differ by nothing
         distance = torch.cdist(y, v, compute_mode="donot_use_mm_for_euclid_dist")
-        return torch.where(alike, ratio(distance, y.norm(dim=-1).unsqueeze(-1) + v.norm(dim=-1).unsqueeze(2)), 0).amax(-1)
+        return torch.where(alike, ratio(distance, y.norm(dim=-1).unsqueeze(-1) + v.norm(dim=-1).unsqueeze(2)), 0).amax(
+            -1
+        )
 
     def _block(self, home: Tensor, bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
         """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in log space, and those keys (B, H, S, D)."""
         if bound.anchor.solves and self.operator.tags.decays:
-            raise no_evidence(self.kind, self.operator.name, "its past fades, which only sums (kind='fading') keep account of")
+            raise no_evidence(
+                self.kind, self.operator.name, "its past fades, which only sums (kind='fading') keep account of"
+            )
         if not bound.anchor.solves and not self.operator.tags.positive:
             raise no_evidence(self.kind, self.operator.name, "K may be negative, so that it is no measure of likeness")
         compute = torch.promote_types(home.dtype, self.tokens.k.dtype)
@@ -174,7 +193,9 @@ class KeyValues(Memory):
     def newest(self, q: Tensor, bound: Bound, include_self: bool) -> Tensor:
         """What the query (B, H, 1, D) of the newest held token gets from the tokens that its operator lets it see."""
         masks = tuple(p for p in bound.priors if isinstance(p, Causal | ChunkCausal | Window))
-        return self.weighed(q, bound, visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self))
+        return self.weighed(
+            q, bound, visibility(1, self.end - self.begin, masks, causal=True, include_self=include_self)
+        )
 
     def weighed(self, q: Tensor, bound: Bound, seen: Visibility) -> Tensor:
         """y of prepared queries at given positions among the held tokens."""
@@ -191,7 +212,18 @@ class KeyValues(Memory):
             col = extra if col is None else col + extra
         if bound.groups > 1:
             k, v = k.repeat_interleave(bound.groups, 1), v.repeat_interleave(bound.groups, 1)
-        return definition.weights(bound, bound.coefficients.to(q), q, k, seen, Bias(row, col, bound.slopes), held.log_decay if solves else None) @ v
+        return (
+            definition.weights(
+                bound,
+                bound.coefficients.to(q),
+                q,
+                k,
+                seen,
+                Bias(row, col, bound.slopes),
+                held.log_decay if solves else None,
+            )
+            @ v
+        )
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, KeyValues)
@@ -205,13 +237,17 @@ class KeyValues(Memory):
         mine, theirs = self.tokens, other.tokens
         n = theirs.length
         if self.count != mine.length or other.count != n:
-            raise ArgumentError("Memory.subtract: one of the memories has let go of tokens outside its window, so its tokens cannot be told apart.")
+            raise ArgumentError(
+                "Memory.subtract: one of the memories has let go of tokens outside its window, so its tokens cannot be told apart."
+            )
         for start in (0, mine.length - n):
             part = mine.span(start, start + n)
             if torch.equal(part.k, theirs.k) and torch.equal(part.v, theirs.v):
                 rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
                 return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
-        raise ArgumentError("Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. Merge under a name, merge(other, span=…), what may have to go from the middle.")
+        raise ArgumentError(
+            "Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. Merge under a name, merge(other, span=…), what may have to go from the middle."
+        )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         held = self.tokens
@@ -241,7 +277,9 @@ class KeyValues(Memory):
         return self._holding(left._replace(mask=None) if whole else left, left.length if spare else self.count)
 
     def _holding(self, tokens: Tokens, count: int) -> Self:
-        return type(self)(self.operator, self.form, count, _Buffer(tokens, tokens.length), 0, tokens.length, parts=self.parts)
+        return type(self)(
+            self.operator, self.form, count, _Buffer(tokens, tokens.length), 0, tokens.length, parts=self.parts
+        )
 
     def copied(self) -> Self:
         own = self.tokens.map(torch.clone)
@@ -250,7 +288,10 @@ class KeyValues(Memory):
     def bytes_at(self, length: int) -> int:
         form, room = self.form, self.buffer.room
         held = length if self.reach is None else min(length, self.reach)
-        token = form.heads * (self.operator.score.width(form.key_dim) * _key_dtype(self.operator, form).itemsize + form.value_dim * form.dtype.itemsize)
+        token = form.heads * (
+            self.operator.score.width(form.key_dim) * _key_dtype(self.operator, form).itemsize
+            + form.value_dim * form.dtype.itemsize
+        )
         token += 0 if room.mask is None else 1
         token += sum(form.heads * x.element_size() for x in (room.log_decay, room.key_bias) if x is not None)
         return form.batch * held * token
@@ -259,14 +300,21 @@ class KeyValues(Memory):
         return self.tokens.named()
 
     @classmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         held = Tokens(**tensors)
         n = held.length
         expected = Tokens(
-            held.k.new_empty(form.batch, form.heads, n, operator.score.width(form.key_dim)), held.v.new_empty(form.batch, form.heads, n, form.value_dim),
-            torch.empty(form.batch, n, dtype=torch.float32), torch.empty(form.batch, form.heads, n, dtype=torch.float32), torch.empty(form.batch, form.heads, n, dtype=torch.float32),
+            held.k.new_empty(form.batch, form.heads, n, operator.score.width(form.key_dim)),
+            held.v.new_empty(form.batch, form.heads, n, form.value_dim),
+            torch.empty(form.batch, n, dtype=torch.float32),
+            torch.empty(form.batch, form.heads, n, dtype=torch.float32),
+            torch.empty(form.batch, form.heads, n, dtype=torch.float32),
         )
-        if any(x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)) or held.k.dtype != _key_dtype(operator, form):
+        if any(
+            x is not None and y is not None and x.shape != y.shape for x, y in zip(held, expected, strict=True)
+        ) or held.k.dtype != _key_dtype(operator, form):
             raise ValueError("the tensors do not have the shapes of the header")
         memory = cls(operator, form, count, _Buffer(held, n), 0, n)
         if n != (count if memory.reach is None else min(count, memory.reach)):

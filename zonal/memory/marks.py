@@ -46,7 +46,10 @@ def after_merge(mine: Marked, others: Marked) -> tuple[Border, ...]:
     """The borders of a memory that was followed by another."""
     if not mine.count or not others.count:
         return (*mine.borders, *others.borders)
-    moved = (Border(b.at + mine.count, mine.total + b.total, mine.mark * b.total.exp()[..., None] + b.mark) for b in others.borders)
+    moved = (
+        Border(b.at + mine.count, mine.total + b.total, mine.mark * b.total.exp()[..., None] + b.mark)
+        for b in others.borders
+    )
     return (*mine.borders, Border(mine.count, mine.total, mine.mark), *moved)
 
 
@@ -72,7 +75,14 @@ def after_subtract(mine: Marked, others: Marked) -> tuple[Border, ...]:
             "Merge memories of these tokens and of the later ones, or absorb them with a name (span=…) and forget it."
         )
     kept = (b for b in mine.borders if b.at > others.count)
-    return tuple(Border(b.at - others.count, b.total - others.total, b.mark - others.mark * (b.total - others.total).exp()[..., None]) for b in kept)
+    return tuple(
+        Border(
+            b.at - others.count,
+            b.total - others.total,
+            b.mark - others.mark * (b.total - others.total).exp()[..., None],
+        )
+        for b in kept
+    )
 
 
 def _between(border: Border, whole: Marked) -> Tensor:
@@ -107,7 +117,9 @@ def places(borders: Sequence[Border]) -> dict[str, int]:
 def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Border, ...]:
     """The borders of ``named`` and ``places``. Raises: KeyError when one is missing."""
     count = sum(name.startswith("border") for name in plain)
-    return tuple(Border(plain[f"border{i}"], tensors[f"border{i}.total"], tensors[f"border{i}.mark"]) for i in range(count))
+    return tuple(
+        Border(plain[f"border{i}"], tensors[f"border{i}.total"], tensors[f"border{i}.mark"]) for i in range(count)
+    )
 
 
 __all__ = ["Border", "Marked", "after_merge", "after_subtract", "copied", "moved", "named", "places", "restored"]

@@ -52,7 +52,9 @@ class Readable(Batched):
         Raises: ArgumentError for shapes, and where a memory of this kind holds no evidence.
         """
         if claim is not None and report is False:
-            raise ArgumentError("Memory.read: a claim is judged, not read. Ask for the verdict: read(q, report=True, claim=v).")
+            raise ArgumentError(
+                "Memory.read: a claim is judged, not read. Ask for the verdict: read(q, report=True, claim=v)."
+            )
         self._check_queries("read", q)
         bound = self.operator.bind(q.shape[1], self.form.heads)
         with torch.autocast(q.device.type, enabled=False):
@@ -83,7 +85,15 @@ class Readable(Batched):
         with torch.autocast(q.device.type, enabled=False):
             return self.spanned(self._at_home(q.to(torch.promote_types(q.dtype, torch.float32)), bound), bound)
 
-    def calibrate(self, strangers: Tensor, rate: float = 0.01, *, least: float = 0.5, stored: tuple[Tensor, Tensor] | None = None, miss: float = 0.01) -> Criterion:
+    def calibrate(
+        self,
+        strangers: Tensor,
+        rate: float = 0.01,
+        *,
+        least: float = 0.5,
+        stored: tuple[Tensor, Tensor] | None = None,
+        miss: float = 0.01,
+    ) -> Criterion:
         """The criterion that decides at most ``rate`` of queries like ``strangers`` (B, H, n, D), none of which was ever stored; n >= 1 / rate - 1.
 
         That holds for this memory as full as it is, head by head over all rows of the batch, when further strangers are as these; and for the same
@@ -93,9 +103,13 @@ class Readable(Batched):
         Raises: ArgumentError for rates outside [0, 1], and for too few strangers or pairs.
         """
         if not isinstance(least, int | float) or isinstance(least, bool) or not 0 <= least <= 1:
-            raise ArgumentError(f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which nothing is accepted.")
+            raise ArgumentError(
+                f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which nothing is accepted."
+            )
         if not all(bool(torch.isfinite(x).all()) for x in (strangers, *(stored or ()))):
-            raise ArgumentError("Memory.calibrate: finite queries and values are required, received NaN or infinity. Leave them out.")
+            raise ArgumentError(
+                "Memory.calibrate: finite queries and values are required, received NaN or infinity. Leave them out."
+            )
         with torch.no_grad():
             support = bound_of("rate", self.support(strangers), rate, least)
             if stored is None:
@@ -123,35 +137,53 @@ class Readable(Batched):
         for part in self.settled_parts():
             if part.count:
                 alone: Any = self.part_memory(part.held)
-                worst = torch.maximum(worst, torch.where(alone.spanned(home, bound) > support, gap(alone.lookup(q, bound), y), 0))
+                worst = torch.maximum(
+                    worst, torch.where(alone.spanned(home, bound) > support, gap(alone.lookup(q, bound), y), 0)
+                )
         return worst
 
     # --- shared --------------------------------------------------------------------------------------------------------
 
-    def _judged(self, q: Tensor, y: Tensor, home: Tensor, bound: Bound, criterion: Criterion, claim: Tensor | None) -> tuple[Tensor, Evidence]:
+    def _judged(
+        self, q: Tensor, y: Tensor, home: Tensor, bound: Bound, criterion: Criterion, claim: Tensor | None
+    ) -> tuple[Tensor, Evidence]:
         """Verdicts of prepared queries whose answers are y, and the evidence."""
         if not isinstance(criterion, Criterion):
-            raise ArgumentError(f"Memory.read: report must be True, False or a Criterion, received {criterion!r}. Memory.calibrate makes one.")
+            raise ArgumentError(
+                f"Memory.read: report must be True, False or a Criterion, received {criterion!r}. Memory.calibrate makes one."
+            )
         reporter = criterion.reporter(bound.heads, y)
         if claim is None:
             residual = self.differing(q, home, bound, y, criterion.columns(bound.heads, y)[0])
         else:
             if claim.shape != y.shape:
-                raise ArgumentError(f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received {tuple(claim.shape)}.")
+                raise ArgumentError(
+                    f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received {tuple(claim.shape)}."
+                )
             if not bool(torch.isfinite(claim).all()):
-                raise ArgumentError("Memory.read: claim must be finite, received NaN or infinity. Mend it, or read without it.")
+                raise ArgumentError(
+                    "Memory.read: claim must be finite, received NaN or infinity. Mend it, or read without it."
+                )
             residual = gap(claim.to(y), y)
         evidence = Evidence(self.spanned(home, bound), residual)
         return reporter.report(evidence), evidence
 
     def _check_queries(self, call: str, q: Tensor) -> None:
         form = self.form
-        if q.ndim != 4 or q.shape[0] != form.batch or q.shape[1] % form.heads or q.shape[1] == 0 or q.shape[3] != form.key_dim:
+        if (
+            q.ndim != 4
+            or q.shape[0] != form.batch
+            or q.shape[1] % form.heads
+            or q.shape[1] == 0
+            or q.shape[3] != form.key_dim
+        ):
             raise ArgumentError(
                 f"Memory.{call}: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, any, {form.key_dim}), received {tuple(q.shape)}."
             )
         if q.dtype not in FLOATS or q.device != form.device:
-            raise ArgumentError(f"Memory.{call}: q must be of a float type on {form.device}, received {q.dtype} on {q.device}.")
+            raise ArgumentError(
+                f"Memory.{call}: q must be of a float type on {form.device}, received {q.dtype} on {q.device}."
+            )
 
     def _at_home(self, q: Tensor, bound: Bound) -> Tensor:
         """Queries prepared as keys, by key head as keys are."""

@@ -50,10 +50,17 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
     """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written through ``.data``. Elsewhere that would wait
     for the device, and what is counted has to do."""
     # the ridge, and the weights of features
-    values = [value for name, value in operator.learned_parts.items() if name == "anchor_raw_ridge" or name.startswith("link_")]
+    values = [
+        value
+        for name, value in operator.learned_parts.items()
+        if name == "anchor_raw_ridge" or name.startswith("link_")
+    ]
     if not values:
         return None
-    if all(type(value) is torch.nn.Parameter and value.is_cpu for value in values) and not torch.compiler.is_compiling():
+    if (
+        all(type(value) is torch.nn.Parameter and value.is_cpu for value in values)
+        and not torch.compiler.is_compiling()
+    ):
         return tuple(number for value in values for number in value.detach().flatten().tolist())
     return tuple(number for value in values for number in (value.data_ptr(), value._version))
 
@@ -94,7 +101,9 @@ def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
     return torch.cat([before.unsqueeze(2).to(z), z], 2).gather(2, index)[:, :, 0].to(before)
 
 
-def read_out(q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cross: Tensor, contracted: Tensor | None = None) -> Tensor:
+def read_out(
+    q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cross: Tensor, contracted: Tensor | None = None
+) -> Tensor:
     """C P (M P)^power q: prepared q (B, H, T, r); P, M (B, Hkv, r, r), C (B, Hkv, P, r); contracted (B, Hkv): a factor on each step. In the type of q."""
     anchor, (batch, heads, queries, dim) = bound.anchor, q.shape
     assert isinstance(anchor, Ridge)
@@ -152,7 +161,9 @@ class RidgeStatistics(Memory):
     padding: Tensor
     seams: tuple[Seam, ...] = ()
     pending: Tokens | None = None
-    inverse: Inverse | None = field(default_factory=lambda: None)  # a default would be found where ``stepped`` is to be asked
+    inverse: Inverse | None = field(
+        default_factory=lambda: None
+    )  # a default would be found where ``stepped`` is to be asked
     stepped: Stepped | None = field(default=None, init=False)  # so that no memory with other sums takes it over
 
     def __getattr__(self, name: str) -> object:
@@ -174,7 +185,15 @@ class RidgeStatistics(Memory):
         """The memory after so many tokens, of which a step has left this."""
         after = object.__new__(RidgeStatistics)  # and no ``__init__``, which takes a good part of a step
         vars(after).update(
-            operator=self.operator, form=self.form, count=self.count + tokens, peak=None, padding=self.padding, seams=self.seams, pending=None, stepped=stepped, parts=()
+            operator=self.operator,
+            form=self.form,
+            count=self.count + tokens,
+            peak=None,
+            padding=self.padding,
+            seams=self.seams,
+            pending=None,
+            stepped=stepped,
+            parts=(),
         )
         return after
 
@@ -188,8 +207,15 @@ class RidgeStatistics(Memory):
         r = width_of(operator, form.key_dim)
         moves = anchor.shifts > 0
         return cls(
-            operator, form, 0, zeros(r, r), zeros(form.value_dim, r), zeros(r, r) if moves else None, zeros(r) if moves else None,
-            zeros(r) if moves else None, zeros() if anchor.mode == "running_max" else None,
+            operator,
+            form,
+            0,
+            zeros(r, r),
+            zeros(form.value_dim, r),
+            zeros(r, r) if moves else None,
+            zeros(r) if moves else None,
+            zeros(r) if moves else None,
+            zeros() if anchor.mode == "running_max" else None,
             torch.zeros(form.batch, dtype=torch.int64, device=form.device),
         )
 
@@ -239,12 +265,23 @@ class RidgeStatistics(Memory):
         if lift is None:
             return self.gram, self.cross, self.shift, self.last
         shift = None if self.shift is None else lift.square(self.shift)
-        return lift.square(self.gram), lift.columns(self.cross), shift, None if self.last is None else self.last * lift.root.to(self.last)
+        return (
+            lift.square(self.gram),
+            lift.columns(self.cross),
+            shift,
+            None if self.last is None else self.last * lift.root.to(self.last),
+        )
 
     def _updated(self, z: Tensor) -> Inverse | None:
         """The inverse after keys z, or None when it had better be made again."""
         inverse, n = self.inverse, z.shape[2]
-        if inverse is None or anchor_of(self.operator).moving or 2 * n > self.gram.shape[-1] or inverse.age + n > REMAKE or _recorded(z, self.gram):
+        if (
+            inverse is None
+            or anchor_of(self.operator).moving
+            or 2 * n > self.gram.shape[-1]
+            or inverse.age + n > REMAKE
+            or _recorded(z, self.gram)
+        ):
             return None
         if inverse.version != ridge_version(self.operator):
             return None
@@ -290,7 +327,12 @@ class RidgeStatistics(Memory):
         if self.pending is None:
             return self
         absent = self.pending.padded()
-        return replace(self, count=self.count - self.pending.length, padding=self.padding if absent is None else self.padding - absent, pending=None)
+        return replace(
+            self,
+            count=self.count - self.pending.length,
+            padding=self.padding if absent is None else self.padding - absent,
+            pending=None,
+        )
 
     def settled(self) -> "RidgeStatistics":
         """All tokens in the sums, pending ones included."""
@@ -318,13 +360,17 @@ class RidgeStatistics(Memory):
         level = whole.ridge(bound)[..., 0]
         if lift is None:
             return spanned(home, bound, whole.solved(bound), level)
-        return spanned(self.featured(home.to(self.gram)), bound, whole.solved(bound), level / lift.root.to(level).square()).to(home.dtype)
+        return spanned(
+            self.featured(home.to(self.gram)), bound, whole.solved(bound), level / lift.root.to(level).square()
+        ).to(home.dtype)
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:
         contracted = None
         if self.shift is not None and anchor_of(self.operator).spectral:
             contracted = contraction(with_ridge(self.gram, self.ridge(bound)), self.shift, "Memory.read")
-        return read_out(self.featured(q.to(self.gram)), bound, self.solved(bound), self.shift, self.cross, contracted).to(q.dtype)
+        return read_out(
+            self.featured(q.to(self.gram)), bound, self.solved(bound), self.shift, self.cross, contracted
+        ).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)
@@ -337,40 +383,81 @@ class RidgeStatistics(Memory):
                 "Absorb the second one's tokens instead."
             )
         merged = replace(
-            self, count=count, padding=padding, gram=self.gram + other.gram, cross=self.cross + other.cross, pending=other.pending, inverse=None,
+            self,
+            count=count,
+            padding=padding,
+            gram=self.gram + other.gram,
+            cross=self.cross + other.cross,
+            pending=other.pending,
+            inverse=None,
             peak=None if self.peak is None or other.peak is None else torch.maximum(self.peak, other.peak),
         )
-        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+        if (
+            self.shift is None
+            or self.first is None
+            or self.last is None
+            or other.shift is None
+            or other.first is None
+            or other.last is None
+        ):
             return merged
         mine, theirs = self._begun(), other._begun()
         seams = self.seams or other.seams
         if self.count and other.count:
             seams = bordered(self.seams, self.count, self.real, self.last, other.seams, other.first, other.summed)
         return replace(
-            merged, seams=seams, shift=self.shift + other.shift + outer(other.first, self.last),
-            first=torch.where(mine, self.first, other.first), last=torch.where(theirs, other.last, self.last),
+            merged,
+            seams=seams,
+            shift=self.shift + other.shift + outer(other.first, self.last),
+            first=torch.where(mine, self.first, other.first),
+            last=torch.where(theirs, other.last, self.last),
         )
 
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, RidgeStatistics)
         if other.pending is not None:
-            raise ArgumentError(f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out.")
+            raise ArgumentError(
+                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out."
+            )
         if bool((other.padding > self.padding).any()):
-            raise ArgumentError("Memory.subtract: the other memory holds more padding than this one; it is no part of it.")
+            raise ArgumentError(
+                "Memory.subtract: the other memory holds more padding than this one; it is no part of it."
+            )
         if other.count == 0:
             return self
         rest = replace(
-            self, count=self.count - other.count, padding=self.padding - other.padding, gram=self.gram - other.gram,
-            cross=self.cross - other.cross, inverse=None,
+            self,
+            count=self.count - other.count,
+            padding=self.padding - other.padding,
+            gram=self.gram - other.gram,
+            cross=self.cross - other.cross,
+            inverse=None,
         )
-        if self.shift is None or self.first is None or self.last is None or other.shift is None or other.first is None or other.last is None:
+        if (
+            self.shift is None
+            or self.first is None
+            or self.last is None
+            or other.shift is None
+            or other.first is None
+            or other.last is None
+        ):
             return rest
         if self.count == other.count:
-            return replace(rest, shift=self.shift - other.shift, first=torch.zeros_like(self.first), last=torch.zeros_like(self.last), seams=())
+            return replace(
+                rest,
+                shift=self.shift - other.shift,
+                first=torch.zeros_like(self.first),
+                last=torch.zeros_like(self.last),
+                seams=(),
+            )
         tokens = self.count - (0 if self.pending is None else self.pending.length)
         for start, stop in places(self.seams, tokens, other.count):
-            if holds(self.seams, self.summed, self.first, self.last, start, stop, (other.first, other.last, other.real)):
-                found = taken_out(self.seams, self.summed, start, stop, self.shift - other.shift, self.first, self.last, other.real)
+            if holds(
+                self.seams, self.summed, self.first, self.last, start, stop, (other.first, other.last, other.real)
+            ):
+                found = taken_out(
+                    self.seams, self.summed, start, stop, self.shift - other.shift, self.first, self.last, other.real
+                )
                 if found is not None:
                     return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
@@ -383,7 +470,9 @@ class RidgeStatistics(Memory):
 
     def preceded(self, n: int) -> Self:
         if self.chunk is not None and n % self.chunk:
-            raise ArgumentError(f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come.")
+            raise ArgumentError(
+                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come."
+            )
         seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
         return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)
 
@@ -401,10 +490,18 @@ class RidgeStatistics(Memory):
             return None if x is None else x.clone()
 
         return replace(
-            self, gram=self.gram.clone(), cross=self.cross.clone(), shift=own(self.shift), first=own(self.first), last=own(self.last),
-            peak=own(self.peak), padding=self.padding.clone(), seams=tuple(seam.clone() for seam in self.seams),
+            self,
+            gram=self.gram.clone(),
+            cross=self.cross.clone(),
+            shift=own(self.shift),
+            first=own(self.first),
+            last=own(self.last),
+            peak=own(self.peak),
+            padding=self.padding.clone(),
+            seams=tuple(seam.clone() for seam in self.seams),
             pending=None if self.pending is None else self.pending.map(torch.clone),
-            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()), parts=(),
+            inverse=None if self.inverse is None else self.inverse._replace(matrix=self.inverse.matrix.clone()),
+            parts=(),
         )
 
     def bytes_at(self, length: int) -> int:
@@ -418,7 +515,15 @@ class RidgeStatistics(Memory):
         return form.batch * (form.heads * (8 * numbers + tokens) + 8 + 9 * len(self.seams))
 
     def tensors(self) -> dict[str, Tensor]:
-        sums = {"gram": self.gram, "cross": self.cross, "shift": self.shift, "first": self.first, "last": self.last, "peak": self.peak, "padding": self.padding}
+        sums = {
+            "gram": self.gram,
+            "cross": self.cross,
+            "shift": self.shift,
+            "first": self.first,
+            "last": self.last,
+            "peak": self.peak,
+            "padding": self.padding,
+        }
         pending = {} if self.pending is None else {f"pending.{name}": x for name, x in self.pending.named().items()}
         return {name: x for name, x in sums.items() if x is not None} | named(self.seams) | pending
 
@@ -426,16 +531,37 @@ class RidgeStatistics(Memory):
         return {f"seam{i}": seam.at for i, seam in enumerate(self.seams)}
 
     @classmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         empty = cls.start(operator, form)
         for name, x in empty.tensors().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError("the tensors do not have the shapes of the header")
-        return replace(empty, count=count, **{name: tensors[name] for name in empty.tensors()}, seams=restored(tensors, plain), pending=restored_pending(tensors))
+        return replace(
+            empty,
+            count=count,
+            **{name: tensors[name] for name in empty.tensors()},
+            seams=restored(tensors, plain),
+            pending=restored_pending(tensors),
+        )
 
 
 def _recorded(*values: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in values)
 
 
-__all__ = ["REMAKE", "Inverse", "RidgeStatistics", "anchor_of", "first_key", "kept_inverse", "last_key", "previous_keys", "read_out", "ridge_version", "rows_of", "spanned"]
+__all__ = [
+    "REMAKE",
+    "Inverse",
+    "RidgeStatistics",
+    "anchor_of",
+    "first_key",
+    "kept_inverse",
+    "last_key",
+    "previous_keys",
+    "read_out",
+    "ridge_version",
+    "rows_of",
+    "spanned",
+]

@@ -40,7 +40,9 @@ class Batched(Spanned):
             raise ArgumentError(f"Memory.scatter: each row can be replaced once, received {places.tolist()}.")
         both = concatenated("scatter", [self, other])
         if other.form.batch != places.numel():
-            raise ArgumentError(f"Memory.scatter: the other memory holds {other.form.batch} sequences for {places.numel()} rows. Gather those that are meant.")
+            raise ArgumentError(
+                f"Memory.scatter: the other memory holds {other.form.batch} sequences for {places.numel()} rows. Gather those that are meant."
+            )
         order = torch.arange(self.form.batch)
         order[places] = self.form.batch + torch.arange(places.numel())
         return both.picked(order)
@@ -61,7 +63,9 @@ class Batched(Spanned):
 
     @classmethod
     @abc.abstractmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         """The memory that ``tensors()`` and ``plain()`` described; KeyError or ValueError when they do not fit."""
 
     @abc.abstractmethod
@@ -82,8 +86,12 @@ class Batched(Spanned):
         """``gather`` of checked rows."""
         index = index.to(self.form.device)
         form = self.form._replace(batch=index.numel())
-        whole = self.restored(self.operator, form, self.count, {name: x[index] for name, x in self.tensors().items()}, self.plain())
-        parts = tuple(part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in self.settled_parts())
+        whole = self.restored(
+            self.operator, form, self.count, {name: x[index] for name, x in self.tensors().items()}, self.plain()
+        )
+        parts = tuple(
+            part.changed(lambda memory: memory.picked(index), lambda x: x[index]) for part in self.settled_parts()
+        )
         return replace(whole.keeping([self], lambda found: found[0][index]), parts=parts)
 
 
@@ -104,11 +112,17 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     names = [part.name for part in first.parts]
     if any([part.name for part in memory.parts] != names for memory in memories):
         shown = "; ".join(str([span.name for span in memory.spans()]) for memory in memories)
-        raise ArgumentError(f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call unnamed() on those that need not forget any more.")
+        raise ArgumentError(
+            f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call unnamed() on those that need not forget any more."
+        )
     lengths = [[part.count for part in memory.parts] for memory in memories]
     if first.by_rows and any(found != lengths[0] for found in lengths):
-        raise ArgumentError(f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} tokens. Pad them to one length, or call unnamed().")
-    count = sum(max(found) for found in zip(*lengths, strict=True)) if names else max(memory.count for memory in memories)
+        raise ArgumentError(
+            f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} tokens. Pad them to one length, or call unnamed()."
+        )
+    count = (
+        sum(max(found) for found in zip(*lengths, strict=True)) if names else max(memory.count for memory in memories)
+    )
     aligned = [memory.preceded(count - memory.count) for memory in memories]
     form = first.form._replace(batch=sum(memory.form.batch for memory in memories))
     named, plain = _joined_rows([memory.tensors() for memory in aligned]), aligned[0].plain()
@@ -126,11 +140,17 @@ def _check_alike(verb: str, memories: Sequence[Any]) -> None:
     first = memories[0]
     for other in memories[1:]:
         if type(other) is not type(first):
-            raise ArgumentError(f"Memory.{verb}: all memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make both with Memory.empty(kind=…).")
+            raise ArgumentError(
+                f"Memory.{verb}: all memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make both with Memory.empty(kind=…)."
+            )
         if other.form._replace(batch=1) != first.form._replace(batch=1):
-            raise ArgumentError(f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} and {other.form.shown()}.")
+            raise ArgumentError(
+                f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} and {other.form.shown()}."
+            )
         if not first.of_operator(other.operator):
-            raise ArgumentError(f"Memory.{verb}: all memories must belong to one operator, received {apart(first.operator, other.operator)}.")
+            raise ArgumentError(
+                f"Memory.{verb}: all memories must belong to one operator, received {apart(first.operator, other.operator)}."
+            )
 
 
 def _joined_rows(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

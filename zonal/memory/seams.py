@@ -41,12 +41,23 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
     return a[..., :, None] * b[..., None, :]
 
 
-def bordered(mine: Sequence[Seam], count: int, real: Tensor, last: Tensor, others: Sequence[Seam], first: Tensor, other_real: Tensor) -> tuple[Seam, ...]:
+def bordered(
+    mine: Sequence[Seam],
+    count: int,
+    real: Tensor,
+    last: Tensor,
+    others: Sequence[Seam],
+    first: Tensor,
+    other_real: Tensor,
+) -> tuple[Seam, ...]:
     """The seams of a memory of ``count`` tokens, ``real`` (B,) of them real, that ends with the key ``last``, and of one that follows it: its seams,
     its first key, its real tokens."""
     present = (others[0].before if others else other_real) > 0
     border = Seam(count, last, torch.where(_rows(present), first, 0), real, present)
-    moved = (Seam(s.at + count, torch.where(_rows(s.before > 0), s.left, last), s.right, s.before + real, s.after) for s in others)
+    moved = (
+        Seam(s.at + count, torch.where(_rows(s.before > 0), s.left, last), s.right, s.before + real, s.after)
+        for s in others
+    )
     return (*mine, border, *moved)
 
 
@@ -58,17 +69,25 @@ def taken_out(
     real (B,): tokens in the sums; gone (B,): those of the span. shift: M without what the span has of its own. first and last: of the whole.
     """
     left = next((seam for seam in seams if seam.at == start), None) if start else None
-    key, begun = (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool)) if left is None else (left.left, left.before > 0)
+    key, begun = (
+        (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool))
+        if left is None
+        else (left.left, left.before > 0)
+    )
     if left is not None:
         for seam in seams:
-            if start <= seam.at < stop:  # to the span's first real key, behind whichever seam that is; what follows it is of its own
+            if (
+                start <= seam.at < stop
+            ):  # to the span's first real key, behind whichever seam that is; what follows it is of its own
                 shift = shift - outer(torch.where(_rows(seam.before == left.before), seam.right, 0), key)
     kept = [seam for seam in seams if seam.at < start]
     later = [seam for seam in seams if seam.at >= stop]
     through = torch.ones_like(begun)  # rows without a real token since the span
     for index, seam in enumerate(later):
         present = (later[index + 1].before if index + 1 < len(later) else real) > seam.before
-        if bool((through & present & ~seam.after).any()):  # its first real token was absorbed, and only a merge writes down a key
+        if bool(
+            (through & present & ~seam.after).any()
+        ):  # its first real token was absorbed, and only a merge writes down a key
             return None
         moved = torch.where(_rows(through), key, seam.left)
         shift = shift + outer(seam.right, moved - seam.left)
@@ -76,7 +95,9 @@ def taken_out(
         if start or seam.at > stop:
             kept.append(Seam(seam.at - (stop - start), moved, seam.right, seam.before - gone, seam.after))
         through = through & ~present
-    return Rest(shift, torch.where(_rows(through & ~begun), 0, first), torch.where(_rows(through), key, last), tuple(kept))
+    return Rest(
+        shift, torch.where(_rows(through & ~begun), 0, first), torch.where(_rows(through), key, last), tuple(kept)
+    )
 
 
 def places(seams: Sequence[Seam], tokens: int, count: int) -> list[tuple[int, int]]:
@@ -85,7 +106,15 @@ def places(seams: Sequence[Seam], tokens: int, count: int) -> list[tuple[int, in
     return [(start, start + count) for start in borders if start + count in borders]
 
 
-def holds(seams: Sequence[Seam], real: Tensor, first: Tensor, last: Tensor, start: int, stop: int, given: tuple[Tensor | None, Tensor, Tensor]) -> bool:
+def holds(
+    seams: Sequence[Seam],
+    real: Tensor,
+    first: Tensor,
+    last: Tensor,
+    start: int,
+    stop: int,
+    given: tuple[Tensor | None, Tensor, Tensor],
+) -> bool:
     """Whether the tokens [start, stop) can be those of a memory with the first and last key and the number of real tokens ``given``; its first key
     may be None, unknown."""
     ends = {seam.at: seam for seam in seams}
@@ -93,7 +122,11 @@ def holds(seams: Sequence[Seam], real: Tensor, first: Tensor, last: Tensor, star
     until, final = (ends[stop].before, ends[stop].left) if stop in ends else (real, last)
     if not torch.equal(until - before, given[2]):
         return False
-    key, found = (first, (seams[0].before if seams else real) > 0) if not start else (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool))
+    key, found = (
+        (first, (seams[0].before if seams else real) > 0)
+        if not start
+        else (torch.zeros_like(first), torch.zeros_like(real, dtype=torch.bool))
+    )
     for seam in seams:
         if start <= seam.at < stop:
             key = torch.where(_rows(seam.after & ~found), seam.right, key)
@@ -110,7 +143,9 @@ def named(seams: Sequence[Seam]) -> dict[str, Tensor]:
 def restored(tensors: Mapping[str, Tensor], plain: Mapping[str, int]) -> tuple[Seam, ...]:
     """The seams of ``named``, where they are from ``plain``. Raises: KeyError when one is missing."""
     count = sum(name.startswith("seam") for name in plain)
-    return tuple(Seam(plain[f"seam{i}"], *(tensors[f"seam{i}.{name}"] for name in Seam._fields[1:])) for i in range(count))
+    return tuple(
+        Seam(plain[f"seam{i}"], *(tensors[f"seam{i}.{name}"] for name in Seam._fields[1:])) for i in range(count)
+    )
 
 
 def _rows(which: Tensor) -> Tensor:

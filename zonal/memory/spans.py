@@ -50,7 +50,9 @@ class Part(NamedTuple):
 
     def changed(self, memory: "Callable[[Any], Any]", tensor: Callable[[Tensor], Tensor]) -> "Part":
         """Its memory and its tensors changed alike."""
-        held = self.held.map(tensor) if isinstance(self.held, Tokens) else None if self.held is None else memory(self.held)
+        held = (
+            self.held.map(tensor) if isinstance(self.held, Tokens) else None if self.held is None else memory(self.held)
+        )
         return self._replace(held=held, mark={name: tensor(x) for name, x in self.mark.items()})
 
     def about(self) -> dict[str, Any]:
@@ -62,7 +64,9 @@ class Part(NamedTuple):
         """Its tensors, by name."""
         group = "tokens" if isinstance(self.held, Tokens) else "memory"
         named = {} if self.held is None else self.held.named() if isinstance(self.held, Tokens) else self.held.tensors()
-        return {f"{group}.{name}": x for name, x in named.items()} | {f"mark.{name}": x for name, x in self.mark.items()}
+        return {f"{group}.{name}": x for name, x in named.items()} | {
+            f"mark.{name}": x for name, x in self.mark.items()
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -228,7 +232,9 @@ class Spanned(abc.ABC):
                 whole = whole.followed_by(self.part_memory(part.held))
         return whole
 
-    def together(self, other: "Spanned", whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> Any:
+    def together(
+        self, other: "Spanned", whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    ) -> Any:
         """``whole``, which is this memory and then the other, with the parts of both; ``span`` names all of the other."""
         if not self.parts and not other.parts and span is None:
             return whole
@@ -271,7 +277,9 @@ class Spanned(abc.ABC):
         if span not in names or span is None:
             known = [name for name in names if name is not None]
             if not known:
-                raise ArgumentError(f"Memory.forget: no span was ever named here, so {span!r} cannot be found. Name spans as they come: absorb(k, v, span={span!r}).")
+                raise ArgumentError(
+                    f"Memory.forget: no span was ever named here, so {span!r} cannot be found. Name spans as they come: absorb(k, v, span={span!r})."
+                )
             raise unknown_name("Memory.forget", "span", span, known)
         return names.index(span)
 
@@ -279,9 +287,13 @@ class Spanned(abc.ABC):
         known = {part.name: part for part in self.parts}
         for span in spans:
             if not isinstance(span, str) or not span:
-                raise ArgumentError(f"Memory.{verb}: a span's name must be a string that is not empty, received {span!r}.")
+                raise ArgumentError(
+                    f"Memory.{verb}: a span's name must be a string that is not empty, received {span!r}."
+                )
             if span in known:
-                raise ArgumentError(f"Memory.{verb}: there is a span {span!r} already, of {known[span].count} tokens. Forget it first, or choose another name.")
+                raise ArgumentError(
+                    f"Memory.{verb}: there is a span {span!r} already, of {known[span].count} tokens. Forget it first, or choose another name."
+                )
 
     def _at_border(self, verb: str) -> None:
         """With whole chunks a span begins and ends at a border of chunks: else its tokens would move those of the others."""

@@ -42,7 +42,9 @@ class Stepped(NamedTuple):
         """With rows of more tokens."""
         start, step = rows.data_ptr(), rows.stride(0) * 8
         places = (start,) if rows.shape[0] == 1 else tuple(start + t * step for t in range(rows.shape[0]))
-        return Stepped(self.sums, self.count, self.age, self.version, self.sums_at, (*self.rows, rows), self.rows_at + places)
+        return Stepped(
+            self.sums, self.count, self.age, self.version, self.sums_at, (*self.rows, rows), self.rows_at + places
+        )
 
     def settled(self, padding: Tensor) -> Sums:
         """The sums of all tokens. padding (B,): how many were none."""
@@ -56,7 +58,9 @@ class Stepped(NamedTuple):
             return Sums(gram, cross, inverse, None, None, None)
         earlier = torch.cat([last.unsqueeze(2), z[:, :, :-1]], 2)
         begun = (self.count > padding)[:, None, None]
-        return Sums(gram, cross, inverse, shift + z.mT @ earlier, torch.where(begun, first, z[:, :, 0]), z[:, :, -1].clone())
+        return Sums(
+            gram, cross, inverse, shift + z.mT @ earlier, torch.where(begun, first, z[:, :, 0]), z[:, :, -1].clone()
+        )
 
 
 __all__ = ["Stepped", "Sums"]

@@ -50,7 +50,9 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
     phi = features(q) if recorded else features.write(q)
     if not features.trivial:
         phi = phi * features.scale(bound.link.monomials(bound.coefficients.to(q)), dim).unsqueeze(1)
-    return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state).view(batch, heads, queries, state.shape[-1])
+    return (phi.reshape(batch, bound.kv_heads, bound.groups * queries, phi.shape[-1]) @ state).view(
+        batch, heads, queries, state.shape[-1]
+    )
 
 
 @torch.no_grad()
@@ -109,7 +111,9 @@ def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
 
 def _state_bytes(operator: Operator, form: Form) -> int:
     size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
-    return form.batch * (form.heads * size * (form.value_dim + (1 if operator.tags.normalises else 0)) * form.statistics.itemsize + 8)
+    return form.batch * (
+        form.heads * size * (form.value_dim + (1 if operator.tags.normalises else 0)) * form.statistics.itemsize + 8
+    )
 
 
 def _more_padding(padding: Tensor, tokens: Tokens) -> Tensor:
@@ -170,7 +174,12 @@ class FeatureSums(Memory):
         if self.pending is None:
             return self
         absent = self.pending.padded()
-        return replace(self, count=self.count - self.pending.length, padding=self.padding if absent is None else self.padding - absent, pending=None)
+        return replace(
+            self,
+            count=self.count - self.pending.length,
+            padding=self.padding if absent is None else self.padding - absent,
+            pending=None,
+        )
 
     def settled(self) -> Tensor:
         """The sum over all tokens, pending ones included."""
@@ -184,7 +193,9 @@ class FeatureSums(Memory):
         count, padding = self.count + tokens.length, _more_padding(self.padding, tokens)
         if self.chunk is None:
             return replace(self, count=count, padding=padding, state=self._sum(tokens))
-        tokens = joined(self.pending, tokens._replace(k=tokens.k.to(self.form.statistics), v=tokens.v.to(self.form.statistics)))
+        tokens = joined(
+            self.pending, tokens._replace(k=tokens.k.to(self.form.statistics), v=tokens.v.to(self.form.statistics))
+        )
         whole = tokens.length // self.chunk * self.chunk
         state = self._sum(tokens.span(0, whole)) if whole else self.state
         rest = tokens.span(whole, tokens.length).map(torch.clone) if whole < tokens.length else None
@@ -192,13 +203,20 @@ class FeatureSums(Memory):
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         dtype = self.form.statistics
-        total = total_of(q.to(torch.promote_types(q.dtype, dtype)), self.settled(), features_of(self.operator, self.form.key_dim), bound)
+        total = total_of(
+            q.to(torch.promote_types(q.dtype, dtype)),
+            self.settled(),
+            features_of(self.operator, self.form.key_dim),
+            bound,
+        )
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
         tags = self.operator.tags
         if not (tags.normalises and tags.positive):
-            why = "it keeps no sum of K over keys" if tags.positive else "K may be negative, and its sum over keys cancel"
+            why = (
+                "it keeps no sum of K over keys" if tags.positive else "K may be negative, and its sum over keys cancel"
+            )
             raise no_evidence(self.kind, self.operator.name, why)
         home = home.to(torch.promote_types(home.dtype, self.form.statistics))
         q = bound.score.as_query(home, bound.score_params)
@@ -222,15 +240,24 @@ class FeatureSums(Memory):
     def without(self, other: Memory) -> Memory:
         assert isinstance(other, FeatureSums)
         if other.pending is not None:
-            raise ArgumentError(f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out.")
-        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=self.state - other.state)
+            raise ArgumentError(
+                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out."
+            )
+        return replace(
+            self,
+            count=self.count - other.count,
+            padding=_fewer(self.padding, other.padding),
+            state=self.state - other.state,
+        )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
 
     def preceded(self, n: int) -> Self:
         if self.chunk is not None and n % self.chunk:
-            raise ArgumentError(f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come.")
+            raise ArgumentError(
+                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come."
+            )
         return replace(self, count=self.count + n, padding=self.padding + n)
 
     def trimmed(self) -> Self:
@@ -254,14 +281,20 @@ class FeatureSums(Memory):
         return {"state": self.state, "padding": self.padding, **pending}
 
     @classmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         _checked_state(tensors["state"], tensors["padding"], operator, form)
         return cls(operator, form, count, tensors["state"], tensors["padding"], restored_pending(tensors))
 
 
 def carried(memory: "FeatureSums | DecayedSums", state: Tensor, tokens: Tokens) -> "FeatureSums | DecayedSums":
     """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a memory that decays."""
-    common = {"count": memory.count + tokens.length, "state": state.to(memory.state), "padding": _more_padding(memory.padding, tokens)}
+    common = {
+        "count": memory.count + tokens.length,
+        "state": state.to(memory.state),
+        "padding": _more_padding(memory.padding, tokens),
+    }
     if tokens.log_decay is None:
         return replace(memory, **common)
     total = tokens.log_decay.expand(memory.form.batch, -1, -1).sum(-1)
@@ -320,14 +353,18 @@ class DecayedSums(Memory):
         if tokens.length == 0:
             return self
         if self.chunk is not None:
-            raise ArgumentError("Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with kind='keys'.")
+            raise ArgumentError(
+                "Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with kind='keys'."
+            )
         k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
         earlier = self
         if tokens.log_decay is not None:
             v = v * (tokens.log_decay.flip(-1).cumsum(-1).flip(-1) - tokens.log_decay).exp().to(v).unsqueeze(-1)
             earlier = self.faded(tokens.log_decay)
         state = _plus(earlier.state, k, v, features_of(self.operator, self.form.key_dim))
-        return replace(earlier, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state)
+        return replace(
+            earlier, count=self.count + tokens.length, padding=_more_padding(self.padding, tokens), state=state
+        )
 
     def faded(self, log_decay: Tensor) -> "DecayedSums":
         """The memory after time passes by log decays (B or 1, Hkv, n) without a new token."""
@@ -336,7 +373,9 @@ class DecayedSums(Memory):
 
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
         dtype = self.form.statistics
-        total = total_of(q.to(torch.promote_types(q.dtype, dtype)), self.state, features_of(self.operator, self.form.key_dim), bound)
+        total = total_of(
+            q.to(torch.promote_types(q.dtype, dtype)), self.state, features_of(self.operator, self.form.key_dim), bound
+        )
         return anchored(total, bound, self.real.view(-1, 1, 1, 1)).to(q.dtype)
 
     def followed_by(self, other: Memory) -> Memory:
@@ -355,7 +394,14 @@ class DecayedSums(Memory):
         assert isinstance(other, DecayedSums)
         kept, later = marks.after_subtract(self._marked(), other._marked()), self.total - other.total
         state = self.state - other.state * later.exp().to(self.state)[..., None, None]
-        return replace(self, count=self.count - other.count, padding=_fewer(self.padding, other.padding), state=state, total=later, borders=kept)
+        return replace(
+            self,
+            count=self.count - other.count,
+            padding=_fewer(self.padding, other.padding),
+            state=state,
+            total=later,
+            borders=kept,
+        )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
         return self.folded(kept)
@@ -371,10 +417,19 @@ class DecayedSums(Memory):
 
     def copied(self) -> Self:
         own = marks.copied(self.borders)
-        return replace(self, state=self.state.clone(), padding=self.padding.clone(), total=self.total.clone(), borders=own, parts=())
+        return replace(
+            self,
+            state=self.state.clone(),
+            padding=self.padding.clone(),
+            total=self.total.clone(),
+            borders=own,
+            parts=(),
+        )
 
     def bytes_at(self, length: int) -> int:
-        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8 * (1 + 3 * len(self.borders))
+        return _state_bytes(self.operator, self.form) + self.form.batch * self.form.heads * 8 * (
+            1 + 3 * len(self.borders)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return {"state": self.state, "padding": self.padding, "total": self.total} | marks.named(self.borders)
@@ -383,11 +438,32 @@ class DecayedSums(Memory):
         return marks.places(self.borders)
 
     @classmethod
-    def restored(cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]) -> Self:
+    def restored(
+        cls, operator: Operator, form: Form, count: int, tensors: dict[str, Tensor], plain: dict[str, int]
+    ) -> Self:
         _checked_state(tensors["state"], tensors["padding"], operator, form)
         if tensors["total"].shape != (form.batch, form.heads):
             raise ValueError("the tensors do not have the shapes of the header")
-        return cls(operator, form, count, tensors["state"], tensors["padding"], tensors["total"], marks.restored(tensors, plain))
+        return cls(
+            operator,
+            form,
+            count,
+            tensors["state"],
+            tensors["padding"],
+            tensors["total"],
+            marks.restored(tensors, plain),
+        )
 
 
-__all__ = ["DecayedSums", "FeatureSums", "anchored", "carried", "features_of", "least_of", "restored_pending", "total_of", "unpadded", "with_mass"]
+__all__ = [
+    "DecayedSums",
+    "FeatureSums",
+    "anchored",
+    "carried",
+    "features_of",
+    "least_of",
+    "restored_pending",
+    "total_of",
+    "unpadded",
+    "with_mass",
+]

@@ -52,9 +52,15 @@ class Tokens(NamedTuple):
         """The tokens after n of padding."""
         if n == 0:
             return self
-        mask = torch.ones(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device) if self.mask is None else self.mask
+        mask = (
+            torch.ones(self.k.shape[0], self.length, dtype=torch.bool, device=self.k.device)
+            if self.mask is None
+            else self.mask
+        )
         decay, bias = (None if x is None else F.pad(x, (n, 0)) for x in (self.log_decay, self.key_bias))
-        return Tokens(F.pad(self.k, (0, 0, n, 0)), F.pad(self.v, (0, 0, n, 0)), F.pad(mask, (n, 0), value=False), decay, bias)
+        return Tokens(
+            F.pad(self.k, (0, 0, n, 0)), F.pad(self.v, (0, 0, n, 0)), F.pad(mask, (n, 0), value=False), decay, bias
+        )
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -71,11 +77,19 @@ def joined(a: Tokens | None, b: Tokens) -> Tokens:
         return b
     mask = None
     if a.mask is not None or b.mask is not None:
-        mask = torch.cat([_or_filled(a.mask, (a.k.shape[0], a.length), True, b.mask), _or_filled(b.mask, (b.k.shape[0], b.length), True, a.mask)], 1)
+        mask = torch.cat(
+            [
+                _or_filled(a.mask, (a.k.shape[0], a.length), True, b.mask),
+                _or_filled(b.mask, (b.k.shape[0], b.length), True, a.mask),
+            ],
+            1,
+        )
     extra = []
     for x, y in ((a.log_decay, b.log_decay), (a.key_bias, b.key_bias)):
         both = x is not None or y is not None
-        extra.append(torch.cat([_or_filled(x, a.k.shape[:3], 0, y), _or_filled(y, b.k.shape[:3], 0, x)], 2) if both else None)
+        extra.append(
+            torch.cat([_or_filled(x, a.k.shape[:3], 0, y), _or_filled(y, b.k.shape[:3], 0, x)], 2) if both else None
+        )
     return Tokens(torch.cat([a.k, b.k.to(a.k)], 2), torch.cat([a.v, b.v.to(a.v)], 2), mask, *extra)
 
 

@@ -9,7 +9,13 @@ from zonal.errors import ArgumentError
 
 
 def check_weights(
-    call: str, operator: Operator, shape: tuple[int, int, int], action_mask: Tensor | None, key_gate: Tensor | None, real: Tensor | None, past: int
+    call: str,
+    operator: Operator,
+    shape: tuple[int, int, int],
+    action_mask: Tensor | None,
+    key_gate: Tensor | None,
+    real: Tensor | None,
+    past: int,
 ) -> None:
     """Raise ArgumentError, beginning with ``call``, unless the weights fit keys of (batch, key heads, tokens) that follow ``past`` tokens.
 
@@ -24,7 +30,9 @@ def check_weights(
                 f"is none; leave it out, or hide tokens with key_padding_mask."
             )
     if key_gate is not None and (tuple(key_gate.shape) != shape or not key_gate.dtype.is_floating_point):
-        raise ArgumentError(f"{call}: key_gate must be floating, of shape (batch, key heads, tokens) = {shape}, received {key_gate.dtype} of shape {tuple(key_gate.shape)}.")
+        raise ArgumentError(
+            f"{call}: key_gate must be floating, of shape (batch, key heads, tokens) = {shape}, received {key_gate.dtype} of shape {tuple(key_gate.shape)}."
+        )
     if action_mask is None:
         return
     if action_mask.dtype != torch.bool or tuple(action_mask.shape) != (batch, tokens):
@@ -35,7 +43,9 @@ def check_weights(
     stored = (action_mask if real is None else action_mask & real).any(-1)
     if not past and tokens > 1 and not bool(stored.all()):
         row = int((~stored).nonzero()[0])
-        raise ArgumentError(f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least one, or leave the mask out.")
+        raise ArgumentError(
+            f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least one, or leave the mask out."
+        )
 
 
 def weighed(k: Tensor, v: Tensor, action_mask: Tensor | None, key_gate: Tensor | None) -> tuple[Tensor, Tensor]:

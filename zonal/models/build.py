@@ -23,7 +23,13 @@ def build(config: ModelConfig, seed: int) -> CausalLM:
     Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory, before any is asked for.
     """
     with torch.random.fork_rng(devices=[]):
-        room.require("build", f"the weights of a model of {len(config.layers)} layers of width {config.dim}", _weight_bytes(config), "cpu", "Ask for a smaller model.")
+        room.require(
+            "build",
+            f"the weights of a model of {len(config.layers)} layers of width {config.dim}",
+            _weight_bytes(config),
+            "cpu",
+            "Ask for a smaller model.",
+        )
         torch.manual_seed(seed)
         model = CausalLM(config)
     model.reset_parameters(seed)
@@ -34,7 +40,11 @@ def _weight_bytes(config: ModelConfig) -> int:
     """Bytes of all weights, laid out without memory for them, each kind of layer once."""
     kinds = Counter(zip(config.layers, config.conv_widths, strict=True))
     with torch.device("meta"):
-        model = CausalLM(dataclasses.replace(config, layers=tuple(spec for spec, _ in kinds), conv=tuple(width for _, width in kinds)))
+        model = CausalLM(
+            dataclasses.replace(
+                config, layers=tuple(spec for spec, _ in kinds), conv=tuple(width for _, width in kinds)
+            )
+        )
     layers = sum(times * _bytes(block) for block, times in zip(model.blocks, kinds.values(), strict=True))
     return _bytes(model.embedding) + layers + (0 if model.head is None else _bytes(model.head))
 

@@ -78,11 +78,15 @@ class CausalLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
-    def _attention(self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool) -> Attention:
+    def _attention(
+        self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool
+    ) -> Attention:
         """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size of lifted queries and keys. gated: a gate weighs the keys."""
         config = self.config
         if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
-            raise ArgumentError(f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, received {config.heads} and {config.kv_heads}.")
+            raise ArgumentError(
+                f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, received {config.heads} and {config.kv_heads}."
+            )
         return Attention(
             config.dim, config.heads // share, spec, kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
             qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
@@ -103,19 +107,38 @@ class CausalLM(nn.Module):
     # --- forward -------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto", action_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+        action_mask: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V). Masks and path as in ``nn.Attention``; action_mask for layers with ridge and Koopman read-outs, beside ``silent_tokens``."""
-        return self._logits(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask))
+        return self._logits(
+            self.hidden(
+                tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
+            )
+        )
 
     def hidden(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto", action_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+        action_mask: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> what the head reads, (B, T, dim)."""
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens, action_mask)
         for block in self.blocks:
-            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored))
+            records = self.history.kept(
+                records,
+                block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=stored),
+            )
         return self.norm(self.history(records))
 
     def loss(
@@ -159,7 +182,9 @@ class CausalLM(nn.Module):
         if piece is None or piece >= tokens.shape[1]:
             hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
         elif piece < 1 or cu_seqlens is not None:
-            raise ArgumentError(f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}.")
+            raise ArgumentError(
+                f"CausalLM.predict: piece must be at least 1 and without cu_seqlens, received piece={piece}."
+            )
         else:
             hidden = self._hidden_in_pieces(tokens, piece, key_padding_mask, path)
         rows = hidden[supervised]
@@ -170,7 +195,12 @@ class CausalLM(nn.Module):
     # --- memory --------------------------------------------------------------------------------------------------------
 
     def empty_memory(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, *, position: int = 0
+        self,
+        batch: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        position: int = 0,
     ) -> ModelMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's. position: of their first token."""
         layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
@@ -255,9 +285,13 @@ class CausalLM(nn.Module):
         Args: logits (B, V) and memory of ``prefill`` or of an earlier continuation, neither changed; the others as in ``generate``.
         """
         if max_new_tokens < 0:
-            raise ArgumentError(f"CausalLM.continuation: max_new_tokens must not be negative, received {max_new_tokens}.")
+            raise ArgumentError(
+                f"CausalLM.continuation: max_new_tokens must not be negative, received {max_new_tokens}."
+            )
         if tuple(logits.shape) != (memory.batch, self.config.vocab_size):
-            raise ArgumentError(f"CausalLM.continuation: logits must be {(memory.batch, self.config.vocab_size)} for this memory, received {tuple(logits.shape)}.")
+            raise ArgumentError(
+                f"CausalLM.continuation: logits must be {(memory.batch, self.config.vocab_size)} for this memory, received {tuple(logits.shape)}."
+            )
         sampler, rule = Sampler(temperature, top_k, top_p), StopRule(stop, memory.batch)
         generator = None if seed is None else torch.Generator(logits.device).manual_seed(seed)
         finished = torch.zeros(memory.batch, dtype=torch.bool, device=logits.device)
@@ -446,22 +480,31 @@ class CausalLM(nn.Module):
 
     def _check_tokens(self, call: str, tokens: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
+            raise ArgumentError(
+                f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}."
+            )
         # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding itself refuses
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
-                raise ArgumentError(f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}.")
+                raise ArgumentError(
+                    f"CausalLM.{call}: tokens must lie in [0, {self.config.vocab_size}), received {low} … {high}."
+                )
 
     def _check_ends(self, call: str, key_padding_mask: Tensor | None) -> None:
         if key_padding_mask is not None and not bool(key_padding_mask[:, -1].all()):
-            raise ArgumentError(f"CausalLM.{call}: every prompt must end with a real token. Pad shorter prompts on the left.")
+            raise ArgumentError(
+                f"CausalLM.{call}: every prompt must end with a real token. Pad shorter prompts on the left."
+            )
 
     def _origin(self) -> str:
         """The fingerprint of the weights, made again when one has changed; "" for weights without numbers."""
         if self.embedding.weight.is_meta:
             return ""
-        state = tuple((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in self.parameters())
+        state = tuple(
+            (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
+            for parameter in self.parameters()
+        )
         if self._known_origin is None or self._known_origin[0] != state:
             self._known_origin = (state, fingerprint(self))
         return self._known_origin[1]
@@ -478,5 +521,7 @@ class CausalLM(nn.Module):
             )
         supervised = targets != IGNORE
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):
-            raise ArgumentError(f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size}).")
+            raise ArgumentError(
+                f"CausalLM.{call}: targets must be {IGNORE} (not supervised) or lie in [0, {self.config.vocab_size})."
+            )
         return supervised

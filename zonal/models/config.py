@@ -93,25 +93,35 @@ class ModelConfig:
             if getattr(self, field) not in names:
                 raise refuse(field, " or ".join(repr(name) for name in names))
         silent = self.silent_tokens
-        if not isinstance(silent, tuple | list) or not all(_is_int(token) and 0 <= token < self.vocab_size for token in silent):
+        if not isinstance(silent, tuple | list) or not all(
+            _is_int(token) and 0 <= token < self.vocab_size for token in silent
+        ):
             raise refuse("silent_tokens", f"a tuple of tokens from 0 to {self.vocab_size - 1}")
         object.__setattr__(self, "silent_tokens", tuple(silent))
         if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
             raise refuse("experts_per_token", f"from 2 to experts={self.experts}")
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
-        if not isinstance(self.layers, tuple | list) or not self.layers or not all(isinstance(spec, str) for spec in self.layers):
+        if (
+            not isinstance(self.layers, tuple | list)
+            or not self.layers
+            or not all(isinstance(spec, str) for spec in self.layers)
+        ):
             raise refuse("layers", 'a tuple with one operator spec a layer, such as ("softmax", "sko")')
         # a list from JSON is as good as a tuple, but a value must be hashable
         object.__setattr__(self, "layers", tuple(self.layers))
         for spec in dict.fromkeys(self.layers):
             check(spec, self.dim)  # an unknown name or argument is refused here, not when the model is built
         if self.head_dim is None and self.dim % self.heads:
-            raise ArgumentError(f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim.")
+            raise ArgumentError(
+                f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim."
+            )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")
         if self.rotary and (self.qk_dim or self.size_of_head) % 2:
-            raise ArgumentError(f"ModelConfig: rotary needs an even head size, received {self.qk_dim or self.size_of_head}.")
+            raise ArgumentError(
+                f"ModelConfig: rotary needs an even head size, received {self.qk_dim or self.size_of_head}."
+            )
         if not isinstance(self.conv, int):
             if not isinstance(self.conv, (tuple, list)) or len(self.conv) != len(self.layers):
                 raise refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
@@ -137,7 +147,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; those of ``_LATER`` only where they are not at their default."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _LATER or getattr(self, field.name) != field.default}
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _LATER or getattr(self, field.name) != field.default
+        }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     @classmethod
@@ -154,7 +168,9 @@ def from_fields(cls: type[Config], fields: Mapping[str, Any]) -> Config:
     check_fields(f"{cls.__name__}.from_dict", cls, fields)
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(fields) - set(known))
-    missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields)
+    missing = sorted(
+        name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields
+    )
     if unknown or missing:
         parts = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(missing)
         raise ArgumentError(f"{cls.__name__}.from_dict: {'; '.join(parts)}. Known fields: {', '.join(known)}.")

@@ -46,7 +46,9 @@ def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Te
     def take(name: str, target: Tensor) -> None:
         value = left.pop(name, None)
         if value is None or value.shape != target.shape:
-            raise ArgumentError(f"{call}: {name} of shape {tuple(target.shape)} was required, received {None if value is None else tuple(value.shape)}.")
+            raise ArgumentError(
+                f"{call}: {name} of shape {tuple(target.shape)} was required, received {None if value is None else tuple(value.shape)}."
+            )
         target.copy_(value)
 
     with torch.no_grad():

@@ -71,7 +71,9 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         if torch.is_grad_enabled():
             # with create_graph the second derivative would be silently zero, which once_differentiable does not catch
-            raise ArgumentError("cross_entropy_sum: it is differentiable once; create_graph=True needs torch.nn.functional.cross_entropy on model(tokens).")
+            raise ArgumentError(
+                "cross_entropy_sum: it is differentiable once; create_graph=True needs torch.nn.functional.cross_entropy on model(tokens)."
+            )
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
         return (

@@ -71,7 +71,14 @@ class Encoder(nn.Module):
             block.reset_parameters(draws.child(f"blocks.{index}"))
         self.norm.reset_parameters()
 
-    def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None, merge: MergeSchedule | None = None, path: str = "auto") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        merge: MergeSchedule | None = None,
+        path: str = "auto",
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim): every token as its bucket, after the last layer.
 
         Args:
@@ -83,7 +90,14 @@ class Encoder(nn.Module):
         """
         return self.merged(x, key_padding_mask=key_padding_mask, merge=merge, path=path).unmerged()
 
-    def merged(self, x: Tensor, *, key_padding_mask: Tensor | None = None, merge: MergeSchedule | None = None, path: str = "auto") -> Merged:
+    def merged(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        merge: MergeSchedule | None = None,
+        path: str = "auto",
+    ) -> Merged:
         """What ``forward`` gives each token, by bucket. Arguments as there."""
         schedule = self.merge if merge is None else merge
         self._check_schedule(schedule)
@@ -99,7 +113,9 @@ class Encoder(nn.Module):
 
     def _check_schedule(self, schedule: MergeSchedule | None) -> None:
         if schedule is not None and len(schedule.rates) != len(self.blocks):
-            raise ArgumentError(f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received {len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one.")
+            raise ArgumentError(
+                f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received {len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one."
+            )
 
 
 @known_names
@@ -133,9 +149,18 @@ class VisionConfig:
     def __post_init__(self) -> None:
         for field in ("image", "patch", "channels", "classes", "dim", "heads"):
             require_whole(f"VisionConfig: {field}", getattr(self, field))
-        require(self.image % self.patch == 0, f"VisionConfig: patch must divide image={self.image}, received {self.patch}.")
-        require(self.init_std is None or self.init_std > 0, f"VisionConfig: init_std must be > 0 or None, received {self.init_std}.")
-        object.__setattr__(self, "layers", layer_list(self.layers, "VisionConfig") if isinstance(self.layers, str) else tuple(self.layers))
+        require(
+            self.image % self.patch == 0, f"VisionConfig: patch must divide image={self.image}, received {self.patch}."
+        )
+        require(
+            self.init_std is None or self.init_std > 0,
+            f"VisionConfig: init_std must be > 0 or None, received {self.init_std}.",
+        )
+        object.__setattr__(
+            self,
+            "layers",
+            layer_list(self.layers, "VisionConfig") if isinstance(self.layers, str) else tuple(self.layers),
+        )
         object.__setattr__(self, "merge", tuple(self.merge))
 
     @property
@@ -163,7 +188,12 @@ class VisionEncoder(nn.Module):
         self.patches = nn.Linear(config.channels * config.patch**2, config.dim)
         self.positions = nn.Parameter(torch.empty(config.tokens, config.dim))
         self.encoder = Encoder(
-            config.dim, config.layers, config.heads, qk_norm=config.qk_norm, hidden=config.hidden, merge=MergeSchedule(config.merge) if config.merge else None
+            config.dim,
+            config.layers,
+            config.heads,
+            qk_norm=config.qk_norm,
+            hidden=config.hidden,
+            merge=MergeSchedule(config.merge) if config.merge else None,
         )
         self.head = nn.Linear(config.dim, config.classes)
         self.reset_parameters(seed)
@@ -184,10 +214,14 @@ class VisionEncoder(nn.Module):
         """images (B, channels, image, image) -> logits (B, classes). merge and path as in ``Encoder.forward``."""
         return self.head(self.encoder.merged(self.tokens(images), merge=merge, path=path).pooled())
 
-    def loss(self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto") -> tuple[Tensor, int]:
+    def loss(
+        self, images: Tensor, labels: Tensor, *, merge: MergeSchedule | None = None, path: str = "auto"
+    ) -> tuple[Tensor, int]:
         """Cross-entropy in nats, summed over images, and how many they are. labels: (B,) int64."""
         if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
-            raise ArgumentError(f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received {labels.dtype} of shape {tuple(labels.shape)}.")
+            raise ArgumentError(
+                f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received {labels.dtype} of shape {tuple(labels.shape)}."
+            )
         return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
 
     def tokens(self, images: Tensor) -> Tensor:

@@ -59,10 +59,14 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
     for layer in layers:
         if layer.config._attn_implementation != NAME:
             model.set_attn_implementation(before)  # type: ignore[operator]
-            raise ArgumentError(f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot exchange. Models that follow its AttentionInterface are required.")
+            raise ArgumentError(
+                f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot exchange. Models that follow its AttentionInterface are required."
+            )
     _install(layers, made)
     config: Any = model.config
-    config.attn_implementation = NAME  # in config.json, where transformers reads it: a load that does not know the name fails by it
+    config.attn_implementation = (
+        NAME  # in config.json, where transformers reads it: a load that does not know the name fails by it
+    )
     setattr(config, NAME, {"operators": [own.config() for own in made]})
     return made
 
@@ -82,11 +86,15 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
     config = library.AutoConfig.from_pretrained(folder)
     written = getattr(config, NAME, None)
     if not isinstance(written, dict) or not isinstance(written.get("operators"), list):
-        raise ArgumentError(f"{call}: a model that was converted and saved is required; the config of {folder} holds no operators. Load it with transformers, and call hugging_face.convert(model).")
+        raise ArgumentError(
+            f"{call}: a model that was converted and saved is required; the config of {folder} holds no operators. Load it with transformers, and call hugging_face.convert(model)."
+        )
     name = (config.architectures or ["none"])[0]
     kind = getattr(library, name, None)
     if kind is None:
-        raise ArgumentError(f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it by its own code, and call hugging_face.convert(model).")
+        raise ArgumentError(
+            f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it by its own code, and call hugging_face.convert(model)."
+        )
 
     class Restored(kind):  # type: ignore[misc, valid-type]
         """The model with its operators in place before transformers fills in what was saved."""
@@ -98,8 +106,16 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             layers = _layers(call, self)
             declared = [Operator.from_config(each) for each in written["operators"]]
             if len(declared) != len(layers):
-                raise ArgumentError(f"{call}: an operator for each of {len(layers)} layers is required, and {folder} holds {len(declared)}. Save the model again.")
-            _install(layers, [own.for_heads(*_heads(layer), dim=layer.head_dim) for own, layer in zip(declared, layers, strict=True)])
+                raise ArgumentError(
+                    f"{call}: an operator for each of {len(layers)} layers is required, and {folder} holds {len(declared)}. Save the model again."
+                )
+            _install(
+                layers,
+                [
+                    own.for_heads(*_heads(layer), dim=layer.head_dim)
+                    for own, layer in zip(declared, layers, strict=True)
+                ],
+            )
 
     model = Restored.from_pretrained(folder, **options)
     model.__class__ = kind  # saved again, it is what it was
@@ -109,9 +125,15 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
 
 def operators(model: nn.Module) -> list[Operator]:
     """The operators of a converted model, by layer. Raises: ArgumentError for a model that was not converted."""
-    found = [own for module in model.modules() if hasattr(module, "layer_idx") and isinstance(own := getattr(module, "operator", None), Operator)]
+    found = [
+        own
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and isinstance(own := getattr(module, "operator", None), Operator)
+    ]
     if not found:
-        raise ArgumentError(f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call hugging_face.convert(model) first, or load it with hugging_face.from_pretrained.")
+        raise ArgumentError(
+            f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call hugging_face.convert(model) first, or load it with hugging_face.from_pretrained."
+        )
     return found
 
 
@@ -119,7 +141,9 @@ def _transformers(call: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ArgumentError(f"{call}: the package transformers is required ({error}). pip install '{_REQUIRED}'") from error
+        raise ArgumentError(
+            f"{call}: the package transformers is required ({error}). pip install '{_REQUIRED}'"
+        ) from error
 
 
 def _register(library: Any) -> None:
@@ -129,9 +153,15 @@ def _register(library: Any) -> None:
 
 def _layers(call: str, model: nn.Module) -> list[Any]:
     """The layers of causal attention, in their order."""
-    layers = [module for module in model.modules() if getattr(module, "is_causal", None) is True and hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
+    layers = [
+        module
+        for module in model.modules()
+        if getattr(module, "is_causal", None) is True and hasattr(module, "layer_idx") and hasattr(module, "head_dim")
+    ]
     if not layers or not hasattr(model, "set_attn_implementation"):
-        raise ArgumentError(f"{call}: a model of transformers with layers of causal attention is required, received {type(model).__name__}.")
+        raise ArgumentError(
+            f"{call}: a model of transformers with layers of causal attention is required, received {type(model).__name__}."
+        )
     return layers
 
 
@@ -151,7 +181,9 @@ def _heads(layer: Any) -> tuple[int, int]:
 def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operator:
     config, scale = layer.config, _scale(layer)
     if getattr(layer, "attention_dropout", 0.0) or getattr(getattr(layer, "attn_dropout", None), "p", 0.0):
-        raise ArgumentError(f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the config's dropout of attention to 0 first.")
+        raise ArgumentError(
+            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the config's dropout of attention to 0 first."
+        )
     if isinstance(operator, str):
         made = mechanisms.resolve(operator)
     else:
@@ -163,12 +195,16 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
         made = made.replace(prior=(*made.prior, Window(left=window - 1)))
     need = _need(made, layer.head_dim)
     if need is not None:
-        raise ArgumentError(f"{call}: operator {made.name!r} needs {need}. Use zonal.nn.Attention, which has it, or another operator.")
+        raise ArgumentError(
+            f"{call}: operator {made.name!r} needs {need}. Use zonal.nn.Attention, which has it, or another operator."
+        )
     made.check(call, layer.head_dim)
     try:
         own = made.for_heads(*_heads(layer), dim=layer.head_dim)
     except ArgumentError as error:
-        raise ArgumentError(f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers a head: {error}") from error
+        raise ArgumentError(
+            f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers a head: {error}"
+        ) from error
     if own.score != made.score:  # it was sized here: what it draws is this layer's own
         own.start(1.0, layer.layer_idx)
     return own.to(next(layer.parameters()).device)
@@ -220,17 +256,40 @@ def attend(
     call = "hugging_face.attend"
     operator = getattr(module, "operator", None)
     if not isinstance(operator, Operator):
-        raise ArgumentError(f"{call}: {type(module).__name__} has no operator. Convert the model with hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained.")
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} has no operator. Convert the model with hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained."
+        )
     given = [name for name in _UNKNOWN if others.get(name) is not None]
     if dropout or output_attentions or given or (scaling is not None and scaling != _scale(module)):
-        what = given[0] if given else f"dropout={dropout}" if dropout else "output_attentions" if output_attentions else f"scaling={scaling}"
-        raise ArgumentError(f"{call}: {type(module).__name__} asks for {what}, which operators do not know. Use another attn_implementation for this model.")
+        what = (
+            given[0]
+            if given
+            else f"dropout={dropout}"
+            if dropout
+            else "output_attentions"
+            if output_attentions
+            else f"scaling={scaling}"
+        )
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} asks for {what}, which operators do not know. Use another attn_implementation for this model."
+        )
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
     if sliding_window is not None and (own is None or own.left >= sliding_window):
-        raise ArgumentError(f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such Window. Convert the model again.")
+        raise ArgumentError(
+            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such Window. Convert the model again."
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ArgumentError(f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(attention_mask.shape)}.")
-    y = attention(query, key, value, operator, causal=True, key_padding_mask=None if attention_mask is None else attention_mask.bool())
+        raise ArgumentError(
+            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(attention_mask.shape)}."
+        )
+    y = attention(
+        query,
+        key,
+        value,
+        operator,
+        causal=True,
+        key_padding_mask=None if attention_mask is None else attention_mask.bool(),
+    )
     assert isinstance(y, Tensor)
     return _read_out(module, operator, y.transpose(1, 2)), None
 
@@ -243,7 +302,13 @@ def _read_out(layer: Any, operator: Operator, y: Tensor) -> Tensor:
 
 
 def padding(
-    q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = False, **others: Any
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = False,
+    **others: Any,
 ) -> Tensor | None:
     """The mask that transformers makes for converted layers: of real tokens (B, S), None where all are; operators know causality and windows by themselves.
 

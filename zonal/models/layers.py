@@ -45,10 +45,14 @@ def split(text: str, call: str) -> tuple[str, ...]:
         else:
             part += letter
     if depth or quote:
-        raise ArgumentError(f"{call}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'.")
+        raise ArgumentError(
+            f"{call}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'."
+        )
     found.append(part.strip())
     if not all(found):
-        raise ArgumentError(f"{call}: {text!r} has an empty entry. Write names separated by commas, such as softmax,sko.")
+        raise ArgumentError(
+            f"{call}: {text!r} has an empty entry. Write names separated by commas, such as softmax,sko."
+        )
     return tuple(found)
 
 
@@ -65,7 +69,9 @@ def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
         if times < 1:
             raise ArgumentError(f"{call}: {part!r} must be repeated at least once.")
         if len(found) + times > MOST_LAYERS:
-            raise ArgumentError(f"{call}: a model has at most {MOST_LAYERS:,} layers, and {part!r} asks for more. Repeat it less often.")
+            raise ArgumentError(
+                f"{call}: a model has at most {MOST_LAYERS:,} layers, and {part!r} asks for more. Repeat it less often."
+            )
         found += [spec] * times
     return tuple(found)
 
@@ -84,7 +90,9 @@ def layers_for(entry: str, count: int) -> tuple[str, ...]:
         return (entry,) * count
     layers = layer_list(entry)
     if len(layers) != count:
-        raise ArgumentError(f"layers: {entry!r} has {len(layers)} layers, the model has {count}. Give as many, or ask for a model of {len(layers)} layers.")
+        raise ArgumentError(
+            f"layers: {entry!r} has {len(layers)} layers, the model has {count}. Give as many, or ask for a model of {len(layers)} layers."
+        )
     return layers
 
 
@@ -112,16 +120,25 @@ def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool],
         inner, size = specs.made(spec, {LIFTED: _lifted})
         return attention(inner, 1, size, False)
     if name == GATED:
-        return mixer(specs.made(spec, {GATED: _gated}), dim, lambda inner, share, size, _: attention(inner, share, size, True))
+        return mixer(
+            specs.made(spec, {GATED: _gated}), dim, lambda inner, share, size, _: attention(inner, share, size, True)
+        )
     if name != MIXTURE:
         return attention(spec, 1, None, False)
     parts, hidden = specs.made(spec, {MIXTURE: _mixture})
-    return Mixture([mixer(part, dim, lambda inner, _, size, gated: attention(inner, len(parts), size, gated)) for part in parts], hidden)
+    return Mixture(
+        [mixer(part, dim, lambda inner, _, size, gated: attention(inner, len(parts), size, gated)) for part in parts],
+        hidden,
+    )
 
 
 def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...], int]:
     """The arguments of ``mixture(parts=("rewa", "softmax"), hidden=16)``."""
-    fits = isinstance(parts, tuple | list) and len(parts) > 1 and all(isinstance(part, str) and specs.name_of(part) != MIXTURE for part in parts)
+    fits = (
+        isinstance(parts, tuple | list)
+        and len(parts) > 1
+        and all(isinstance(part, str) and specs.name_of(part) != MIXTURE for part in parts)
+    )
     if not fits or not isinstance(hidden, int) or hidden < 1:
         raise ArgumentError(
             f"mixture: parts must be two specs or more that are no mixtures, such as parts=('rewa', 'softmax'), and hidden >= 1, received {parts!r} and {hidden!r}."
@@ -133,17 +150,23 @@ def _lifted(operator: str, size: int) -> tuple[str, int]:
     """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s ``cg_lift``."""
     fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, GATED, *_RECURRENCES)
     if not fits or not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ArgumentError(f"lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted to are required, received {operator!r} and {size!r}.")
+        raise ArgumentError(
+            f"lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted to are required, received {operator!r} and {size!r}."
+        )
     return operator, size
 
 
 def _gated(operator: str) -> str:
     """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s ``key_gate``."""
     if not isinstance(operator, str) or specs.name_of(operator) in (MIXTURE, GATED, *_RECURRENCES):
-        raise ArgumentError(f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}.")
+        raise ArgumentError(
+            f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}."
+        )
     (inner,) = operators_in(operator)
     if not mechanisms.resolve(inner).anchor.solves:
-        raise ArgumentError(f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or kernel_ridge, or leave the gate out.")
+        raise ArgumentError(
+            f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or kernel_ridge, or leave the gate out."
+        )
     return operator
 
 
@@ -173,7 +196,12 @@ def check(spec: str, dim: int) -> None:
     elif name == LIFTED:
         check(specs.made(spec, {LIFTED: _lifted})[0], dim)
     elif name not in mechanisms.names() and name not in mechanisms.SHORT:
-        raise unknown_name("operator spec", "operator", name, [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED, GATED])
+        raise unknown_name(
+            "operator spec",
+            "operator",
+            name,
+            [*mechanisms.names(), *mechanisms.SHORT, *_RECURRENCES, MIXTURE, LIFTED, GATED],
+        )
     else:
         mechanisms.resolve(spec)
 

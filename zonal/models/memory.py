@@ -101,7 +101,9 @@ class ModelMemory:
             raise ArgumentError("ModelMemory.stack: at least one memory is required.")
         for other in memories[1:]:
             memories[0]._same_model("stack", other)
-        return memories[0]._with(LayerMemory.stack(layers) for layers in zip(*(memory.layers for memory in memories), strict=True))
+        return memories[0]._with(
+            LayerMemory.stack(layers) for layers in zip(*(memory.layers for memory in memories), strict=True)
+        )
 
     def unbind(self) -> "tuple[ModelMemory, ...]":
         """A memory for each sequence."""
@@ -132,9 +134,13 @@ class ModelMemory:
 
     def _same_model(self, verb: str, other: "ModelMemory") -> None:
         if not isinstance(other, ModelMemory):
-            raise ArgumentError(f"ModelMemory.{verb}: another ModelMemory is required, received {type(other).__name__}.")
+            raise ArgumentError(
+                f"ModelMemory.{verb}: another ModelMemory is required, received {type(other).__name__}."
+            )
         if len(other.layers) != len(self.layers) or (self.origin and other.origin and self.origin != other.origin):
-            raise ArgumentError(f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read both texts with the same weights (prefill).")
+            raise ArgumentError(
+                f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read both texts with the same weights (prefill)."
+            )
 
 
 def fingerprint(model: nn.Module) -> str:

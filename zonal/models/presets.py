@@ -52,7 +52,9 @@ def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = No
     base = next((known for known in PRESETS if name == known or name.startswith(f"{known}-")), None)
     if base is None:
         raise unknown_name("preset", "preset", name, names())
-    plain = dataclasses.replace(PRESETS[base], max_len=max_len, vocab_size=PRESETS[base].vocab_size if vocab_size is None else vocab_size)
+    plain = dataclasses.replace(
+        PRESETS[base], max_len=max_len, vocab_size=PRESETS[base].vocab_size if vocab_size is None else vocab_size
+    )
     endings = [f"-{mixer}{mlp}" for mixer in _MIXERS for mlp in ("", *_mlps())] + list(_mlps())
     if name == base:
         return plain
@@ -89,7 +91,9 @@ def matched(config: ModelConfig, parameters: int) -> ModelConfig:
     Raises: ArgumentError when the model has no mlp, or more parameters without one.
     """
     if config.mlp == "none":
-        raise ArgumentError("matched: the size of the mlp makes up for other parts, and this config has mlp='none'. Choose another mlp.")
+        raise ArgumentError(
+            "matched: the size of the mlp makes up for other parts, and this config has mlp='none'. Choose another mlp."
+        )
 
     def sized(hidden: int) -> ModelConfig:
         return dataclasses.replace(config, mlp_ratio=hidden / config.dim)
@@ -98,7 +102,9 @@ def matched(config: ModelConfig, parameters: int) -> ModelConfig:
     step = num_parameters(sized(16)) - least  # what 8 numbers more take, in all layers
     more = round((parameters - least) / step)
     if more < 0:
-        raise ArgumentError(f"matched: this config has {least:,} parameters with an mlp of 8 numbers, {parameters:,} were asked for. Ask for more.")
+        raise ArgumentError(
+            f"matched: this config has {least:,} parameters with an mlp of 8 numbers, {parameters:,} were asked for. Ask for more."
+        )
     return sized(8 + 8 * more)
 
 

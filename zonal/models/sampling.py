@@ -29,7 +29,9 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
-            raise ArgumentError(f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received {self.temperature}.")
+            raise ArgumentError(
+                f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received {self.temperature}."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ArgumentError(f"generate: top_k must be at least 1 or None, received {self.top_k}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -40,7 +42,9 @@ class Sampler:
         logits = logits.double() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             # by rank and not by value, so that ties do not let more than k through
-            kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(self.top_k, dim=-1).indices, True)
+            kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(
+                -1, logits.topk(self.top_k, dim=-1).indices, True
+            )
             logits = logits.masked_fill(~kept, -math.inf)
         probabilities = logits.softmax(dim=-1)
         if self.top_p is not None and self.top_p < 1:
@@ -69,7 +73,9 @@ class StopRule:
     def __init__(self, stop: Sequence[int | Sequence[int]], batch: int) -> None:
         self.sequences = [(item,) if isinstance(item, int) else tuple(item) for item in stop]
         if not all(self.sequences):
-            raise ArgumentError("generate: stop holds an empty sequence. Give token ids, or sequences of at least one token id.")
+            raise ArgumentError(
+                "generate: stop holds an empty sequence. Give token ids, or sequences of at least one token id."
+            )
         longest = max((len(sequence) for sequence in self.sequences), default=0)
         self._keep = longest
         self._recent: list[list[int]] = [[] for _ in range(batch)]

@@ -34,7 +34,9 @@ class TextEncoder(nn.Module):
                 f"TextEncoder: layers must see both ways, which {one_way[0] if one_way else f'conv={config.conv}'} does not. Use operators such as 'softmax' or 'sinkhorn' in layers, and conv=0."
             )
         if config.silent_tokens:
-            raise ArgumentError("TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out.")
+            raise ArgumentError(
+                "TextEncoder: silent_tokens are for causal models, whose memories they are kept out of. Leave them out."
+            )
         self.config = config
         rotary = Rotary(config.qk_dim or config.size_of_head, config.rotary_base) if config.rotary else False
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
@@ -69,21 +71,42 @@ class TextEncoder(nn.Module):
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
 
-    def hidden(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto") -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor:
         """tokens (B, T) -> (B, T, dim). Masks and path as in ``nn.Attention``.
 
         Raises: ArgumentError for what are no tokens.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}.")
+            raise ArgumentError(
+                f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}."
+            )
         records: Records = (self.embedding(tokens),)
         for block in self.blocks:
-            records = self.history.kept(records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path))
+            records = self.history.kept(
+                records, block(records, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+            )
         return self.norm(self.history(records))
 
-    def forward(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto") -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
+    ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) of what stands, or stood, at each position."""
-        return F.linear(self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path), self._head_weight())
+        return F.linear(
+            self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path),
+            self._head_weight(),
+        )
 
     def pooled(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, path: str = "auto") -> Tensor:
         """tokens (B, T) -> the mean over real tokens, (B, dim)."""
@@ -94,11 +117,19 @@ class TextEncoder(nn.Module):
         return torch.where(real, x, 0).sum(1) / real.sum(1).clamp_min(1)
 
     def loss(
-        self, tokens: Tensor, targets: Tensor, *, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, path: str = "auto"
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        path: str = "auto",
     ) -> tuple[Tensor, int]:
         """Cross-entropy where ``targets`` (B, T) is not -100: the sum in nats and the number of such positions, as in ``CausalLM.loss``."""
         if targets.shape != tokens.shape or targets.dtype != torch.int64:
-            raise ArgumentError(f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}.")
+            raise ArgumentError(
+                f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}."
+            )
         supervised = targets != _UNSUPERVISED
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]
         return cross_entropy_sum(rows, self._head_weight(), targets[supervised]), rows.shape[0]

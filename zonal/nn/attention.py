@@ -84,12 +84,16 @@ class Attention(TokenMixer):
             raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
         if head_dim is None:
             if dim % heads:
-                raise ArgumentError(f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads or pass head_dim.")
+                raise ArgumentError(
+                    f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads or pass head_dim."
+                )
             head_dim = dim // heads
         if head_dim < 1:
             raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
         if readout_norm not in ("auto", "head", "concat", None):
-            raise ArgumentError(f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}.")
+            raise ArgumentError(
+                f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
+            )
         if conv < 0 or conv == 1:
             raise ArgumentError(f"nn.Attention: conv must be 0 (none) or a width of at least 2, received {conv}.")
 
@@ -104,10 +108,14 @@ class Attention(TokenMixer):
         self.neighbours = resolved.score.deaths
         self.key_dim = (qk_dim if cg_lift is None else cg_lift) + self.neighbours
         self.operator: Operator = resolved.for_heads(heads, kv_heads, dim=self.key_dim)
-        self._starts = self.operator.score != resolved.score  # it was sized here: what it draws and how it starts is the layer's
+        self._starts = (
+            self.operator.score != resolved.score
+        )  # it was sized here: what it draws and how it starts is the layer's
         self.operator.score.check_values(head_dim)
         if causal and self.operator.anchor.couples:
-            raise ArgumentError(f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, causal=True {LEAK}; pass causal=False for an encoder.")
+            raise ArgumentError(
+                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, causal=True {LEAK}; pass causal=False for an encoder."
+            )
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
@@ -124,12 +132,16 @@ class Attention(TokenMixer):
             )
         one_map = self.operator.score.one_map
         if one_map and kv_heads != heads:
-            raise ArgumentError(f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}.")
+            raise ArgumentError(
+                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}."
+            )
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
         self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.output = nn.Linear(heads * head_dim, dim, bias=bias)
-        if isinstance(rotary, Rotary) and rotary.head_dim != qk_dim:  # shared with layers whose queries have another size
+        if (
+            isinstance(rotary, Rotary) and rotary.head_dim != qk_dim
+        ):  # shared with layers whose queries have another size
             rotary = Rotary(qk_dim, rotary.base)
         self.rotary: Rotary | None = rotary if isinstance(rotary, Rotary) else Rotary(qk_dim) if rotary else None
         self.convolution = ShortConvolution(dim, conv) if conv else None
@@ -139,7 +151,9 @@ class Attention(TokenMixer):
         self.query_mass, self.key_mass = (MassGate(dim, count) if learns else None for count in (heads, kv_heads))
         self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
         if key_gate and not self.operator.anchor.solves:
-            raise ArgumentError(f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out.")
+            raise ArgumentError(
+                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out."
+            )
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
         self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
         if self.readout_norm == "head":
@@ -182,7 +196,12 @@ class Attention(TokenMixer):
             nn.init.zeros_(self.output.weight)
         if self.init == "orthogonal":
             draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
-        for name, gate in (("decay_gate", self.decay_gate), ("key_gate", self.key_gate), ("query_mass", self.query_mass), ("key_mass", self.key_mass)):
+        for name, gate in (
+            ("decay_gate", self.decay_gate),
+            ("key_gate", self.key_gate),
+            ("query_mass", self.query_mass),
+            ("key_mass", self.key_mass),
+        ):
             if gate is not None:
                 gate.reset_parameters(draws.child(name))
         if self.convolution is not None:
@@ -201,9 +220,13 @@ class Attention(TokenMixer):
         if self.key_norm is not None:
             return 1.0
         size = std * self.dim**0.5 if self.init == "default" else 1.0
-        return size if self.convolution is None else size * 3**-0.5  # its weights are drawn from U(-1/sqrt(w), 1/sqrt(w))
+        return (
+            size if self.convolution is None else size * 3**-0.5
+        )  # its weights are drawn from U(-1/sqrt(w), 1/sqrt(w))
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
         dtype = dtype or self.query.weight.dtype
         device = torch.device(device) if device is not None else self.query.weight.device
@@ -238,7 +261,9 @@ class Attention(TokenMixer):
         if mass is not None:
             self._check_mass(x, mass, memory, key_padding_mask, cu_seqlens)
             key_padding_mask = mass > 0
-            if not isinstance(self.operator.anchor, PlanAnchor):  # whose reference is mu nu^T K: its masses count tokens
+            if not isinstance(
+                self.operator.anchor, PlanAnchor
+            ):  # whose reference is mu nu^T K: its masses count tokens
                 key_bias = mass.masked_fill(~key_padding_mask, 1).log()[:, None].expand(-1, self.kv_heads, -1)
         x = self._real(x, key_padding_mask)
         q, k, v, inner, tail = self._projected(x, memory, key_padding_mask, cu_seqlens)
@@ -253,7 +278,9 @@ class Attention(TokenMixer):
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
-            if mass is not None and isinstance(self.operator.anchor, Count):  # which has divided by the number of buckets
+            if mass is not None and isinstance(
+                self.operator.anchor, Count
+            ):  # which has divided by the number of buckets
                 result = result * ((mass > 0).sum(1) / mass.sum(1).clamp_min(1)).to(result)[:, None, None, None]
             return self._read_out(score.carried(result, q, back=True) if score.transports else result)
         assert isinstance(result, tuple)  # a pair, since a memory was given
@@ -261,7 +288,14 @@ class Attention(TokenMixer):
         y = score.carried(y, q, back=True) if score.transports else y
         return self._read_out(y), memory.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
-    def _check_mass(self, x: Tensor, mass: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def _check_mass(
+        self,
+        x: Tensor,
+        mass: Tensor,
+        memory: LayerMemory | None,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
         """Refuse masses where a token cannot stand for several."""
 
         def refuse(reason: str) -> ArgumentError:
@@ -277,14 +311,26 @@ class Attention(TokenMixer):
                 f"mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as often as it has tokens, and for plans, whose masses do; operator "
                 f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. Use one of those, or no merging."
             )
-        if self.operator.prior or self.rotary is not None or self.convolution is not None or self.neighbours or cu_seqlens is not None:
+        if (
+            self.operator.prior
+            or self.rotary is not None
+            or self.convolution is not None
+            or self.neighbours
+            or cu_seqlens is not None
+        ):
             raise refuse(
                 "a bucket of tokens (mass) has no one place, which rotary positions, a short convolution, neighbourhoods, packed documents and position priors ask for. "
                 "Add positions to the input of the first layer instead, or use no merging."
             )
         if mass.shape != x.shape[:2] or not mass.is_floating_point() or key_padding_mask is not None:
-            given = "beside a key_padding_mask" if key_padding_mask is not None else f"{mass.dtype} of shape {tuple(mass.shape)}"
-            raise refuse(f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a key_padding_mask, received {given}.")
+            given = (
+                "beside a key_padding_mask"
+                if key_padding_mask is not None
+                else f"{mass.dtype} of shape {tuple(mass.shape)}"
+            )
+            raise refuse(
+                f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a key_padding_mask, received {given}."
+            )
 
     def _projected(
         self, x: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
@@ -323,7 +369,12 @@ class Attention(TokenMixer):
         return found[0], found[1]
 
     def _with_deaths(
-        self, q: Tensor, k: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        memory: LayerMemory | None,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
         earlier = None
@@ -334,7 +385,9 @@ class Attention(TokenMixer):
         found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
 
-    def stored_keys(self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> Tensor:
+    def stored_keys(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None
+    ) -> Tensor:
         """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
         x = self._real(x, key_padding_mask)
         _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
@@ -354,9 +407,13 @@ class Attention(TokenMixer):
     def evidence_of(self, call: Call) -> Tensor:
         """``evidence``, of the call that ``called`` has made."""
         if not self.operator.tags.positive:
-            raise ArgumentError(f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has no logarithm. Its link would have to be a positive one.")
+            raise ArgumentError(
+                f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has no logarithm. Its link would have to be a positive one."
+            )
         with torch.no_grad():
-            block, visible = definition.evidence(call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, call.bias)
+            block, visible = definition.evidence(
+                call.bound, call.coefficients, call.q, call.expand(call.k), call.visibility, call.bias
+            )
             block = block if call.tags.log_space else block.log().masked_fill(~visible, float("-inf"))
             anchor = call.bound.anchor
             return block.masked_fill(block < anchor.least(block), float("-inf")) if isinstance(anchor, TopK) else block

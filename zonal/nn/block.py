@@ -36,7 +36,14 @@ class Block(nn.Module):
         records: for "dense", how many those are: the block's place in its model, from 1.
     """
 
-    def __init__(self, attention: TokenMixer, mlp: FeedForward | None = None, eps: float = 1e-6, residual: Residual = "pre", records: int = 1) -> None:
+    def __init__(
+        self,
+        attention: TokenMixer,
+        mlp: FeedForward | None = None,
+        eps: float = 1e-6,
+        residual: Residual = "pre",
+        records: int = 1,
+    ) -> None:
         super().__init__()
         if residual not in get_args(Residual):
             raise unknown_name("nn.Block", "residual", residual, get_args(Residual))
@@ -62,19 +69,29 @@ class Block(nn.Module):
             if gate is not None:
                 gate.reset_parameters(draws.child(name))
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun."""
         return self.attention.empty_memory(batch, dtype, device)
 
     def mixing(self, update: Callable[[Tensor], Any] | None = None) -> Stage:
         """The first stage. update: the block's attention, unless another call of it is given."""
-        return self._stage(self.attention if update is None else update, self.history, self.attention_norm, self.attention_gate)
+        return self._stage(
+            self.attention if update is None else update, self.history, self.attention_norm, self.attention_gate
+        )
 
     def feeding(self) -> Stage | None:
         """The second stage, where there is an mlp."""
-        return None if self.mlp is None or self.mlp_norm is None else self._stage(self.mlp, LATEST, self.mlp_norm, self.mlp_gate)
+        return (
+            None
+            if self.mlp is None or self.mlp_norm is None
+            else self._stage(self.mlp, LATEST, self.mlp_norm, self.mlp_gate)
+        )
 
-    def _stage(self, update: Callable[[Tensor], Any], memory: Latest | DenseSkip, norm: RMSNorm, gate: GatedResidual | None) -> Stage:
+    def _stage(
+        self, update: Callable[[Tensor], Any], memory: Latest | DenseSkip, norm: RMSNorm, gate: GatedResidual | None
+    ) -> Stage:
         if self.residual == "post":
             return Stage(update, memory, compose=PostNorm(norm))
         return Stage(update, memory, norm, torch.add if gate is None else gate)
@@ -98,11 +115,20 @@ class Block(nn.Module):
         mixer = self.attention
         if mass is not None:
             if not isinstance(mixer, Attention):
-                raise ArgumentError(f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it.")
+                raise ArgumentError(
+                    f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it."
+                )
             mixer = functools.partial(mixer, mass=mass)
         if action_mask is not None and self.attention.chooses:
             mixer = functools.partial(mixer, action_mask=action_mask)
-        call = functools.partial(mixer, memory=memory, return_memory=return_memory, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
+        call = functools.partial(
+            mixer,
+            memory=memory,
+            return_memory=return_memory,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            path=path,
+        )
         result = self.mixing(call)(x)
         y, *after = result if isinstance(result, tuple) else (result,)
         feeding = self.feeding()

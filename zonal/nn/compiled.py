@@ -15,7 +15,9 @@ from zonal.kernels.cpp.mixer_library import Seen
 def refusal(*tensors: Tensor | None) -> str | None:
     """Why torch runs in the kernel's place on these tensors, or None. The kernel is compiled at its first use."""
     given = [x for x in tensors if x is not None]
-    reason = next((why for x in given if (why := availability.unfit(x.device.type, x.dtype, ("cpu", "meta"))) is not None), None)
+    reason = next(
+        (why for x in given if (why := availability.unfit(x.device.type, x.dtype, ("cpu", "meta"))) is not None), None
+    )
     if reason is not None:
         return reason
     if any(x.dtype != torch.float32 for x in given):
@@ -38,7 +40,14 @@ def _recorded(*tensors: Tensor | None) -> bool:
 
 
 def convolution(
-    x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    bias: Tensor | None,
+    seen: Seen,
+    silu: bool,
+    heads: int,
+    parts: list[int],
 ) -> list[Tensor]:
     """``mixer_library.convolution`` with gradients, for tensors that are not refused."""
     if not _recorded(x, tail, taps, bias) and native.plain(x):
@@ -46,7 +55,9 @@ def convolution(
     return list(mixer_ops.short_convolution(x, tail, taps, bias, *seen, silu, heads, parts)[: len(parts)])
 
 
-def gated_norm(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float) -> Tensor:
+def gated_norm(
+    y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float
+) -> Tensor:
     """``mixer_library.gated_norm`` with gradients, for tensors that are not refused."""
     if not _recorded(y, v, z, skip, gain) and native.plain(y, z):
         return mixer_library.gated_norm(y, v, z, skip, gain, groups, eps)

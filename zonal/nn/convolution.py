@@ -16,7 +16,11 @@ from zonal.nn.positions import check_masks, document_index, document_positions
 def _windows(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
     """Every full window of x (B, T, C) under taps (C, w), oldest first. As an image of height 1 with its channels last, x needs no copy."""
     with torch.autocast(x.device.type, enabled=False):
-        return F.conv2d(x.transpose(1, 2).unsqueeze(2), taps[:, None, None], bias, groups=x.shape[2]).squeeze(2).transpose(1, 2)
+        return (
+            F.conv2d(x.transpose(1, 2).unsqueeze(2), taps[:, None, None], bias, groups=x.shape[2])
+            .squeeze(2)
+            .transpose(1, 2)
+        )
 
 
 class _Filter(torch.autograd.Function):
@@ -37,7 +41,9 @@ class _Filter(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, taps = ctx.saved_tensors
         grad, width = grad_outputs[0], taps.shape[1]
-        dx = _windows(F.pad(grad, (0, 0, width - 1, width - 1)), taps.flip(1), None) if ctx.needs_input_grad[0] else None
+        dx = (
+            _windows(F.pad(grad, (0, 0, width - 1, width - 1)), taps.flip(1), None) if ctx.needs_input_grad[0] else None
+        )
         dtaps = None
         if ctx.needs_input_grad[1]:
             dtaps = torch.stack([(grad * x[:, i : i + grad.shape[1]]).sum((0, 1)) for i in range(width)], dim=1)
@@ -67,7 +73,9 @@ class ShortConvolution(nn.Module):
     def __init__(self, dim: int, width: int, activation: str | None = None, bias: bool = False) -> None:
         super().__init__()
         if dim < 1 or width < 2:
-            raise ArgumentError(f"ShortConvolution: required dim >= 1 and width >= 2, received dim={dim}, width={width}.")
+            raise ArgumentError(
+                f"ShortConvolution: required dim >= 1 and width >= 2, received dim={dim}, width={width}."
+            )
         if activation not in (None, "silu"):
             raise ArgumentError(f"ShortConvolution: activation must be None or 'silu', received {activation!r}.")
         self.dim = dim
@@ -82,9 +90,13 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             draws.uniform_(self.bias, "bias", self.width**-0.5)
 
-    def empty_tail(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    def empty_tail(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
         """The tail of a sequence that has not begun: zeros (batch, w − 1, dim)."""
-        return torch.zeros(batch, self.width - 1, self.dim, dtype=dtype or self.weight.dtype, device=device or self.weight.device)
+        return torch.zeros(
+            batch, self.width - 1, self.dim, dtype=dtype or self.weight.dtype, device=device or self.weight.device
+        )
 
     def forward(
         self,
@@ -124,20 +136,32 @@ class ShortConvolution(nn.Module):
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ArgumentError(f"ShortConvolution: x must be (batch, tokens, {self.dim}), received {tuple(x.shape)}.")
         if not 1 <= len(sizes) <= 3 or sum(sizes) != self.dim or sizes[0] % heads:
-            raise ArgumentError(f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of heads; received {sizes}, {heads}.")
+            raise ArgumentError(
+                f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of heads; received {sizes}, {heads}."
+            )
         batch, length, _ = x.shape
         check_masks("ShortConvolution", batch, length, key_padding_mask, cu_seqlens)
         if tail is not None and cu_seqlens is not None:
-            raise ArgumentError("ShortConvolution: packed documents (cu_seqlens) start afresh and take no tail. Pass one of the two.")
+            raise ArgumentError(
+                "ShortConvolution: packed documents (cu_seqlens) start afresh and take no tail. Pass one of the two."
+            )
         if tail is not None and tail.shape != (batch, self.width - 1, self.dim):
-            raise ArgumentError(f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}.")
+            raise ArgumentError(
+                f"ShortConvolution: tail must be {(batch, self.width - 1, self.dim)}, received {tuple(tail.shape)}."
+            )
         tail = None if tail is None else tail.to(x.dtype)
         compiled = length > 1 and self.width <= WIDEST and refusal(x, tail, self.weight, self.bias) is None
         filtered = self._compiled if compiled else self._by_torch
         return filtered(x, sizes, tail, heads, key_padding_mask, cu_seqlens)
 
     def _compiled(
-        self, x: Tensor, sizes: list[int], tail: Tensor | None, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        sizes: list[int],
+        tail: Tensor | None,
+        heads: int,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[list[Tensor], Tensor]:
         """In one pass over x, without copies of what windows see."""
         order = present = reach = None
@@ -146,10 +170,14 @@ class ShortConvolution(nn.Module):
             present = mask.sum(dim=1, dtype=torch.int32)
         if cu_seqlens is not None:
             reach = document_positions(cu_seqlens, x.shape[1]).to(torch.int32)
-        y = convolution(x, tail, self.weight, self.bias, Seen(order, present, reach), self.activation == "silu", heads, sizes)
+        y = convolution(
+            x, tail, self.weight, self.bias, Seen(order, present, reach), self.activation == "silu", heads, sizes
+        )
         return y, self._after(x, tail, order, present, cu_seqlens)
 
-    def _after(self, x: Tensor, tail: Tensor | None, order: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _after(
+        self, x: Tensor, tail: Tensor | None, order: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
         """The last w − 1 tokens that are there, of the last document, with the tail before them."""
         gap = self.width - 1
         tail = x.new_zeros(x.shape[0], gap, self.dim) if tail is None else tail
@@ -163,7 +191,13 @@ class ShortConvolution(nn.Module):
         return torch.where((last < gap)[..., None], old, x.gather(1, token[..., None].expand(-1, -1, self.dim)))
 
     def _by_torch(
-        self, x: Tensor, sizes: list[int], tail: Tensor | None, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        sizes: list[int],
+        tail: Tensor | None,
+        heads: int,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[list[Tensor], Tensor]:
         tail = x.new_zeros(x.shape[0], self.width - 1, self.dim) if tail is None else tail
         if cu_seqlens is not None:

@@ -39,7 +39,9 @@ def of_memory(memory: Memory) -> RidgeDiagnostics:
 def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
     """(G, G + the ridge, M)."""
     if not isinstance(memory, RidgeStatistics | FadingStatistics):
-        raise ArgumentError(f"diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one of kind {memory.kind!r}.")
+        raise ArgumentError(
+            f"diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one of kind {memory.kind!r}."
+        )
     bound = memory.operator.bind(memory.form.heads, memory.form.heads)
     if isinstance(memory, FadingStatistics):
         return memory.gram, memory.regularised(bound), memory.shift
@@ -49,7 +51,9 @@ def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 @torch.no_grad()
-def of_layer(layer: Attention, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None) -> LayerDiagnostics:
+def of_layer(
+    layer: Attention, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None
+) -> LayerDiagnostics:
     """The diagnostics of a layer after inputs x (B, T, dim); masks as in the layer.
 
     Raises: ArgumentError for layers around other operators.

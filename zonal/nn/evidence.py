@@ -61,7 +61,9 @@ class _PlanProbe(Probe):
 
     @property
     def left(self) -> bool:
-        return isinstance(self.anchor, Plan | BoundedPlan) or (isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[0] is None)
+        return isinstance(self.anchor, Plan | BoundedPlan) or (
+            isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[0] is None
+        )
 
     @property
     def right(self) -> bool:
@@ -73,7 +75,9 @@ class _PlanProbe(Probe):
         def rows(a: Tensor, b: Tensor) -> Tensor:
             return (block + a[..., None] + b[..., None, :]).logsumexp(-1)
 
-        at = self.anchor.potentials(self.masses, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2))
+        at = self.anchor.potentials(
+            self.masses, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2)
+        )
         left = self.anchor.stepped(self.anchor.query_step, rows, mu, nu, at.query, at.key, True).potential[:, 0]
         right = weighted(nu, at.key)[:, 0]
         return Observed(block[:, 0] + left[..., None] + right[..., None, :], left, right)
@@ -101,19 +105,31 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
     for rank in ranks:
         require_whole("nn.evidence.forms: ranks", rank)
     rising = len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1]
-    require(rising, f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, received {tuple(ranks)}.")
+    require(
+        rising,
+        f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, received {tuple(ranks)}.",
+    )
     _check(layer, "forms")
     call = layer.called(x)
-    return [_form(kernel, _probe(call, head), ranks, refine) for head, kernel in enumerate(layer.evidence_of(call).unbind(1))]
+    return [
+        _form(kernel, _probe(call, head), ranks, refine)
+        for head, kernel in enumerate(layer.evidence_of(call).unbind(1))
+    ]
 
 
 @torch.no_grad()
 def maps(layer: Attention, x: Tensor, rank: int) -> list[HeadMaps]:
     """What each head makes of the first of the inputs x (B, T, dim), pair by pair. Raises: as ``forms``."""
     require_whole("nn.evidence.maps: rank", rank)
-    require(rank <= x.shape[1], f"nn.evidence.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.")
+    require(
+        rank <= x.shape[1],
+        f"nn.evidence.maps: a rank up to the number of tokens, {x.shape[1]}, is required, received {rank}.",
+    )
     _check(layer, "maps")
-    return [_maps(kernel, weights, rank) for kernel, weights in zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)]
+    return [
+        _maps(kernel, weights, rank)
+        for kernel, weights in zip(layer.evidence(x[:1])[0], layer.weights(x[:1])[0], strict=True)
+    ]
 
 
 def _check(layer: Attention, call: str) -> None:
@@ -136,7 +152,9 @@ def _probe(call: Call, head: int) -> Probe:
 def _maps(log_kernel: Tensor, weights: Tensor, rank: int) -> HeadMaps:
     """Of one head's log K and weights (T, T)."""
     form = probe.normal_form(log_kernel, rank)
-    product, weights = (x.masked_fill(log_kernel.isneginf(), float("-inf")) for x in (form.queries @ form.keys.mT, weights))
+    product, weights = (
+        x.masked_fill(log_kernel.isneginf(), float("-inf")) for x in (form.queries @ form.keys.mT, weights)
+    )
     return HeadMaps(log_kernel, probe.centred(log_kernel).interaction, product, weights)
 
 
@@ -146,10 +164,18 @@ def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) ->
     whole, interaction = max(sum(energies), 1e-300), probe.energies(log_kernel).interaction
     rows, columns, _ = shares = [part / whole for part in energies]
     made = [probe.normal_form(log_kernel, rank) for rank in ranks]
-    better = [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in made] if refine and not isinstance(seen, _PlanProbe) else []
+    better = (
+        [probe.refined(form, log_kernel, steps=refine, probe=seen) for form in made]
+        if refine and not isinstance(seen, _PlanProbe)
+        else []
+    )
     fields = made[0].rows[..., None] + made[0].columns[..., None, :]
     alone = probe.centred(log_kernel, "row").rows[..., None].expand_as(log_kernel)
-    values = torch.linalg.svdvals(probe.centred(log_kernel).interaction.masked_fill(log_kernel.isneginf(), 0)).square().sum(0)
+    values = (
+        torch.linalg.svdvals(probe.centred(log_kernel).interaction.masked_fill(log_kernel.isneginf(), 0))
+        .square()
+        .sum(0)
+    )
 
     def apart(model: Tensor) -> float:
         return float(probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)].mean())

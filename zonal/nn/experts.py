@@ -30,7 +30,9 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, dim: int, hidden: int, experts: int = 8, top: int = 2) -> None:
         super().__init__()
         if min(dim, hidden) < 1 or not 2 <= top <= experts:
-            raise ArgumentError(f"nn.MixtureOfExperts: required dim and hidden >= 1 and 2 <= top <= experts, received dim={dim}, hidden={hidden}, experts={experts}, top={top}.")
+            raise ArgumentError(
+                f"nn.MixtureOfExperts: required dim and hidden >= 1 and 2 <= top <= experts, received dim={dim}, hidden={hidden}, experts={experts}, top={top}."
+            )
         self.dim, self.experts, self.top = dim, experts, top
         self.router = nn.Linear(dim, experts, bias=False)
         self.gate = nn.Parameter(torch.empty(experts, hidden, dim))

@@ -43,7 +43,9 @@ class Decays:
         total = cut(log_decay.unsqueeze(-1), size).squeeze(-1).cumsum(-1)
         future = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
         between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype).masked_fill(future, float("-inf"))
-        return cls(total.exp().to(dtype).unsqueeze(-1), between.exp(), (total[..., -1:] - total).to(dtype).exp().unsqueeze(-1))
+        return cls(
+            total.exp().to(dtype).unsqueeze(-1), between.exp(), (total[..., -1:] - total).to(dtype).exp().unsqueeze(-1)
+        )
 
 
 @dataclass(frozen=True)

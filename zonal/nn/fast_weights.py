@@ -55,7 +55,9 @@ class FastWeights(TokenMixer):
         heads, inner = self.sizes.heads, self.sizes.inner
         self.parts = (2 * heads * state + inner, inner if self.gated else 0, self.gates * heads)
         self.input = nn.Linear(dim, sum(self.parts), bias=False)
-        self.convolution: ShortConvolution = ShortConvolution(2 * heads * state + (inner if self.convolves_values else 0), conv, "silu")
+        self.convolution: ShortConvolution = ShortConvolution(
+            2 * heads * state + (inner if self.convolves_values else 0), conv, "silu"
+        )
         self.norm = RMSNorm(head_dim, norm_eps)
         self.output = nn.Linear(inner, dim, bias=False)
 
@@ -76,7 +78,15 @@ class FastWeights(TokenMixer):
 
     @abc.abstractmethod
     def _mix(
-        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        write: Tensor,
+        log_decay: Tensor,
+        raw: Sequence[Tensor],
+        state: Tensor,
+        size: int,
     ) -> Mixed:
         """The recurrence in blocks of ``size``. write: (B, H, T, 1)."""
 
@@ -90,12 +100,16 @@ class FastWeights(TokenMixer):
         self.norm.reset_parameters()
         self._reset_gates(draws)
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
         statistics = torch.promote_types(dtype, torch.float32)
-        sums = Memory.empty(self.operator, batch, self.sizes.heads, self.sizes.state, self.columns, statistics, device, kind="decayed")
+        sums = Memory.empty(
+            self.operator, batch, self.sizes.heads, self.sizes.state, self.columns, statistics, device, kind="decayed"
+        )
         return LayerMemory(sums, self.convolution.empty_tail(batch, dtype, device))
 
     def forward(
@@ -146,22 +160,31 @@ class FastWeights(TokenMixer):
         if path not in sizes:
             known = path in ("tiled", "sparse")
             error = PathError if known else ArgumentError
-            raise error(f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass path='auto'.")
+            raise error(
+                f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass path='auto'."
+            )
         return min(sizes[path], length)
 
     def _by_head(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = self.sizes
         keys = sizes.heads * sizes.state
         q, k, v = mixed.split([keys, keys, sizes.inner], dim=2)
-        q, k = (F.normalize(part.unflatten(2, (sizes.heads, sizes.state)), dim=-1, eps=1e-6).transpose(1, 2) for part in (q, k))
+        q, k = (
+            F.normalize(part.unflatten(2, (sizes.heads, sizes.state)), dim=-1, eps=1e-6).transpose(1, 2)
+            for part in (q, k)
+        )
         return q, k, v.unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
 
     def _state(self, before: LayerMemory | None, batch: int, dtype: torch.dtype) -> Tensor:
         if before is None:
-            return torch.zeros(batch, self.sizes.heads, self.sizes.state, self.columns, dtype=dtype, device=self.input.weight.device)
+            return torch.zeros(
+                batch, self.sizes.heads, self.sizes.state, self.columns, dtype=dtype, device=self.input.weight.device
+            )
         form, wanted = before.memory.form, (self.sizes.heads, self.sizes.state, self.columns)
         if not isinstance(before.memory, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
-            raise ArgumentError(f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
+            raise ArgumentError(
+                f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this layer's empty_memory()."
+            )
         return before.memory.state.to(dtype)
 
     @torch.no_grad()

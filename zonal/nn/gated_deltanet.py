@@ -63,13 +63,23 @@ class GatedDeltaNet(FastWeights):
         return -rate * F.softplus(raw[0] + bias), raw[1].sigmoid()
 
     def _mix(
-        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        write: Tensor,
+        log_decay: Tensor,
+        raw: Sequence[Tensor],
+        state: Tensor,
+        size: int,
     ) -> Mixed:
         y, state, added = delta_rule(q, k, v, write, log_decay, state, size)
         return Mixed(y * q.shape[-1] ** -0.5, state, k, added)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, state: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, state: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """S_t = e^{g_t} (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and y_t = S_tᵀ q_t.
 
     Args:
@@ -83,7 +93,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor
     length, decays = q.shape[2], Decays.of(log_decay, size, q.dtype)
     q, k, v, write = (cut(x, size) for x in (q, k, v, write))
     lower = (write * (k @ k.mT) * decays.near).tril(-1)
-    both = torch.linalg.solve_triangular(lower, torch.cat([write * v, write * decays.reach * k], -1), upper=False, unitriangular=True)
+    both = torch.linalg.solve_triangular(
+        lower, torch.cat([write * v, write * decays.reach * k], -1), upper=False, unitriangular=True
+    )
     own, taken = both.split([v.shape[-1], k.shape[-1]], -1)
     end = (k * decays.rest).mT
     states, added = [], []

@@ -58,7 +58,9 @@ class GatedKalmaNet(FastWeights):
     ) -> None:
         super().__init__(dim, state, head_dim, expand, conv, norm_eps)
         if steps < 1 or not ridge > 0:
-            raise ArgumentError(f"nn.GatedKalmaNet: required steps >= 1 and ridge > 0, received steps={steps}, ridge={ridge}.")
+            raise ArgumentError(
+                f"nn.GatedKalmaNet: required steps >= 1 and ridge > 0, received steps={steps}, ridge={ridge}."
+            )
         self.steps, self.ridge = steps, ridge
         heads = self.sizes.heads
         self.step_bias = nn.Parameter(torch.empty(heads))
@@ -82,11 +84,22 @@ class GatedKalmaNet(FastWeights):
         return self._started()
 
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        rate, step, write = (parameter.to(raw[0].dtype).unsqueeze(-1) for parameter in (self.log_rate.exp(), self.step_bias, self.write_bias))
+        rate, step, write = (
+            parameter.to(raw[0].dtype).unsqueeze(-1)
+            for parameter in (self.log_rate.exp(), self.step_bias, self.write_bias)
+        )
         return -rate * F.softplus(raw[0] + step), (raw[1] + write).sigmoid()
 
     def _mix(
-        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        write: Tensor,
+        log_decay: Tensor,
+        raw: Sequence[Tensor],
+        state: Tensor,
+        size: int,
     ) -> Mixed:
         keys = write * k
         values = torch.cat([keys, write * v], -1)

@@ -48,12 +48,16 @@ class Draws:
         if std is None:
             std = self.output_std if output and self.output_std is not None else self.std
         # drawn in float32 on the CPU, then copied: the same numbers for every dtype and device
-        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=self.generator(name)))
+        parameter.copy_(
+            torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=self.generator(name))
+        )
 
     @torch.no_grad()
     def uniform_(self, parameter: Tensor, name: str, bound: float) -> None:
         """Fill with U(−bound, bound)."""
-        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=self.generator(name)))
+        parameter.copy_(
+            torch.empty(parameter.shape, dtype=torch.float32).uniform_(-bound, bound, generator=self.generator(name))
+        )
 
     @torch.no_grad()
     def orthogonal_(self, parameter: Tensor, name: str, blocks: int) -> None:

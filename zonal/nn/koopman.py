@@ -27,7 +27,9 @@ class KoopmanMLP(nn.Module):
         super().__init__()
         hidden = 64 * math.ceil(8 * dim / (3 * 64)) if hidden is None else hidden
         if dim < 1 or hidden < 2 or hidden % 2:
-            raise ArgumentError(f"KoopmanMLP: required dim >= 1 and an even hidden >= 2, received dim={dim}, hidden={hidden}.")
+            raise ArgumentError(
+                f"KoopmanMLP: required dim >= 1 and an even hidden >= 2, received dim={dim}, hidden={hidden}."
+            )
         self.dim = dim
         self.lift = nn.Linear(dim, hidden, bias=False)
         self.gate = nn.Linear(dim, hidden, bias=False) if gated else None
@@ -81,7 +83,9 @@ class CGLift(nn.Module):
         if dim < 2 or dim % 2 or rank < 1:
             raise ArgumentError(f"CGLift: required an even dim >= 2 and rank >= 1, received dim={dim}, rank={rank}.")
         if rank > 3 * dim // 2:
-            raise ArgumentError(f"CGLift: rank must be at most 3 dim / 2 = {3 * dim // 2}, the number of features, received {rank}.")
+            raise ArgumentError(
+                f"CGLift: rank must be at most 3 dim / 2 = {3 * dim // 2}, the number of features, received {rank}."
+            )
         self.mean = nn.Parameter(torch.empty(dim // 2))
         self.projection = nn.Linear(3 * dim // 2, rank, bias=False)
         self.reset_parameters(Draws(), mean=mean)
@@ -94,7 +98,10 @@ class CGLift(nn.Module):
     def features(self, x: Tensor) -> Tensor:
         """ψ: (..., dim) -> (..., 3 dim / 2)."""
         real, imaginary = x.chunk(2, -1)  # the pairs of Rotary
-        return torch.cat([real.square() + imaginary.square() - self.mean, real.square() - imaginary.square(), 2 * real * imaginary], -1)
+        return torch.cat(
+            [real.square() + imaginary.square() - self.mean, real.square() - imaginary.square(), 2 * real * imaginary],
+            -1,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> z (..., rank)."""

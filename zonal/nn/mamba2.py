@@ -60,7 +60,9 @@ class Mamba2(TokenMixer):
         super().__init__()
         self.sizes = Sizes("nn.Mamba2", dim, state, head_dim, expand, groups)
         if step_limit is not None and not (len(step_limit) == 2 and 0 <= step_limit[0] < step_limit[1]):
-            raise ArgumentError(f"nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received {step_limit}.")
+            raise ArgumentError(
+                f"nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received {step_limit}."
+            )
         self.dim, self.step_limit = dim, step_limit
         self.operator = ssd()
         inner, heads, shared = self.sizes.inner, self.sizes.heads, self.sizes.shared
@@ -85,11 +87,16 @@ class Mamba2(TokenMixer):
         nn.init.ones_(self.skip)
         self.norm.reset_parameters()
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
-        return LayerMemory(self.sizes.empty_memory(self.operator, batch, dtype, device), self.convolution.empty_tail(batch, dtype, device))
+        return LayerMemory(
+            self.sizes.empty_memory(self.operator, batch, dtype, device),
+            self.convolution.empty_tail(batch, dtype, device),
+        )
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
@@ -139,7 +146,9 @@ class Mamba2(TokenMixer):
         sizes = self.sizes
         parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]
         biases = [None] * 3 if self.input.bias is None else self.input.bias.split(parts)
-        gate, mixed, step = (F.linear(x, weight, bias) for weight, bias in zip(self.input.weight.split(parts), biases, strict=True))
+        gate, mixed, step = (
+            F.linear(x, weight, bias) for weight, bias in zip(self.input.weight.split(parts), biases, strict=True)
+        )
         return gate, mixed, step
 
     @torch.no_grad()
@@ -150,7 +159,9 @@ class Mamba2(TokenMixer):
         """
         parameters = dict(self.named_parameters())
         names = {theirs: ours for theirs, ours in _TRANSFORMERS.items() if ours in parameters}
-        wrong = [f"{name} is missing" for name in names if name not in weights] + [f"{name} is unknown" for name in weights if name not in names]
+        wrong = [f"{name} is missing" for name in names if name not in weights] + [
+            f"{name} is unknown" for name in weights if name not in names
+        ]
         read: dict[str, Tensor] = {}
         for theirs, ours in names.items():
             if theirs in weights:
@@ -158,15 +169,21 @@ class Mamba2(TokenMixer):
                 value = weights[theirs].squeeze(1).flip(1) if theirs == "conv1d.weight" else weights[theirs]
                 read[ours] = value
                 if value.shape != parameters[ours].shape:
-                    wrong.append(f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} {tuple(parameters[ours].shape)}")
+                    wrong.append(
+                        f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} {tuple(parameters[ours].shape)}"
+                    )
         if wrong:
-            raise ArgumentError(f"nn.Mamba2.load_transformers: {'; '.join(wrong[:3])}. Make the layer with the sizes of the other one.")
+            raise ArgumentError(
+                f"nn.Mamba2.load_transformers: {'; '.join(wrong[:3])}. Make the layer with the sizes of the other one."
+            )
         for name, value in read.items():
             parameters[name].copy_(value)
 
     def extra_repr(self) -> str:
         sizes = self.sizes
-        return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, groups={sizes.groups}"
+        return (
+            f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, groups={sizes.groups}"
+        )
 
 
 _TRANSFORMERS = {

@@ -66,7 +66,9 @@ class Mamba3(TokenMixer):
         super().__init__()
         self.sizes = Sizes("nn.Mamba3", dim, state, head_dim, expand, groups)
         if not 0 < turned <= 1 or int(state * turned) < 2:
-            raise ArgumentError(f"nn.Mamba3: turned must lie in (0, 1] and leave a pair of the {state} numbers to turn, received {turned}.")
+            raise ArgumentError(
+                f"nn.Mamba3: turned must lie in (0, 1] and leave a pair of the {state} numbers to turn, received {turned}."
+            )
         if not rate_floor > 0:
             raise ArgumentError(f"nn.Mamba3: rate_floor must be > 0, received {rate_floor}.")
         if conv < 0 or conv == 1:
@@ -97,16 +99,23 @@ class Mamba3(TokenMixer):
         for parameter in (self.key_bias, self.query_bias, self.skip):
             nn.init.ones_(parameter)
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
         dtype = dtype or self.input.weight.dtype
         device = torch.device(device) if device is not None else self.input.weight.device
         sizes = self.sizes
-        previous = torch.zeros(batch, sizes.heads, sizes.state + sizes.head_dim + 1, dtype=accumulation_dtype(dtype), device=device)
+        previous = torch.zeros(
+            batch, sizes.heads, sizes.state + sizes.head_dim + 1, dtype=accumulation_dtype(dtype), device=device
+        )
         return LayerMemory(
             sizes.empty_memory(self.operator, batch, dtype, device),
             None if self.convolution is None else self.convolution.empty_tail(batch, dtype, device),
-            carried={"previous": previous, "angle": torch.zeros(batch, sizes.heads, self.pairs, dtype=torch.float64, device=device)},
+            carried={
+                "previous": previous,
+                "angle": torch.zeros(batch, sizes.heads, self.pairs, dtype=torch.float64, device=device),
+            },
         )
 
     @torch.no_grad()
@@ -132,7 +141,10 @@ class Mamba3(TokenMixer):
         tail = None
         if self.convolution is not None:
             values, tail = self.convolution(
-                values, None if before is None else before.tail, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens
+                values,
+                None if before is None else before.tail,
+                key_padding_mask=key_padding_mask,
+                cu_seqlens=cu_seqlens,
             )
         # the recurrence runs in float32 or better
         dtype = accumulation_dtype(gate.dtype)
@@ -149,8 +161,14 @@ class Mamba3(TokenMixer):
         values = values.to(dtype).unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
 
         tokens = torch.cat([keys, values, own.unsqueeze(-1)], dim=-1)
-        start = tokens.new_zeros(tokens.shape[0], sizes.heads, tokens.shape[3]) if before is None else before.carried["previous"].to(dtype)
-        late_keys, late_values, late_own = previous_keys(tokens, key_padding_mask, start).split([sizes.state, sizes.head_dim, 1], dim=-1)
+        start = (
+            tokens.new_zeros(tokens.shape[0], sizes.heads, tokens.shape[3])
+            if before is None
+            else before.carried["previous"].to(dtype)
+        )
+        late_keys, late_values, late_own = previous_keys(tokens, key_padding_mask, start).split(
+            [sizes.state, sizes.head_dim, 1], dim=-1
+        )
         weight = log_decay.exp() * (late_own.squeeze(-1) + (1 - share) * step)
         if cu_seqlens is not None:  # nothing comes before a document
             weight = weight.index_fill(2, cu_seqlens[:-1].to(weight.device, torch.int64), 0)
@@ -163,7 +181,10 @@ class Mamba3(TokenMixer):
         y = self.output((y.transpose(1, 2).flatten(2) * F.silu(gate.to(dtype))).to(gate.dtype))
         if before is None or absorbed is None:
             return y
-        carried = {"previous": last_key(tokens, key_padding_mask, start).clone(), "angle": turn[:, :, -1].remainder(2 * math.pi)}
+        carried = {
+            "previous": last_key(tokens, key_padding_mask, start).clone(),
+            "angle": turn[:, :, -1].remainder(2 * math.pi),
+        }
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask, carried)
 
     def _angles(self, angle: Tensor, step: Tensor, before: LayerMemory | None) -> Tensor:
@@ -174,11 +195,15 @@ class Mamba3(TokenMixer):
 
     def _prepared(self, x: Tensor, norm: RMSNorm, bias: Tensor, turn: Tensor) -> Tensor:
         """B or C (B, T, groups · N) -> (B, H, T, N): normed, shifted by the head's bias, its first pairs (x_2i, x_2i+1) turned."""
-        x = self.sizes.by_head(norm(x.unflatten(2, (self.sizes.groups, self.sizes.state))).flatten(2)) + bias.to(x.dtype).unsqueeze(1)
+        x = self.sizes.by_head(norm(x.unflatten(2, (self.sizes.groups, self.sizes.state))).flatten(2)) + bias.to(
+            x.dtype
+        ).unsqueeze(1)
         turned, rest = x.split([2 * self.pairs, self.sizes.state - 2 * self.pairs], dim=-1)
         first, second = turned.unflatten(-1, (self.pairs, 2)).unbind(-1)
         cos, sin = turn.cos().to(x.dtype), turn.sin().to(x.dtype)
-        return torch.cat([torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2), rest], dim=-1)
+        return torch.cat(
+            [torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2), rest], dim=-1
+        )
 
     def extra_repr(self) -> str:
         sizes = self.sizes

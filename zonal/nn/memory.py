@@ -53,11 +53,20 @@ class LayerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes held, all rows and spans together."""
-        own = self.memory.nbytes + (0 if self.tail is None else self.tail.nbytes) + sum(value.nbytes for value in self.carried.values())
+        own = (
+            self.memory.nbytes
+            + (0 if self.tail is None else self.tail.nbytes)
+            + sum(value.nbytes for value in self.carried.values())
+        )
         return own + sum(other.nbytes for other in self.others)
 
     def advance(
-        self, memory: Memory, tail: Tensor | None, tokens: int, key_padding_mask: Tensor | None, carried: Mapping[str, Tensor] | None = None
+        self,
+        memory: Memory,
+        tail: Tensor | None,
+        tokens: int,
+        key_padding_mask: Tensor | None,
+        carried: Mapping[str, Tensor] | None = None,
     ) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
         padding = self.padding
@@ -69,7 +78,9 @@ class LayerMemory:
     def at(self, position: int) -> "LayerMemory":
         """This empty memory, its first token to stand at ``position``."""
         if self.memory.count or self.memory.parts or position < 0:
-            raise ArgumentError(f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} tokens and {position}.")
+            raise ArgumentError(
+                f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} tokens and {position}."
+            )
         return self._each(lambda layer: dataclasses.replace(layer, length=position, padding=None))
 
     # --- spans ---------------------------------------------------------------------------------------------------------
@@ -102,7 +113,9 @@ class LayerMemory:
         parts, memory = self.memory.parts, self.memory.forget(span)
         index = [part.name for part in parts].index(span)
         if not parts[0].mark:
-            raise ArgumentError(f"LayerMemory.forget: span {span!r} was begun by the operator's memory alone. Begin spans with LayerMemory.open, or read with prefill(span=…).")
+            raise ArgumentError(
+                f"LayerMemory.forget: span {span!r} was begun by the operator's memory alone. Begin spans with LayerMemory.open, or read with prefill(span=…)."
+            )
         rest = [*parts[:index], *parts[index + 1 :]]
         # the first part tells where the layer began; the open one has no mark yet
         marks = [part.mark for i, part in enumerate(rest) if part.mark and (part.count or i == 0)]
@@ -124,7 +137,9 @@ class LayerMemory:
         turns with all that came before).
         """
         if other.memory.operator is not self.memory.operator:
-            raise ArgumentError("LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or load both files with its load_memory().")
+            raise ArgumentError(
+                "LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or load both files with its load_memory()."
+            )
         if self.carried and self.memory.count and other.memory.count:
             raise ArgumentError(
                 f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which texts that were read apart do not have in common. "
@@ -150,21 +165,34 @@ class LayerMemory:
         order = torch.arange(self.batch)
         order[places] = self.batch + torch.arange(places.numel())
         found = _rows_of([self, other], memory)._picked(memory, order)
-        return dataclasses.replace(found, others=tuple(mine.scatter(index, theirs) for mine, theirs in zip(self.others, other.others, strict=True)))
+        return dataclasses.replace(
+            found,
+            others=tuple(mine.scatter(index, theirs) for mine, theirs in zip(self.others, other.others, strict=True)),
+        )
 
     @staticmethod
     def stack(memories: "Sequence[LayerMemory]") -> "LayerMemory":
         """One memory of the sequences of several, one after another; see ``Memory.stack``."""
         if not memories or any(memory.memory.operator is not memories[0].memory.operator for memory in memories):
-            raise ArgumentError("LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model.")
+            raise ArgumentError(
+                "LayerMemory.stack: memories of one layer are required, at least one. Read all texts with one model."
+            )
         found = _rows_of(memories, Memory.stack([memory.memory for memory in memories]))
-        return dataclasses.replace(found, others=tuple(LayerMemory.stack(each) for each in zip(*(memory.others for memory in memories), strict=True)))
+        return dataclasses.replace(
+            found,
+            others=tuple(LayerMemory.stack(each) for each in zip(*(memory.others for memory in memories), strict=True)),
+        )
 
     def unbind(self) -> "tuple[LayerMemory, ...]":
         """A memory for each sequence, without the padding that ``stack`` gave it."""
-        rows = (_placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self._reached()[row : row + 1]) for row, memory in enumerate(self.memory.unbind()))
+        rows = (
+            _placed(self._picked(memory, torch.tensor([row], dtype=torch.int64)), self._reached()[row : row + 1])
+            for row, memory in enumerate(self.memory.unbind())
+        )
         others = [other.unbind() for other in self.others]
-        return tuple(dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows))
+        return tuple(
+            dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows)
+        )
 
     # --- files and copies ----------------------------------------------------------------------------------------------
 
@@ -195,7 +223,14 @@ class LayerMemory:
         )
 
     def __repr__(self) -> str:
-        besides = [name for name, there in (("a convolution's tail", self.tail is not None), *((name, True) for name in self.carried)) if there]
+        besides = [
+            name
+            for name, there in (
+                ("a convolution's tail", self.tail is not None),
+                *((name, True) for name in self.carried),
+            )
+            if there
+        ]
         besides += [f"{len(self.others)} more memories"] if self.others else []
         return f"LayerMemory({self.memory!r}, {self.length} tokens read{''.join(f', {what}' for what in besides)})"
 
@@ -214,7 +249,9 @@ class LayerMemory:
         """How the layer stands: what ``_marked`` goes back to."""
         tail = {} if self.tail is None else {"tail": self.tail}
         reached = self._reached()
-        return {"length": reached, "padding": torch.zeros_like(reached), **tail} | {f"carried.{name}": value for name, value in self.carried.items()}
+        return {"length": reached, "padding": torch.zeros_like(reached), **tail} | {
+            f"carried.{name}": value for name, value in self.carried.items()
+        }
 
     def _picked(self, memory: Memory, index: Tensor) -> "LayerMemory":
         index = index.to(memory.form.device)
@@ -254,14 +291,18 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], o
     headers = []
     for index, layer in enumerate(_flat(layers)):
         named = {f"memory.{name}": value for name, value in layer.memory.contents().items()}
-        named |= {name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None}
+        named |= {
+            name: value for name, value in (("tail", layer.tail), ("padding", layer.padding)) if value is not None
+        }
         named |= {f"carried.{name}": value for name, value in layer.carried.items()}
         tensors |= {f"{index}.{name}": value for name, value in named.items()}
         headers.append({**layer.memory.about(), "operator": layer.memory.operator.config(), "length": layer.length})
     store.save_tensors(path, tensors, {"kind": _KIND, "layers": headers, "origin": origin})
 
 
-def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], origin: str = "") -> tuple[LayerMemory, ...]:
+def load_memories(
+    path: str | os.PathLike[str], empty: Sequence[LayerMemory], origin: str = ""
+) -> tuple[LayerMemory, ...]:
     """Read a file of ``save_memories`` for layers whose empty memories of one sequence are given. origin: the layers' weights.
 
     Raises: FileFormatError when the file is missing, damaged, or belongs to other layers.
@@ -270,10 +311,14 @@ def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], or
     headers, wanted = header.get("layers"), _flat(empty)
     if not isinstance(headers, list) or len(headers) != len(wanted):
         held = len(headers) if isinstance(headers, list) else "no"
-        raise FileFormatError(f"load {_KIND}: {path} holds {held} layers, {len(wanted)} were required. It belongs to another model.")
+        raise FileFormatError(
+            f"load {_KIND}: {path} holds {held} layers, {len(wanted)} were required. It belongs to another model."
+        )
     made_by = header.get("origin", "")
     if origin and made_by and made_by != origin:
-        raise FileFormatError(f"load {_KIND}: {path} was made with other weights than this model's. Read the text again with prefill().")
+        raise FileFormatError(
+            f"load {_KIND}: {path} was made with other weights than this model's. Read the text again with prefill()."
+        )
     layers = []
     for index, (about, like) in enumerate(zip(headers, wanted, strict=True)):
         start = f"{index}."
@@ -282,7 +327,9 @@ def load_memories(path: str | os.PathLike[str], empty: Sequence[LayerMemory], or
             layers.append(_restored(about, own, like))
         except (KeyError, TypeError, AttributeError, ValueError, ArgumentError) as error:
             detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise FileFormatError(f"load {_KIND}: {path} does not fit layer {index}: {detail}. Load it with the model it was made by.") from error
+            raise FileFormatError(
+                f"load {_KIND}: {path} does not fit layer {index}: {detail}. Load it with the model it was made by."
+            ) from error
     found = iter(layers)
     return tuple(dataclasses.replace(next(found), others=tuple(next(found) for _ in like.others)) for like in empty)
 
@@ -304,7 +351,9 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], like: LayerMemo
     tail, padding = tensors.pop("tail", None), tensors.pop("padding", None)
     wanted = None if like.tail is None else (about["batch"], *like.tail.shape[1:])
     if (None if tail is None else tuple(tail.shape)) != wanted:
-        raise ValueError(f"the convolution's tail is {None if tail is None else tuple(tail.shape)}, the layer has {wanted}")
+        raise ValueError(
+            f"the convolution's tail is {None if tail is None else tuple(tail.shape)}, the layer has {wanted}"
+        )
     if padding is not None and (tuple(padding.shape) != (about["batch"],) or padding.dtype != torch.int64):
         raise ValueError(f"padding is {padding.dtype} of shape {tuple(padding.shape)}")
     carried = {name.removeprefix("carried."): tensors.pop(name) for name in [*tensors] if name.startswith("carried.")}

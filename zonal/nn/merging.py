@@ -27,7 +27,9 @@ class MergeSchedule:
     def __post_init__(self) -> None:
         given = tuple(self.rates) if isinstance(self.rates, Sequence) and not isinstance(self.rates, str) else ()
         if not given or not all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in given):
-            raise ArgumentError(f"MergeSchedule: rates must be numbers in [0, 1), one a layer, received {self.rates!r}. Use MergeSchedule.even(share, layers) for a share over all layers.")
+            raise ArgumentError(
+                f"MergeSchedule: rates must be numbers in [0, 1), one a layer, received {self.rates!r}. Use MergeSchedule.even(share, layers) for a share over all layers."
+            )
         for layer, rate in enumerate(given):
             if rate >= 1:
                 raise ArgumentError(
@@ -35,7 +37,9 @@ class MergeSchedule:
                     "Take a smaller one; 0.5 halves them."
                 )
             if not rate >= 0:
-                raise ArgumentError(f"MergeSchedule: a rate must lie in [0, 1), received {rate:g} before layer {layer}. 0 merges nothing.")
+                raise ArgumentError(
+                    f"MergeSchedule: a rate must lie in [0, 1), received {rate:g} before layer {layer}. 0 merges nothing."
+                )
         object.__setattr__(self, "rates", tuple(float(rate) for rate in given))
 
     @staticmethod
@@ -64,9 +68,13 @@ class MergeSchedule:
 
 def _check_share(name: str, share: float, layers: int) -> None:
     if not 0 <= share < 1:
-        raise ArgumentError(f"MergeSchedule.{name}: share (of the tokens that are gone in the last layer) must lie in [0, 1), received {share:g}; 1 leaves no token. Take a smaller one.")
+        raise ArgumentError(
+            f"MergeSchedule.{name}: share (of the tokens that are gone in the last layer) must lie in [0, 1), received {share:g}; 1 leaves no token. Take a smaller one."
+        )
     if layers < 2:
-        raise ArgumentError(f"MergeSchedule.{name}: at least 2 layers are required to merge between them, received {layers}. Give rates instead, such as MergeSchedule((0.5,)).")
+        raise ArgumentError(
+            f"MergeSchedule.{name}: at least 2 layers are required to merge between them, received {layers}. Give rates instead, such as MergeSchedule((0.5,))."
+        )
 
 
 @torch.no_grad()
@@ -104,7 +112,11 @@ class Merged:
         """Each token by itself, of mass 1; padding has none, and becomes zeros whatever it held."""
         x = x if key_padding_mask is None else x.masked_fill(~key_padding_mask.unsqueeze(-1), 0)
         dtype = accumulation_dtype(x.dtype)  # masses are counts, which shorter types round
-        mass = torch.ones(x.shape[:2], dtype=dtype, device=x.device) if key_padding_mask is None else key_padding_mask.to(dtype)
+        mass = (
+            torch.ones(x.shape[:2], dtype=dtype, device=x.device)
+            if key_padding_mask is None
+            else key_padding_mask.to(dtype)
+        )
         return Merged(x, mass, Buckets(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])))
 
     def holding(self, x: Tensor) -> "Merged":
@@ -115,12 +127,16 @@ class Merged:
         """With ``count`` fewer tokens: values are means by mass. More than half are merged in several rounds."""
         length = self.x.shape[1]
         if not 0 <= count < length:
-            raise ArgumentError(f"Merged.without: of {length} tokens at least one must stay, so that count must lie in 0 … {length - 1}, received {count}. Merge fewer.")
+            raise ArgumentError(
+                f"Merged.without: of {length} tokens at least one must stay, so that count must lie in 0 … {length - 1}, received {count}. Merge fewer."
+            )
         state = self
         while count:
             now = min(count, state.x.shape[1] // 2)
             factor = matched(state.x, state.mass, now)
-            state = Merged(factor.merged(state.x, state.mass), factor.masses(state.mass), state.carrier.coarsened(factor))
+            state = Merged(
+                factor.merged(state.x, state.mass), factor.masses(state.mass), state.carrier.coarsened(factor)
+            )
             count -= now
         return state
 

@@ -84,7 +84,9 @@ class MesaNet(FastWeights):
 
     def ridge(self) -> Tensor:
         """Λ (H, N), in float32 or better."""
-        return self.ridge_floor + F.softplus(self.raw_ridge.float() if self.raw_ridge.dtype != torch.float64 else self.raw_ridge)
+        return self.ridge_floor + F.softplus(
+            self.raw_ridge.float() if self.raw_ridge.dtype != torch.float64 else self.raw_ridge
+        )
 
     @torch.no_grad()
     def learned(self) -> dict[str, Any]:
@@ -96,7 +98,15 @@ class MesaNet(FastWeights):
         return F.logsigmoid(raw[0] + forget), (raw[1] + write).sigmoid()
 
     def _mix(
-        self, q: Tensor, k: Tensor, v: Tensor, write: Tensor, log_decay: Tensor, raw: Sequence[Tensor], state: Tensor, size: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        write: Tensor,
+        log_decay: Tensor,
+        raw: Sequence[Tensor],
+        state: Tensor,
+        size: int,
     ) -> Mixed:
         values = write * torch.cat([k, v], -1)
         sums = FadingSums.of(k, values, log_decay, state, size)

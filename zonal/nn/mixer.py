@@ -47,7 +47,9 @@ class TokenMixer(nn.Module, abc.ABC):
         """Draw all weights but the operator's own."""
 
     @abc.abstractmethod
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         """The memory of ``batch`` sequences that have not begun; dtype and device default to the layer's."""
 
     @abc.abstractmethod
@@ -101,7 +103,9 @@ class TokenMixer(nn.Module, abc.ABC):
     def memory_bytes(self, length: int) -> int:
         """Bytes that the memory of one sequence takes after ``length`` tokens without padding."""
         memory = self.empty_memory(1)
-        return memory.nbytes + sum(part.memory.bytes_at(length) - part.memory.nbytes for part in (memory, *memory.others))
+        return memory.nbytes + sum(
+            part.memory.bytes_at(length) - part.memory.nbytes for part in (memory, *memory.others)
+        )
 
     def load_memory(self, path: str | os.PathLike[str]) -> LayerMemory:
         """The memory that ``LayerMemory.save`` wrote, on the layer's device.
@@ -111,7 +115,12 @@ class TokenMixer(nn.Module, abc.ABC):
         return load_memories(path, [self.empty_memory(1)])[0]
 
     def _before(
-        self, x: Tensor, memory: LayerMemory | None, return_memory: bool, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        memory: LayerMemory | None,
+        return_memory: bool,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> LayerMemory | None:
         """The memory to go on from: the given one, an empty one where one is to be returned, or None. Refuses what does not fit."""
         call = f"nn.{type(self).__name__}"
@@ -124,17 +133,27 @@ class TokenMixer(nn.Module, abc.ABC):
         if memory is None:
             return None
         if cu_seqlens is not None:
-            raise ArgumentError(f"{call}: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two.")
+            raise ArgumentError(
+                f"{call}: packed documents (cu_seqlens) start afresh and take no memory. Pass one of the two."
+            )
         if not self.causal:
-            raise ArgumentError(f"{call}: a memory holds the past of a causal layer; this one was made with causal=False.")
+            raise ArgumentError(
+                f"{call}: a memory holds the past of a causal layer; this one was made with causal=False."
+            )
         if memory.batch != batch:
             raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
         if (memory.tail is None) != (self.convolution is None):
-            raise ArgumentError(f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory().")
+            raise ArgumentError(
+                f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory()."
+            )
         if set(memory.carried) != set(self.carries) or len(memory.others) != self.parts_beside:
-            raise ArgumentError(f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory().")
+            raise ArgumentError(
+                f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory()."
+            )
         if memory.memory.operator is not self.operator:
-            raise ArgumentError(f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory().")
+            raise ArgumentError(
+                f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory()."
+            )
         return memory
 
     @staticmethod

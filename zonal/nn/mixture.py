@@ -33,13 +33,20 @@ class Mixture(TokenMixer):
         super().__init__()
         found = [*parts]
         if len(found) < 2 or not all(isinstance(part, TokenMixer) and not isinstance(part, Mixture) for part in found):
-            raise ArgumentError(f"nn.Mixture: two layers or more that are no mixtures are required, received {', '.join(type(part).__name__ for part in found) or 'none'}.")
+            raise ArgumentError(
+                f"nn.Mixture: two layers or more that are no mixtures are required, received {', '.join(type(part).__name__ for part in found) or 'none'}."
+            )
         if len({(part.dim, part.causal) for part in found}) > 1:
             each = ", ".join(f"(dim={part.dim}, causal={part.causal})" for part in found)
             raise ArgumentError(f"nn.Mixture: parts of one dim, all causal or none, are required, received {each}.")
         if hidden < 1:
             raise ArgumentError(f"nn.Mixture: hidden must be at least 1, received {hidden}.")
-        self.dim, self.causal, self.carries, self.parts_beside = found[0].dim, found[0].causal, found[0].carries, len(found) - 1
+        self.dim, self.causal, self.carries, self.parts_beside = (
+            found[0].dim,
+            found[0].causal,
+            found[0].carries,
+            len(found) - 1,
+        )
         self.parts = nn.ModuleList(found)
         self.gate_in = nn.Linear(self.dim, hidden)
         self.gate_out = nn.Linear(hidden, len(found))
@@ -70,7 +77,9 @@ class Mixture(TokenMixer):
     def chooses(self) -> bool:
         return any(part.chooses for part in self._parts())
 
-    def empty_memory(self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> LayerMemory:
+    def empty_memory(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LayerMemory:
         first, *others = (part.empty_memory(batch, dtype, device) for part in self._parts())
         return dataclasses.replace(first, others=tuple(others))
 
@@ -79,7 +88,11 @@ class Mixture(TokenMixer):
 
     def learned(self) -> dict[str, Any]:
         """What each part has learned, its name before each quantity."""
-        return {f"part {index} {name}": value for index, part in enumerate(self._parts(), start=1) for name, value in part.learned().items()}
+        return {
+            f"part {index} {name}": value
+            for index, part in enumerate(self._parts(), start=1)
+            for name, value in part.learned().items()
+        }
 
     def shares(self, x: Tensor) -> Tensor:
         """g(x), (B, T, parts): positive, of sum 1."""
@@ -106,7 +119,9 @@ class Mixture(TokenMixer):
         found: list[Tensor] = []
         after: list[LayerMemory] = []
         for part, before in zip(self._parts(), each, strict=True):
-            chosen = functools.partial(part, action_mask=action_mask) if action_mask is not None and part.chooses else part
+            chosen = (
+                functools.partial(part, action_mask=action_mask) if action_mask is not None and part.chooses else part
+            )
             result = chosen(x, before, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)
             found.append(result[0] if isinstance(result, tuple) else result)
             after += result[1:] if isinstance(result, tuple) else ()

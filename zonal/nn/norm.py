@@ -56,7 +56,9 @@ class GatedNorm(nn.Module):
     def __init__(self, dim: int, groups: int = 1, eps: float = 1e-5) -> None:
         super().__init__()
         if dim < 1 or groups < 1 or dim % groups or not eps > 0:
-            raise ArgumentError(f"GatedNorm: required dim >= 1, groups that divide it and eps > 0, received dim={dim}, groups={groups}, eps={eps}.")
+            raise ArgumentError(
+                f"GatedNorm: required dim >= 1, groups that divide it and eps > 0, received dim={dim}, groups={groups}, eps={eps}."
+            )
         self.dim, self.groups, self.eps = dim, groups, eps
         self.weight = nn.Parameter(torch.ones(dim))
 

@@ -11,15 +11,21 @@ from zonal.errors import ArgumentError
 def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Refuse a padding mask or packed offsets that do not fit (batch, length)."""
     if key_padding_mask is not None and cu_seqlens is not None:
-        raise ArgumentError(f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass one of them.")
-    if key_padding_mask is not None and (key_padding_mask.shape != (batch, length) or key_padding_mask.dtype != torch.bool):
+        raise ArgumentError(
+            f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass one of them."
+        )
+    if key_padding_mask is not None and (
+        key_padding_mask.shape != (batch, length) or key_padding_mask.dtype != torch.bool
+    ):
         raise ArgumentError(
             f"{call}: key_padding_mask must be a boolean tensor of shape {(batch, length)} with True at real tokens, "
             f"received {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
         )
     if cu_seqlens is not None:
         if batch != 1:
-            raise ArgumentError(f"{call}: cu_seqlens packs all documents into one row, so x must have batch 1; received batch {batch}.")
+            raise ArgumentError(
+                f"{call}: cu_seqlens packs all documents into one row, so x must have batch 1; received batch {batch}."
+            )
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
             raise ArgumentError(
                 f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."

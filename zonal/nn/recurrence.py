@@ -49,9 +49,13 @@ class Sizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{self.call}: {name} must be a positive integer, received {value!r}.")
         if self.inner % self.head_dim:
-            raise ArgumentError(f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}.")
+            raise ArgumentError(
+                f"{self.call}: head_dim must divide expand · dim = {self.inner}, received head_dim={self.head_dim}."
+            )
         if self.heads % self.groups:
-            raise ArgumentError(f"{self.call}: groups must divide the {self.heads} heads (expand · dim / head_dim), received groups={self.groups}.")
+            raise ArgumentError(
+                f"{self.call}: groups must divide the {self.heads} heads (expand · dim / head_dim), received groups={self.groups}."
+            )
 
     @property
     def inner(self) -> int:
@@ -78,7 +82,14 @@ class Sizes:
     def empty_memory(self, operator: Operator, batch: int, dtype: torch.dtype, device: torch.device) -> Memory:
         """The states of ``batch`` sequences that have not begun, in float32 or better."""
         return Memory.empty(
-            operator, batch, self.heads, self.state, self.head_dim, torch.promote_types(dtype, torch.float32), device, kind="decayed"
+            operator,
+            batch,
+            self.heads,
+            self.state,
+            self.head_dim,
+            torch.promote_types(dtype, torch.float32),
+            device,
+            kind="decayed",
         )
 
 

@@ -54,7 +54,11 @@ def from_softmax(
     scale = score.scale if score.scale is not None else new.key_dim**-0.5
     found = with_closed_gates(scale, parts=parts, weights=weights, gates=gates).score
     place = next(operator.parameters(), new.key.weight)
-    new.operator = operator.replace(score=found.sized(new.key_dim, new.kv_heads)).for_heads(new.heads, new.kv_heads).to(place.device)
+    new.operator = (
+        operator.replace(score=found.sized(new.key_dim, new.kv_heads))
+        .for_heads(new.heads, new.kv_heads)
+        .to(place.device)
+    )
     new.operator.name = new.operator.spec = "rewa"
     return new
 
@@ -62,7 +66,9 @@ def from_softmax(
 def _of_torch(layer: nn.MultiheadAttention, causal: bool) -> Attention:
     """torch's layer as one of this library, with its weights."""
     if not isinstance(layer, nn.MultiheadAttention):
-        raise ArgumentError(f"rewa.from_softmax: a zonal.nn.Attention or torch.nn.MultiheadAttention is required, received {type(layer).__name__}.")
+        raise ArgumentError(
+            f"rewa.from_softmax: a zonal.nn.Attention or torch.nn.MultiheadAttention is required, received {type(layer).__name__}."
+        )
     plain = layer.in_proj_weight is not None and layer.bias_k is None and not layer.add_zero_attn and layer.dropout == 0
     if not plain:
         raise ArgumentError(

@@ -64,7 +64,9 @@ class DenseSkip(nn.Module):
     def __init__(self, dim: int, records: int) -> None:
         super().__init__()
         if dim < 1 or records < 1:
-            raise ArgumentError(f"nn.DenseSkip: required dim >= 1 and records >= 1, received dim={dim}, records={records}.")
+            raise ArgumentError(
+                f"nn.DenseSkip: required dim >= 1 and records >= 1, received dim={dim}, records={records}."
+            )
         self.weight = nn.Parameter(torch.empty(records, dim))
         self.reset_parameters()
 
@@ -76,7 +78,9 @@ class DenseSkip(nn.Module):
     def forward(self, records: Records) -> Tensor:
         """records, as many as there are weights, of (..., dim) -> m (..., dim)."""
         if len(records) != len(self.weight):
-            raise ArgumentError(f"nn.DenseSkip: {len(self.weight)} records are required, oldest first, received {len(records)}. Pass on what kept() returns.")
+            raise ArgumentError(
+                f"nn.DenseSkip: {len(self.weight)} records are required, oldest first, received {len(records)}. Pass on what kept() returns."
+            )
         weight = self.weight.to(records[-1].dtype)
         m = weight[-1] * records[-1]
         for one, gate in zip(records[:-1], weight, strict=False):

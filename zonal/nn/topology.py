@@ -20,7 +20,13 @@ class Earlier(NamedTuple):
 
 
 def deaths(
-    q: Tensor, k: Tensor, neighbours: int, *, earlier: Earlier | None = None, key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    neighbours: int,
+    *,
+    earlier: Earlier | None = None,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The persistence diagrams of dimension 0 around queries and keys: (B, H, T, neighbours) and (B, Hkv, T, neighbours), falling.
 
@@ -38,9 +44,15 @@ def deaths(
     """
     past = 0 if earlier is None else earlier.k.shape[2]
     keys = k if earlier is None else torch.cat([earlier.k.to(k), k], 2)
-    real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_padding_mask is None else key_padding_mask
+    real = (
+        torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+        if key_padding_mask is None
+        else key_padding_mask
+    )
     if earlier is not None:
-        before = torch.ones(k.shape[0], past, dtype=torch.bool, device=k.device) if earlier.mask is None else earlier.mask
+        before = (
+            torch.ones(k.shape[0], past, dtype=torch.bool, device=k.device) if earlier.mask is None else earlier.mask
+        )
         real = torch.cat([before, real], 1)
     document = None if cu_seqlens is None else document_index(cu_seqlens, k.shape[2])
     found = []
@@ -67,7 +79,10 @@ def _around(points: Tensor, keys: Tensor, seen: Tensor, neighbours: int) -> Tens
         gap = torch.cdist(points.double(), keys.double())
         gap = gap.masked_fill(~(seen & gap.isfinite()), float("inf"))
         nearest, index = gap.topk(count, -1, largest=False)
-    batch, heads = (torch.arange(n, device=keys.device).view(shape) for n, shape in ((keys.shape[0], (-1, 1, 1, 1)), (keys.shape[1], (1, -1, 1, 1))))
+    batch, heads = (
+        torch.arange(n, device=keys.device).view(shape)
+        for n, shape in ((keys.shape[0], (-1, 1, 1, 1)), (keys.shape[1], (1, -1, 1, 1)))
+    )
     # an absent neighbour is the token again: it joins at length 0, and changes no other edge
     own = points.unsqueeze(3)
     cloud = torch.cat([own, torch.where(nearest.isfinite().unsqueeze(-1), keys[batch, heads, index], own)], 3)

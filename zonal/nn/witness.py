@@ -40,12 +40,17 @@ def of_layer(layer: Attention, x: Tensor) -> list[list[Part]]:
     """
     metric = metric_of(layer)
     if metric is None:
-        raise ArgumentError("witness.of_layer: a layer whose operator has the score NegativeDistance is required (mechanisms.rewa), received another.")
+        raise ArgumentError(
+            "witness.of_layer: a layer whose operator has the score NegativeDistance is required (mechanisms.rewa), received another."
+        )
     keys = layer.stored_keys(x).transpose(0, 1).flatten(1, 2)
     if not isinstance(metric, Product):
         return [[_part(type(metric).__name__, metric, head)] for head in keys]
     sizes = metric.parts(keys.shape[-1])
-    return [[_part(*each) for each in zip(metric.names, metric.factors, head.split(sizes, -1), strict=True)] for head in keys]
+    return [
+        [_part(*each) for each in zip(metric.names, metric.factors, head.split(sizes, -1), strict=True)]
+        for head in keys
+    ]
 
 
 def _part(name: str, metric: Metric, keys: Tensor) -> Part:
@@ -61,7 +66,9 @@ def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
     Raises: ArgumentError for points that are no table, none, or not finite.
     """
     if points.ndim != 2 or points.numel() == 0 or not bool(torch.isfinite(points).all()):
-        raise ArgumentError(f"witness.on_paper: one finite point or more, (n, D), are required, received shape {tuple(points.shape)}, or numbers that are not finite.")
+        raise ArgumentError(
+            f"witness.on_paper: one finite point or more, (n, D), are required, received shape {tuple(points.shape)}, or numbers that are not finite."
+        )
     x = points.double()
     if isinstance(metric, Sphere):
         x = F.normalize(x, dim=-1)

@@ -60,10 +60,22 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "peak_memory_bytes": _spread(row.peak_memory_bytes),
                 "parameters": row.parameters,
                 "memory_bytes": {str(length): size for length, size in sorted(row.memory_bytes.items())},
-                "slices": {name: {key: _spread(total) for key, total in values.items()} for name, values in row.slices.items()},
-                "transfer": {name: {key: _spread(total) for key, total in values.items()} for name, values in transfer.by_slice(summary, row).items()},
+                "slices": {
+                    name: {key: _spread(total) for key, total in values.items()} for name, values in row.slices.items()
+                },
+                "transfer": {
+                    name: {key: _spread(total) for key, total in values.items()}
+                    for name, values in transfer.by_slice(summary, row).items()
+                },
                 "sweep": {repr(rate): _spread(total) for rate, total in row.sweep.items()},
-                "behind": None if verdict is None else {"difference": verdict.behind, "margin": verdict.margin, "seeds": verdict.seeds, "within_spread": verdict.within},
+                "behind": None
+                if verdict is None
+                else {
+                    "difference": verdict.behind,
+                    "margin": verdict.margin,
+                    "seeds": verdict.seeds,
+                    "within_spread": verdict.within,
+                },
                 "command": commands.row_command(data.command, row.operator, row.learning_rate, data.steps),
             }
         )
@@ -76,7 +88,9 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "guess": None if data.guess is None else data.guess.value,
         "target_loss": target,
         "headline": summary.headline,
-        "flags": [{"kind": flag.kind, "operators": list(flag.operators), "sentence": flag.sentence} for flag in summary.flags],
+        "flags": [
+            {"kind": flag.kind, "operators": list(flag.operators), "sentence": flag.sentence} for flag in summary.flags
+        ],
         "sentences": list(summary.sentences),
         "steps": data.steps,
         "seeds": list(data.seeds),

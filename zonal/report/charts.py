@@ -34,7 +34,15 @@ def binned(points: Sequence[Point], limit: int = MAX_POINTS) -> tuple[Point, ...
         part = points[start:stop]
         scores = [point.accuracy for point in part if point.accuracy is not None]
         last = part[-1]
-        merged.append(Point(last.step, last.tokens, last.seconds, math.fsum(p.loss for p in part) / len(part), math.fsum(scores) / len(scores) if scores else None))
+        merged.append(
+            Point(
+                last.step,
+                last.tokens,
+                last.seconds,
+                math.fsum(p.loss for p in part) / len(part),
+                math.fsum(scores) / len(scores) if scores else None,
+            )
+        )
     return tuple(merged)
 
 
@@ -76,7 +84,12 @@ def _curve(curves: Sequence[tuple[int, Sequence[Point]]]) -> dict[str, Any] | No
             "loss": [point and rounded(point.loss, 4) for point in points],
             "accuracy": [point and rounded(point.accuracy, 4) for point in points],
         }
-        each.append({"seed": seed, **{name: values for name, values in columns.items() if any(value is not None for value in values)}})
+        each.append(
+            {
+                "seed": seed,
+                **{name: values for name, values in columns.items() if any(value is not None for value in values)},
+            }
+        )
     return {
         "steps": steps,
         "seconds": [rounded(math.fsum(point.seconds for _, point in row) / len(row), 4) for row in rows],
@@ -132,7 +145,9 @@ def _geometry(runs: Sequence[Run]) -> dict[str, Any] | None:
     if run is None:
         return None
     before = [layer for layer in run.learned_before if "weights" in layer]
-    return witnesses.over_training([(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)], run.seed)
+    return witnesses.over_training(
+        [(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)], run.seed
+    )
 
 
 def _witnesses(runs: Sequence[Run]) -> dict[str, Any] | None:
@@ -153,7 +168,10 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "validation": _curve([(run.seed, run.evaluations) for run in runs]),
         "training": _curve([(run.seed, binned(run.training)) for run in runs]),
         "slices": {name: _pairs(values) for name, values in row.slices.items()},
-        "memory": {"x": sorted(row.memory_bytes), "y": [row.memory_bytes[length] for length in sorted(row.memory_bytes)]},
+        "memory": {
+            "x": sorted(row.memory_bytes),
+            "y": [row.memory_bytes[length] for length in sorted(row.memory_bytes)],
+        },
         "metric": value and {"mean": rounded(value.mean), "sd": rounded(value.deviation)},
         "speed": row.tokens_per_second and rounded(row.tokens_per_second.mean),
         "sweep": {**_pairs(row.sweep), "chosen": row.learning_rate} if len(summary.data.learning_rates) > 1 else None,
@@ -165,7 +183,9 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
     }
 
 
-def payload(summary: Summary, identifier: str, keys: Mapping[str, str], looks: Mapping[str, style.Look]) -> dict[str, Any]:
+def payload(
+    summary: Summary, identifier: str, keys: Mapping[str, str], looks: Mapping[str, style.Look]
+) -> dict[str, Any]:
     """Everything the script draws for one comparison."""
     return {
         "id": identifier,

@@ -39,7 +39,7 @@ class Head:
 
     @property
     def name(self) -> str:
-        """"2.3": layer 2, head 3."""
+        """ "2.3": layer 2, head 3."""
         return f"{self.layer}.{self.head}"
 
 
@@ -74,23 +74,36 @@ def record_of(path: Path, schema: int) -> dict[str, Any] | None:
         return None
     record = read_json(path)
     if not isinstance(record, dict) or record.get("schema") != schema:
-        raise FileFormatError(f"report: {path} must be an object with schema {schema}. Write it with this version of zonal, or remove it.")
+        raise FileFormatError(
+            f"report: {path} must be an object with schema {schema}. Write it with this version of zonal, or remove it."
+        )
     return record
 
 
 def _head(about: Mapping[str, Any], layer: int, head: int, path: Path) -> Head:
     where = f"layer {layer}, head {head}"
     capacity = _object(about.get("capacity") or {}, f"{where}: capacity", path)
-    stored, estimate = (_numbers(capacity.get(key, []), f"{where}: capacity.{key}", path) for key in ("stored", "estimate"))
+    stored, estimate = (
+        _numbers(capacity.get(key, []), f"{where}: capacity.{key}", path) for key in ("stored", "estimate")
+    )
     if len(stored) != len(estimate):
-        raise FileFormatError(f"report: {path}: {where}: capacity has {len(stored)} numbers stored and {len(estimate)} estimates; they belong in pairs.")
+        raise FileFormatError(
+            f"report: {path}: {where}: capacity has {len(stored)} numbers stored and {len(estimate)} estimates; they belong in pairs."
+        )
     leverage = _numbers(about.get("leverage", []), f"{where}: leverage", path)
     if any(not -1e-3 <= value <= 1 + 1e-3 for value in leverage):
-        raise FileFormatError(f"report: {path}: {where}: leverage must lie in [0, 1], got {min(leverage):g} … {max(leverage):g}.")
-    pairs = [_numbers(pair, f"{where}: spectrum", path) for pair in _list(about.get("spectrum", []), f"{where}: spectrum", path)]
+        raise FileFormatError(
+            f"report: {path}: {where}: leverage must lie in [0, 1], got {min(leverage):g} … {max(leverage):g}."
+        )
+    pairs = [
+        _numbers(pair, f"{where}: spectrum", path)
+        for pair in _list(about.get("spectrum", []), f"{where}: spectrum", path)
+    ]
     if any(len(pair) != 2 for pair in pairs):
         raise FileFormatError(f"report: {path}: {where}: spectrum must be a list of [re, im] pairs.")
-    numbers = {key: _number(about[key], f"{where}: {key}", path) for key in (*NUMBERS, "size") if about.get(key) is not None}
+    numbers = {
+        key: _number(about[key], f"{where}: {key}", path) for key in (*NUMBERS, "size") if about.get(key) is not None
+    }
     return Head(layer, head, numbers, tuple((pair[0], pair[1]) for pair in pairs), leverage, stored, estimate)
 
 
@@ -135,8 +148,16 @@ def bars(heads: Sequence[Head]) -> dict[str, dict[str, Any]]:
     for key in NUMBERS:
         with_it = [head for head in heads if key in head.numbers]
         if with_it:
-            most = max((head.numbers.get("size", 0.0) for head in with_it), default=0.0) if key == "effective_rank" else 0.0
-            found[key] = {"x": [head.name for head in with_it], "y": [_short(head.numbers[key]) for head in with_it], "most": most or None}
+            most = (
+                max((head.numbers.get("size", 0.0) for head in with_it), default=0.0)
+                if key == "effective_rank"
+                else 0.0
+            )
+            found[key] = {
+                "x": [head.name for head in with_it],
+                "y": [_short(head.numbers[key]) for head in with_it],
+                "most": most or None,
+            }
     return found
 
 
@@ -146,7 +167,10 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[float
     for value in values:
         counts[min(bins - 1, max(0, int(value * bins)))] += 1
     total = max(1, len(values))
-    return {"x": [_short((index + 0.5) / bins) for index in range(bins)], "y": [_short(count / total) for count in counts]}
+    return {
+        "x": [_short((index + 0.5) / bins) for index in range(bins)],
+        "y": [_short(count / total) for count in counts],
+    }
 
 
 def leverage(heads: Sequence[Head]) -> dict[str, list[float]] | None:
@@ -165,13 +189,24 @@ def capacity(heads: Sequence[Head]) -> dict[str, list[float]] | None:
         return None
     x = sorted(at)
     mean = [_short(math.fsum(at[stored]) / len(at[stored])) for stored in x]
-    return {"x": x, "mean": mean, "low": [_short(min(at[stored])) for stored in x], "high": [_short(max(at[stored])) for stored in x]}
+    return {
+        "x": x,
+        "mean": mean,
+        "low": [_short(min(at[stored])) for stored in x],
+        "high": [_short(max(at[stored])) for stored in x],
+    }
 
 
 def payload(found: Diagnostics, seed: int) -> dict[str, Any]:
     """All pictures of one run; what the file lacks is empty or None."""
     heads = found.heads
-    return {"seed": seed, "spectra": spectra(heads), "bars": bars(heads), "leverage": leverage(heads), "capacity": capacity(heads)}
+    return {
+        "seed": seed,
+        "spectra": spectra(heads),
+        "bars": bars(heads),
+        "leverage": leverage(heads),
+        "capacity": capacity(heads),
+    }
 
 
 def _short(value: float) -> float:
@@ -179,4 +214,18 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-__all__ = ["BINS", "NAME", "NUMBERS", "Diagnostics", "Head", "bars", "capacity", "histogram", "leverage", "load", "payload", "record_of", "spectra"]
+__all__ = [
+    "BINS",
+    "NAME",
+    "NUMBERS",
+    "Diagnostics",
+    "Head",
+    "bars",
+    "capacity",
+    "histogram",
+    "leverage",
+    "load",
+    "payload",
+    "record_of",
+    "spectra",
+]

@@ -52,13 +52,19 @@ def on_what_was_trained(data: ComparisonData, final: Metrics) -> float | None:
         return final.value(data.metric)
     name, values = data.guess.trained
     found = [number for value, number in final.slices.get(name, {}).items() if value in values]
-    found = found or [cell.values["accuracy"] for cell in final.examined if str(cell.slices.get(name)) in values and "accuracy" in cell.values]
+    found = found or [
+        cell.values["accuracy"]
+        for cell in final.examined
+        if str(cell.slices.get(name)) in values and "accuracy" in cell.values
+    ]
     return math.fsum(found) / len(found) if found else None
 
 
 def trained_number(data: ComparisonData, runs: Sequence[Run]) -> Spread | None:
     """``on_what_was_trained`` over the seeds of an operator."""
-    found = [number for run in runs if run.final is not None and (number := on_what_was_trained(data, run.final)) is not None]
+    found = [
+        number for run in runs if run.final is not None and (number := on_what_was_trained(data, run.final)) is not None
+    ]
     return spread(found) if found else None
 
 
@@ -72,9 +78,22 @@ def learned(data: ComparisonData, number: float | None) -> bool | None:
 def flags(data: ComparisonData, rows: Sequence[Operator]) -> tuple[Flag, ...]:
     """All that is to be said of a comparison, the gravest first."""
     shown = [row for row in rows if row.runs]
-    found = [_not_learned(data, shown), _some_seeds(data, shown), _failed(data, rows), _steps(data, shown), _edge(data, shown), _parameters(shown)]
+    found = [
+        _not_learned(data, shown),
+        _some_seeds(data, shown),
+        _failed(data, rows),
+        _steps(data, shown),
+        _edge(data, shown),
+        _parameters(shown),
+    ]
     if shown and len(data.learning_rates) == 1:
-        found.append(Flag("one rate", (), f"One learning rate was tried, {formats.rate(data.learning_rates[0])}: another may favour another operator."))
+        found.append(
+            Flag(
+                "one rate",
+                (),
+                f"One learning rate was tried, {formats.rate(data.learning_rates[0])}: another may favour another operator.",
+            )
+        )
     if shown and len(data.seeds) == 1:
         found.append(Flag("one seed", (), "One seed: the spread over seeds is not known."))
     return tuple(flag for flag in found if flag is not None)
@@ -113,7 +132,11 @@ def _some_seeds(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     if not parts:
         return None
     verb = "is" if len(parts) == 1 and next(iter(parts.values())).startswith("1 ") else "are"
-    return Flag("some seeds not learned", tuple(parts), f"{formats.enumerate_names(list(parts.values()))} {verb} {_guess(data)}: that mean is of runs that learned and runs that did not.")
+    return Flag(
+        "some seeds not learned",
+        tuple(parts),
+        f"{formats.enumerate_names(list(parts.values()))} {verb} {_guess(data)}: that mean is of runs that learned and runs that did not.",
+    )
 
 
 def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
@@ -126,20 +149,38 @@ def _failed(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     groups: dict[tuple[str, float], int] = {}
     for run in failed:
         groups[run.operator, run.learning_rate] = groups.get((run.operator, run.learning_rate), 0) + 1
-    which = "; ".join(f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {len(data.seeds)} seeds" for (operator, rate), count in groups.items())
+    which = "; ".join(
+        f"{labels[operator]} at rate {formats.rate(rate)}, {count} of {len(data.seeds)} seeds"
+        for (operator, rate), count in groups.items()
+    )
     verb = "run was" if len(failed) == 1 else "runs were"
-    return Flag("failed", tuple(dict.fromkeys(run.operator for run in failed)), f"{len(failed)} of {len(data.runs)} {verb} dropped{why}: {which}.")
+    return Flag(
+        "failed",
+        tuple(dict.fromkeys(run.operator for run in failed)),
+        f"{len(failed)} of {len(data.runs)} {verb} dropped{why}: {which}.",
+    )
 
 
 def _steps(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     runs = [(run, row) for row in rows for run in row.runs]
     if len({run.steps_done for run, _ in runs}) < 2:
         return None
-    (least, few), (most, many) = min(runs, key=lambda each: each[0].steps_done), max(runs, key=lambda each: each[0].steps_done)
+    (least, few), (most, many) = (
+        min(runs, key=lambda each: each[0].steps_done),
+        max(runs, key=lambda each: each[0].steps_done),
+    )
     stop = data.training.get("stop_at_accuracy")
-    why = f"; each run stops at accuracy {stop:g}, so final numbers near it say nothing, and steps say who was sooner" if stop is not None else ""
+    why = (
+        f"; each run stops at accuracy {stop:g}, so final numbers near it say nothing, and steps say who was sooner"
+        if stop is not None
+        else ""
+    )
     sentence = f"Runs were not trained equally long: from {formats.count(least.steps_done)} steps ({few.label}, seed {least.seed}) to {formats.count(most.steps_done)} ({many.label}, seed {most.seed}){why}."
-    return Flag("steps", tuple(row.operator for row in rows if any(run.steps_done < most.steps_done for run in row.runs)), sentence)
+    return Flag(
+        "steps",
+        tuple(row.operator for row in rows if any(run.steps_done < most.steps_done for run in row.runs)),
+        sentence,
+    )
 
 
 def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
@@ -147,13 +188,22 @@ def _edge(data: ComparisonData, rows: Sequence[Operator]) -> Flag | None:
     if len(grid) < 2:
         return None
     sides: Mapping[str, list[Operator]] = {
-        f"the {name} ({formats.rate(rate)})": [row for row in rows if row.learning_rate == rate] for name, rate in (("lowest", grid[0]), ("highest", grid[-1]))
+        f"the {name} ({formats.rate(rate)})": [row for row in rows if row.learning_rate == rate]
+        for name, rate in (("lowest", grid[0]), ("highest", grid[-1]))
     }
     at = [row for side in sides.values() for row in side]
     if not at:
         return None
-    parts = "; ".join(f"{side} for {'all' if len(found) == len(rows) > 1 else _names(found)}" for side, found in sides.items() if found)
-    return Flag("edge", _specs(at), f"Best learning rates lie at the edge of the {len(grid)} that were tried: {parts}. A rate beyond the edge may do better.")
+    parts = "; ".join(
+        f"{side} for {'all' if len(found) == len(rows) > 1 else _names(found)}"
+        for side, found in sides.items()
+        if found
+    )
+    return Flag(
+        "edge",
+        _specs(at),
+        f"Best learning rates lie at the edge of the {len(grid)} that were tried: {parts}. A rate beyond the edge may do better.",
+    )
 
 
 def _parameters(rows: Sequence[Operator]) -> Flag | None:
@@ -164,7 +214,11 @@ def _parameters(rows: Sequence[Operator]) -> Flag | None:
     if high <= low * _UNEQUAL:
         return None
     more = f"{100 * (high / low - 1):.1f}%"
-    return Flag("parameters", _specs([small, large]), f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) to {formats.count(high)} ({large.label}).")
+    return Flag(
+        "parameters",
+        _specs([small, large]),
+        f"Parameters differ by {more}: from {formats.count(low)} ({small.label}) to {formats.count(high)} ({large.label}).",
+    )
 
 
 __all__ = ["METRIC_NAMES", "NOT_LEARNED", "Flag", "flags", "learned", "on_what_was_trained", "trained_number"]

@@ -40,7 +40,9 @@ def told_apart(a: float, b: float) -> tuple[str, str]:
 
     def plain(decimals: int) -> bool:
         texts = f"{a:.{decimals}f}", f"{b:.{decimals}f}"
-        return texts[0] != texts[1] and not any(x != 1 and float(text) == 1 for x, text in zip((a, b), texts, strict=True))
+        return texts[0] != texts[1] and not any(
+            x != 1 and float(text) == 1 for x, text in zip((a, b), texts, strict=True)
+        )
 
     decimals = next((digits for digits in (3, 4, 5, 6) if plain(digits)), 3)
     return f"{a:.{decimals}f}", f"{b:.{decimals}f}"
@@ -145,7 +147,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def enumerate_names(names: Sequence[str]) -> str:
-    """"a", "a and b", "a, b and c"."""
+    """ "a", "a and b", "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -25,8 +25,20 @@ HOW_TO_READ = (
     ("Leverage and capacity", "leverage is how much of its own value a key would return: near 1 it is recalled, near 0 it drowns in the others. Capacity is the number of stored keys estimated to be recalled; the dashed line is all of them."),
 )  # fmt: skip
 
-LEARNED_NAMES = {"eta": "η (output scale)", "gamma": "γ (step factor)", "ridge": "ridge (regulariser)", "degrees": "degrees", "temperature": "temperature", "rates": "decay a token", "factor": "factor of queries and keys"}
-DIAGNOSTIC_NAMES = {"smallest_eigenvalue": "Smallest eigenvalue", "condition": "Condition number", "effective_rank": "Effective rank"}
+LEARNED_NAMES = {
+    "eta": "η (output scale)",
+    "gamma": "γ (step factor)",
+    "ridge": "ridge (regulariser)",
+    "degrees": "degrees",
+    "temperature": "temperature",
+    "rates": "decay a token",
+    "factor": "factor of queries and keys",
+}
+DIAGNOSTIC_NAMES = {
+    "smallest_eigenvalue": "Smallest eigenvalue",
+    "condition": "Condition number",
+    "effective_rank": "Effective rank",
+}
 SLICE_NAMES = {
     "pairs": "number of key-value pairs", "length": "sequence length", "task": "task", "mqar": "MQAR", "system-prompt": "system prompt",
     "system-prompt-distractors": "system prompt, distractors", "tool-trace": "tool trace", "needle": "needle in a haystack", "two-hop": "two hops",
@@ -39,15 +51,18 @@ CHART_HELP = "Drag inside a chart to enlarge a part, double-click to go back. Th
 
 
 def slice_name(key: str) -> str:
-    """"pairs" → "number of key-value pairs"; an unknown property as it is."""
+    """ "pairs" → "number of key-value pairs"; an unknown property as it is."""
     return SLICE_NAMES.get(key, key)
 
 
 def cell_name(slices: Mapping[str, int | str]) -> str:
     """{"pairs": "held out", "distance": 2} → "held out, distance 2": a number needs its name, a word is one."""
-    return ", ".join(str(value) if isinstance(value, str) else f"{name} {value}" for name, value in slices.items()) or "all"
+    return (
+        ", ".join(str(value) if isinstance(value, str) else f"{name} {value}" for name, value in slices.items())
+        or "all"
+    )
 
 
 def learned_name(key: str) -> str:
-    """"eta" → "η (output scale)"; an unknown quantity as it is."""
+    """ "eta" → "η (output scale)"; an unknown quantity as it is."""
     return LEARNED_NAMES.get(key, key.replace("_", " "))

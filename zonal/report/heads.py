@@ -15,7 +15,12 @@ from zonal.report import page
 from zonal.report.search import Grid
 
 _FORBIDDEN = 255
-_TITLES = {"evidence": "Log evidence", "interaction": "Interaction", "product": "Dot product of rank {rank}", "weights": "Weights"}
+_TITLES = {
+    "evidence": "Log evidence",
+    "interaction": "Interaction",
+    "product": "Dot product of rank {rank}",
+    "weights": "Weights",
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,11 @@ def context(given: Heads) -> dict[str, Any]:
     """What the template needs."""
     found = given.found
     layers = [layer for layer in found["layers"] if layer["heads"]]
-    heads = [{"name": f"{layer['layer']}.{number}", "layer": layer["layer"], "head": number, **head} for layer in layers for number, head in enumerate(layer["heads"], 1)]
+    heads = [
+        {"name": f"{layer['layer']}.{number}", "layer": layer["layer"], "head": number, **head}
+        for layer in layers
+        for number, head in enumerate(layer["heads"], 1)
+    ]
     drawn = {name: {kind: scaled(kind, each) for kind, each in of_head.items()} for name, of_head in given.maps.items()}
     rank, sequences = found["ranks"][-1], found["sequences"]
     kept = ("name", "layer", "head", "rows", "columns", "interaction")
@@ -77,7 +86,9 @@ def context(given: Heads) -> dict[str, Any]:
 
 def headline(heads: Sequence[Mapping[str, Any]], rank: int) -> list[str]:
     """The shares that heads have on average, and between what a dot product of the largest rank explains."""
-    rows, columns, interaction, gauge = (math.fsum(head[part] for head in heads) / len(heads) for part in ("rows", "columns", "interaction", "gauge"))
+    rows, columns, interaction, gauge = (
+        math.fsum(head[part] for head in heads) / len(heads) for part in ("rows", "columns", "interaction", "gauge")
+    )
     rising = sorted(heads, key=lambda head: head["explained"][-1])
     least, most = rising[0], rising[-1]
     return [
@@ -96,7 +107,12 @@ def scaled(kind: str, values: Tensor) -> dict[str, Any]:
         low = -high
     share = (torch.where(allowed, values, low) - low) / (high - low or 1.0)
     levels = torch.where(allowed, (share * (_FORBIDDEN - 1)).round(), _FORBIDDEN).to(torch.uint8)
-    return {"low": low, "high": high, "signed": signed, "levels": base64.b64encode(levels.cpu().numpy().tobytes()).decode()}
+    return {
+        "low": low,
+        "high": high,
+        "signed": signed,
+        "levels": base64.b64encode(levels.cpu().numpy().tobytes()).decode(),
+    }
 
 
 def _titled(kind: str, each: Mapping[str, Any], rank: int) -> dict[str, str]:

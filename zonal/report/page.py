@@ -32,7 +32,11 @@ def script(name: str) -> str:
 def environment(autoescape: bool) -> jinja2.Environment:
     """The templates beside this module; without autoescape, for Markdown, with the filter ``cell``."""
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("zonal.report", "templates"), autoescape=autoescape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("zonal.report", "templates"),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     made.filters["cell"] = _markdown_cell
     return made
@@ -40,14 +44,24 @@ def environment(autoescape: bool) -> jinja2.Environment:
 
 def script_json(value: Any) -> str:
     """JSON that can stand inside a script element: no text in it can close the element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return (
+        json.dumps(value, separators=(",", ":"), allow_nan=False)
+        .replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026")
+    )
 
 
 def identifiers(summaries: Sequence[Summary]) -> tuple[str, ...]:
     """A short name of each comparison for links: the task's name, numbered where two share it."""
     names: list[str] = []
     for summary in summaries:
-        base = "".join(letter if letter.isalnum() else "-" for letter in str(summary.data.task.get("name") or "task").lower()).strip("-") or "task"
+        base = (
+            "".join(
+                letter if letter.isalnum() else "-" for letter in str(summary.data.task.get("name") or "task").lower()
+            ).strip("-")
+            or "task"
+        )
         count = sum(name == base or name.startswith(f"{base}-") for name in names)
         names.append(base if not count else f"{base}-{count + 1}")
     return tuple(names)
@@ -66,11 +80,26 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
     """What the templates need of one comparison."""
     data = summary.data
     slices = [(name, glossary.slice_name(name), table.slices(summary, name)) for name in table.slice_names(summary)]
-    values = [value for row in summary.rows for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None]
-    strips = {row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows}
-    seen = [(row, run.diagnostics) for row in summary.rows if (run := charts.looked_into(summary, row)) is not None and run.diagnostics is not None]
+    values = [
+        value
+        for row in summary.rows
+        for run in row.runs
+        if run.final is not None and (value := run.final.value(data.metric)) is not None
+    ]
+    strips = {
+        row.operator: charts.strip(row, data.metric, min(values), max(values)) if values else "" for row in summary.rows
+    }
+    seen = [
+        (row, run.diagnostics)
+        for row in summary.rows
+        if (run := charts.looked_into(summary, row)) is not None and run.diagnostics is not None
+    ]
     shown = [run for row in summary.rows for run in charts.drawn_runs(summary, row)]
-    kernels = [row for row in summary.rows if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)]
+    kernels = [
+        row
+        for row in summary.rows
+        if any(layer.get("kernel_curve") for run in charts.drawn_runs(summary, row) for layer in run.learned)
+    ]
     return {
         "id": identifier,
         "summary": summary,
@@ -94,7 +123,11 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),
         "runs": table.runs(summary),
         "unfinished": table.unfinished(summary),
-        "settings": [("Task", table.settings(data.task)), ("Model", table.settings(data.model)), ("Training", table.settings(data.training))],
+        "settings": [
+            ("Task", table.settings(data.task)),
+            ("Model", table.settings(data.model)),
+            ("Training", table.settings(data.training)),
+        ],
         "versions": table.settings({**data.versions, **({"commit": data.commit} if data.commit else {})}),
         "device": table.device(data.device),
         "swept": len(data.learning_rates) > 1,
@@ -104,7 +137,10 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "facts": _facts(summary),
         "command": data.command,
         "fixed_command": commands.fixed_command(data.command, data.steps),
-        "row_commands": [(row.operator, row.label, commands.row_command(data.command, row.operator, row.learning_rate, data.steps)) for row in summary.rows],
+        "row_commands": [
+            (row.operator, row.label, commands.row_command(data.command, row.operator, row.learning_rate, data.steps))
+            for row in summary.rows
+        ],
     }
 
 
@@ -112,7 +148,11 @@ def _pictures(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Which pictures of the memories some operator has."""
     return {
         "spectra": any(each["spectra"] for each in payloads),
-        "bars": [(key, title) for key, title in glossary.DIAGNOSTIC_NAMES.items() if any(key in each["bars"] for each in payloads)],
+        "bars": [
+            (key, title)
+            for key, title in glossary.DIAGNOSTIC_NAMES.items()
+            if any(key in each["bars"] for each in payloads)
+        ],
         "leverage": any(each["leverage"] for each in payloads),
         "capacity": any(each["capacity"] for each in payloads),
     }
@@ -146,7 +186,16 @@ def context(summaries: Sequence[Summary]) -> dict[str, Any]:
     return {
         "heading": heading(summaries),
         "views": [view(summary, name, keys) for summary, name in zip(summaries, names, strict=True)],
-        "operators": [{"spec": spec, "key": keys[spec], "label": labels[spec], "look": looks[spec], "explanation": style.explanation(spec)} for spec in specs],
+        "operators": [
+            {
+                "spec": spec,
+                "key": keys[spec],
+                "label": labels[spec],
+                "look": looks[spec],
+                "explanation": style.explanation(spec),
+            }
+            for spec in specs
+        ],
         "keys": keys,
         "groups": style.GROUPS,
         "how_to_read": glossary.HOW_TO_READ,
@@ -185,4 +234,8 @@ def _markdown_cell(text: str) -> str:
 
 
 def _spark(curve: dict[str, Any] | None) -> str:
-    return formats.sparkline([value for value in curve["loss"]["mean"] if value is not None]) if curve and curve["loss"] else ""
+    return (
+        formats.sparkline([value for value in curve["loss"]["mean"] if value is not None])
+        if curve and curve["loss"]
+        else ""
+    )

@@ -22,7 +22,9 @@ class PublishedRow:
 
     def has(self, slices: Mapping[str, int | str]) -> bool:
         """Whether a cell with these slices belongs to this row."""
-        return all(slices.get(name) in (value if isinstance(value, list) else [value]) for name, value in self.select.items())
+        return all(
+            slices.get(name) in (value if isinstance(value, list) else [value]) for name, value in self.select.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,19 @@ class Published:
                 PublishedTable(
                     str(table["title"]),
                     tuple(map(str, table["columns"])),
-                    tuple(PublishedRow(str(row["label"]), dict(row["select"]), tuple(row["values"])) for row in table["rows"]),
+                    tuple(
+                        PublishedRow(str(row["label"]), dict(row["select"]), tuple(row["values"]))
+                        for row in table["rows"]
+                    ),
                 )
                 for table in values["tables"]
             )
             recipe = tuple((str(setting), str(theirs), str(ours)) for setting, theirs, ours in values["recipe"])
             return cls(str(values["source"]), tables, recipe, tuple(map(str, values["notes"])))
         except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"report: {path}: 'published' is incomplete or damaged ({error!r}). Take it out of the file, or run the comparison again.") from error
+            raise FileFormatError(
+                f"report: {path}: 'published' is incomplete or damaged ({error!r}). Take it out of the file, or run the comparison again."
+            ) from error
 
 
 __all__ = ["Published", "PublishedRow", "PublishedTable"]

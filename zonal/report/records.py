@@ -149,7 +149,9 @@ class ComparisonData:
 
 def _field(record: Mapping[str, Any], key: str, path: Path) -> Any:
     if key not in record:
-        raise FileFormatError(f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; run the comparison again.")
+        raise FileFormatError(
+            f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; run the comparison again."
+        )
     return record[key]
 
 
@@ -176,7 +178,11 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
     if loss is None:
         return None
     slices = {
-        name: {str(k): number for k, v in values.items() if (number := _number(v, f"{key}.slices.{name}.{k}", path)) is not None}
+        name: {
+            str(k): number
+            for k, v in values.items()
+            if (number := _number(v, f"{key}.slices.{name}.{k}", path)) is not None
+        }
         for name, values in (record.get("slices") or {}).items()
     }
     transfer = tuple(_transfer(cell, f"{key}.transfer", path) for cell in record.get("transfer") or ())
@@ -188,14 +194,28 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
 def _transfer(cell: Any, key: str, path: Path) -> Transfer:
     accuracy = _number(cell.get("accuracy"), f"{key}.accuracy", path) if isinstance(cell, dict) else None
     if accuracy is None:
-        raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with an accuracy, got {cell!r}.")
-    return Transfer({name: value for name, value in cell.items() if name not in ("accuracy", "loss", "examples")}, accuracy)
+        raise FileFormatError(
+            f"report: {path}: each entry of {key!r} must be an object with an accuracy, got {cell!r}."
+        )
+    return Transfer(
+        {name: value for name, value in cell.items() if name not in ("accuracy", "loss", "examples")}, accuracy
+    )
 
 
 def _examined(cell: Any, key: str, path: Path) -> Examined:
-    if not isinstance(cell, dict) or not isinstance(cell.get("slices"), dict) or not isinstance(cell.get("values"), dict):
-        raise FileFormatError(f"report: {path}: each entry of {key!r} must be an object with slices and values, got {cell!r}.")
-    values = {name: number for name, value in cell["values"].items() if (number := _number(value, f"{key}.values.{name}", path)) is not None}
+    if (
+        not isinstance(cell, dict)
+        or not isinstance(cell.get("slices"), dict)
+        or not isinstance(cell.get("values"), dict)
+    ):
+        raise FileFormatError(
+            f"report: {path}: each entry of {key!r} must be an object with slices and values, got {cell!r}."
+        )
+    values = {
+        name: number
+        for name, value in cell["values"].items()
+        if (number := _number(value, f"{key}.values.{name}", path)) is not None
+    }
     return Examined(cell["slices"], values)
 
 
@@ -207,7 +227,9 @@ def _points(path: Path) -> dict[str, tuple[Point, ...]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise FileFormatError(f"report: {path} is not a text file ({error}). It was not written by zonal or was damaged.") from error
+        raise FileFormatError(
+            f"report: {path} is not a text file ({error}). It was not written by zonal or was damaged."
+        ) from error
     for index, line in enumerate(lines):
         if not line.strip():
             continue
@@ -217,12 +239,21 @@ def _points(path: Path) -> dict[str, tuple[Point, ...]]:
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             if index == len(lines) - 1:
                 break
-            raise FileFormatError(f"report: {path}, line {index + 1} is not a metrics record ({error!r}). The file was damaged; run the comparison again.") from error
+            raise FileFormatError(
+                f"report: {path}, line {index + 1} is not a metrics record ({error!r}). The file was damaged; run the comparison again."
+            ) from error
         loss = _number(record.get("loss"), "loss", path)
         if kind not in curves or loss is None:
             continue
         tokens, seconds = _count(record.get("tokens"), "tokens", path), _number(record.get("seconds"), "seconds", path)
-        curves[kind][step] = Point(step, tokens or 0, seconds or 0.0, loss, _number(record.get("accuracy"), "accuracy", path), tuple(record.get("geometry") or ()))
+        curves[kind][step] = Point(
+            step,
+            tokens or 0,
+            seconds or 0.0,
+            loss,
+            _number(record.get("accuracy"), "accuracy", path),
+            tuple(record.get("geometry") or ()),
+        )
     return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
 
 
@@ -255,7 +286,10 @@ def _run(path: Path) -> Run:
         memory_bytes={int(length): int(size) for length, size in (record.get("memory_bytes") or {}).items()},
         final=_metrics(record.get("final"), "final", path),
         best=_metrics(record.get("best"), "best", path),
-        steps_to={float(threshold): _count(step, "steps_to", path) for threshold, step in (record.get("steps_to") or {}).items()},
+        steps_to={
+            float(threshold): _count(step, "steps_to", path)
+            for threshold, step in (record.get("steps_to") or {}).items()
+        },
         learned=tuple(record.get("learned") or ()),
         learned_before=tuple(record.get("learned_before") or ()),
         training=curves["train"],
@@ -292,22 +326,32 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise FileFormatError(f"report: {folder} is not a folder. Required: the folder that `zonal compare` wrote (it holds comparison.json).")
+        raise FileFormatError(
+            f"report: {folder} is not a folder. Required: the folder that `zonal compare` wrote (it holds comparison.json)."
+        )
     path = folder / "comparison.json"
     if not path.is_file():
-        raise FileFormatError(f"report: {folder} has no comparison.json. Required: the folder that `zonal compare` wrote.")
+        raise FileFormatError(
+            f"report: {folder} has no comparison.json. Required: the folder that `zonal compare` wrote."
+        )
     record = read_json(path)
     if not isinstance(record, dict):
         raise FileFormatError(f"report: {path} must hold a JSON object, got {type(record).__name__}.")
     schema = _field(record, "schema", path)
     if schema != SCHEMA:
-        raise FileFormatError(f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the report with the version that ran the comparison.")
+        raise FileFormatError(
+            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the report with the version that ran the comparison."
+        )
     runs = tuple(_run(found) for found in sorted(folder.glob("runs/*/*/run.json")))
     if not runs:
-        raise FileFormatError(f"report: {folder} has no runs yet (no runs/*/*/run.json). Run the comparison first: {record.get('command', 'zonal compare')}")
+        raise FileFormatError(
+            f"report: {folder} has no runs yet (no runs/*/*/run.json). Run the comparison first: {record.get('command', 'zonal compare')}"
+        )
     operators = tuple(str(spec) for spec in _field(record, "operators", path))
     order = {spec: index for index, spec in enumerate(operators)}
-    runs = tuple(sorted(runs, key=lambda run: (order.get(run.operator, len(order)), run.operator, run.learning_rate, run.seed)))
+    runs = tuple(
+        sorted(runs, key=lambda run: (order.get(run.operator, len(order)), run.operator, run.learning_rate, run.seed))
+    )
     return ComparisonData(
         directory=folder,
         title=str(_field(record, "title", path)),
@@ -326,7 +370,9 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         device=record.get("device") or {},
         metric=_metric(record, path),
         runs=runs,
-        note=str(record.get("note") or ""),  # what whoever ran it wants readers to know, put into comparison.json by hand
+        note=str(
+            record.get("note") or ""
+        ),  # what whoever ran it wants readers to know, put into comparison.json by hand
         published=Published.from_dict(record["published"], path) if record.get("published") else None,
         guess=_guessed(record, path),
         commit=str(record.get("commit") or ""),

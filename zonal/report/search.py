@@ -49,13 +49,24 @@ def write(directory: str | os.PathLike[str]) -> SearchPaths:
     try:
         values = context(search, found, recipe)
     except (KeyError, IndexError, TypeError) as error:
-        raise FileFormatError(f"report: {folder} holds a search that cannot be read ({error!r}). It was edited or written by another version; search again.") from error
+        raise FileFormatError(
+            f"report: {folder} holds a search that cannot be read ({error!r}). It was edited or written by another version; search again."
+        ) from error
     paths = SearchPaths(folder / "report.html", folder / "report.md")
     payload = page.script_json(values.pop("picture"))
     html = page.environment(autoescape=True).get_template("search.html.j2")
-    text = html.render(**values, payload=payload, css=page.asset("page.css").decode(), script=page.script("search.js"), plotly=page.plotly())
+    text = html.render(
+        **values,
+        payload=payload,
+        css=page.asset("page.css").decode(),
+        script=page.script("search.js"),
+        plotly=page.plotly(),
+    )
     store.write_bytes(paths.html, text.encode())
-    store.write_bytes(paths.markdown, page.environment(autoescape=False).get_template("search.md.j2").render(**values).strip().encode() + b"\n")
+    store.write_bytes(
+        paths.markdown,
+        page.environment(autoescape=False).get_template("search.md.j2").render(**values).strip().encode() + b"\n",
+    )
     return paths
 
 
@@ -63,7 +74,9 @@ def _read(path: Path) -> dict[str, Any]:
     values = store.read_json(path)
     schema = values.get("schema") if isinstance(values, dict) else None
     if not isinstance(values, dict) or schema != SCHEMA:
-        raise FileFormatError(f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the page with the version that searched.")
+        raise FileFormatError(
+            f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the page with the version that searched."
+        )
     return values
 
 
@@ -85,10 +98,39 @@ def context(search: Mapping[str, Any], found: Mapping[str, Any], recipe: Mapping
         "skipped": _skipped(found["skipped"], regimes),
         "search": search["command"],
         "settings": [
-            ("Search", table.settings({name: search[name] for name in ("seeds", "rounds", "width", "rungs", "eta", "measure", "rule", "threshold", "temperature", "kinds", "palette", "budget_seconds", "draw")})),
+            (
+                "Search",
+                table.settings(
+                    {
+                        name: search[name]
+                        for name in (
+                            "seeds",
+                            "rounds",
+                            "width",
+                            "rungs",
+                            "eta",
+                            "measure",
+                            "rule",
+                            "threshold",
+                            "temperature",
+                            "kinds",
+                            "palette",
+                            "budget_seconds",
+                            "draw",
+                        )
+                    }
+                ),
+            ),
             ("Model", table.settings(search["model"])),
             ("Training", table.settings(search["training"])),
-            ("Versions and device", [*table.settings(search["versions"]), ("device", table.device(search["device"])), ("made", formats.date(search["created"]))]),
+            (
+                "Versions and device",
+                [
+                    *table.settings(search["versions"]),
+                    ("device", table.device(search["device"])),
+                    ("made", formats.date(search["created"])),
+                ],
+            ),
         ],
         "picture": picture(found),
     }
@@ -128,15 +170,31 @@ def headline(found: Mapping[str, Any]) -> list[str]:
         has = f"{start['label']}: {found['measured']} {_cost(_last(start))}"
         if not others:
             return [f"No other regime came to the last rung than the start, {has}.", walk]
-        who = "The one other that came to the last rung is no better" if others == 1 else f"None of the {others} others that came to the last rung is better"
+        who = (
+            "The one other that came to the last rung is no better"
+            if others == 1
+            else f"None of the {others} others that came to the last rung is better"
+        )
         return [f"{who} than the start, {has}.", walk]
-    return [f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against {_cost(_last(start))} for the start, {start['label']}.", walk]
+    return [
+        f"{winner['label']} is the best that was found: {found['measured']} {_cost(_last(winner))} against {_cost(_last(start))} for the start, {start['label']}.",
+        walk,
+    ]
 
 
 def _facts(search: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     seeds = len(search["seeds"])
-    rule = f"threshold {search['threshold']:g}" if search["rule"] == "threshold" else f"Metropolis, temperature {search['temperature']:g}"
-    return [f"{seeds} seed{'s' if seeds != 1 else ''}", f"{formats.count(search['training']['steps'])} steps on the last of {search['rungs']} rungs", rule, f"{formats.seconds(found['seconds'])} of training and evaluating"]
+    rule = (
+        f"threshold {search['threshold']:g}"
+        if search["rule"] == "threshold"
+        else f"Metropolis, temperature {search['temperature']:g}"
+    )
+    return [
+        f"{seeds} seed{'s' if seeds != 1 else ''}",
+        f"{formats.count(search['training']['steps'])} steps on the last of {search['rungs']} rungs",
+        rule,
+        f"{formats.seconds(found['seconds'])} of training and evaluating",
+    ]
 
 
 def _rounds(found: Mapping[str, Any]) -> Grid:
@@ -147,7 +205,17 @@ def _rounds(found: Mapping[str, Any]) -> Grid:
         verdict = "went there" if each["accepted"] else "stayed" if each["chosen"] is not None else "cut short"
         chance = formats.MISSING if each["probability"] is None else f"{each['probability']:.2f}"
         drawn = "; ".join(move["text"] for move in each["drawn"])
-        rows.append((str(number), regimes[each["current"]]["label"], drawn, chosen, formats.MISSING if each["effort"] is None else _interval(each["effort"]), chance, verdict))
+        rows.append(
+            (
+                str(number),
+                regimes[each["current"]]["label"],
+                drawn,
+                chosen,
+                formats.MISSING if each["effort"] is None else _interval(each["effort"]),
+                chance,
+                verdict,
+            )
+        )
     return Grid(("Round", "From", "Moves drawn", "Best of them", "Effort", "Probability", "The search"), tuple(rows))
 
 
@@ -160,9 +228,23 @@ def _regimes(regimes: Sequence[Mapping[str, Any]]) -> Grid:
     for regime in sorted(regimes, key=order):
         rung = _last(regime)
         message = next((each["message"] for each in regime["rungs"] if each["message"]), None)
-        seeds = ", ".join(formats.number(value) for value in rung["by_seed"].values()) if rung else message or formats.MISSING
+        seeds = (
+            ", ".join(formats.number(value) for value in rung["by_seed"].values())
+            if rung
+            else message or formats.MISSING
+        )
         steps = formats.MISSING if rung is None else formats.count(rung["steps"])
-        rows.append((regime["label"], steps, _cost(rung), seeds, formats.compact(regime["parameters"]), formats.seconds(regime["seconds"]), regime["operator"]))
+        rows.append(
+            (
+                regime["label"],
+                steps,
+                _cost(rung),
+                seeds,
+                formats.compact(regime["parameters"]),
+                formats.seconds(regime["seconds"]),
+                regime["operator"],
+            )
+        )
     return Grid(("Regime", "Steps", "Cost", "Each seed", "Parameters", "Trained", "Operator"), tuple(rows))
 
 
@@ -189,16 +271,34 @@ def _cycles(found: Mapping[str, Any]) -> Grid:
     turning, regimes = found["graph"]["circulation"], found["regimes"]
     sums = sorted(turning["cycles"] if turning else [], key=lambda cycle: -abs(cycle["sum"]["mean"]))
     rows = [
-        (" → ".join(regimes[node]["label"] for node in (*cycle["nodes"], cycle["nodes"][0])), _interval(cycle["sum"]), formats.number(cycle["length"]))
+        (
+            " → ".join(regimes[node]["label"] for node in (*cycle["nodes"], cycle["nodes"][0])),
+            _interval(cycle["sum"]),
+            formats.number(cycle["length"]),
+        )
         for cycle in sums[:_SHOWN_CYCLES]
     ]
-    return Grid(("Cycle" if len(sums) <= _SHOWN_CYCLES else f"Cycle (the largest {_SHOWN_CYCLES} of {len(sums)})", "Sum", "Efforts on the way, absolute"), tuple(rows))
+    return Grid(
+        (
+            "Cycle" if len(sums) <= _SHOWN_CYCLES else f"Cycle (the largest {_SHOWN_CYCLES} of {len(sums)})",
+            "Sum",
+            "Efforts on the way, absolute",
+        ),
+        tuple(rows),
+    )
 
 
 def _edges(found: Mapping[str, Any]) -> Grid:
     regimes = found["regimes"]
     rows = [
-        (regimes[edge["from"]]["label"], regimes[edge["to"]]["label"], edge["text"], formats.count(edge["steps"]), _interval(edge["effort"]), _signed(edge["circulation"]))
+        (
+            regimes[edge["from"]]["label"],
+            regimes[edge["to"]]["label"],
+            edge["text"],
+            formats.count(edge["steps"]),
+            _interval(edge["effort"]),
+            _signed(edge["circulation"]),
+        )
         for edge in found["graph"]["edges"]
     ]
     return Grid(("From", "To", "Move", "Steps", "Effort", "Circulating part"), tuple(rows))
@@ -209,7 +309,10 @@ def _skipped(skipped: Sequence[Mapping[str, Any]], regimes: Sequence[Mapping[str
     places: dict[tuple[str, str, str], str] = {}
     for each in skipped:
         places.setdefault((each["kind"], each["text"], each["reason"]), regimes[each["from"]]["label"])
-    rows = [(text, places[kind, text, reason] + (f" and {count - 1} more" if count > 1 else ""), reason) for (kind, text, reason), count in counted.items()]
+    rows = [
+        (text, places[kind, text, reason] + (f" and {count - 1} more" if count > 1 else ""), reason)
+        for (kind, text, reason), count in counted.items()
+    ]
     return Grid(("Move", "From", "Reason"), tuple(rows))
 
 
@@ -244,7 +347,12 @@ def picture(found: Mapping[str, Any]) -> dict[str, Any]:
         }
         for edge in edges
     ]  # fmt: skip
-    return {"nodes": nodes, "edges": lines, "measured": found["measured"], "ticks": sorted({distance.get(index, 0) for index in drawn})}
+    return {
+        "nodes": nodes,
+        "edges": lines,
+        "measured": found["measured"],
+        "ticks": sorted({distance.get(index, 0) for index in drawn}),
+    }
 
 
 def _escaped(text: str) -> str:

@@ -55,38 +55,126 @@ GROUPS = LOOKS[1:8]
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
 _KNOWN = {
-    "softmax": (0, "Softmax", "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value."),
-    "sko": (1, "SKO", "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be negative; each head learns its own curve."),
-    "squared_affine": (2, "Squared affine", "the weight is (cosine + b)², a square that finitely many features can hold: the memory does not grow with the text."),
-    "linear": (3, "Linear", "query and key pass through elu + 1 and their dot product is the weight; one small matrix a head remembers the whole past."),
-    "ska:0": (4, "Ridge (SKA K=0)", "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory."),
+    "softmax": (
+        0,
+        "Softmax",
+        "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value.",
+    ),
+    "sko": (
+        1,
+        "SKO",
+        "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be negative; each head learns its own curve.",
+    ),
+    "squared_affine": (
+        2,
+        "Squared affine",
+        "the weight is (cosine + b)², a square that finitely many features can hold: the memory does not grow with the text.",
+    ),
+    "linear": (
+        3,
+        "Linear",
+        "query and key pass through elu + 1 and their dot product is the weight; one small matrix a head remembers the whole past.",
+    ),
+    "ska:0": (
+        4,
+        "Ridge (SKA K=0)",
+        "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory.",
+    ),
     "yat": (5, "Yat", "squared cosine over squared distance: sharp where query and key nearly agree."),
     "polynomial_square": (6, "Polynomial square", "the square of a polynomial of the cosine; constant memory."),
-    "ska:1": (7, "SKA K=1", "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. Constant memory."),
+    "ska:1": (
+        7,
+        "SKA K=1",
+        "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. Constant memory.",
+    ),
     "cosine": (8, "Cosine", "softmax over cosines, with a learnt temperature, instead of dot products."),
     "ska:2": (9, "SKA K=2", "as SKA K=1, two steps further."),
-    "ridge": (10, "Ridge", "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory."),
+    "ridge": (
+        10,
+        "Ridge",
+        "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory.",
+    ),
     "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
     "performer": (13, "Performer", "softmax by positive random features; constant memory."),
     "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
-    "rewa": (15, "REWA", "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value."),
-    "rewa_functional": (16, "REWA functional", "softmax over random Fourier features, or positive ones in linear time."),
-    "rewa_operator": (17, "REWA operator", "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations, fixed or chosen by the query."),
-    "rewa_oscillatory": (18, "REWA oscillatory", "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value."),
-    "rewa_riemannian": (19, "REWA Riemannian", "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value."),
-    "rewa_topological": (20, "REWA topological", "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value."),
-    "rewa_categorical": (21, "REWA categorical", "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value."),
-    "regime": (23, "Regime", "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights."),
-    "sinkhorn": (24, "Sinkhorn", "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once."),
-    "kernel_ridge": (26, "Kernel ridge", "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree."),
-    "hyperbolic_transport": (27, "Hyperbolic transport", "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: it reads the whole text at once."),
-    "hierarchical": (25, "Hierarchical", "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once."),
+    "rewa": (
+        15,
+        "REWA",
+        "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value.",
+    ),
+    "rewa_functional": (
+        16,
+        "REWA functional",
+        "softmax over random Fourier features, or positive ones in linear time.",
+    ),
+    "rewa_operator": (
+        17,
+        "REWA operator",
+        "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations, fixed or chosen by the query.",
+    ),
+    "rewa_oscillatory": (
+        18,
+        "REWA oscillatory",
+        "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value.",
+    ),
+    "rewa_riemannian": (
+        19,
+        "REWA Riemannian",
+        "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value.",
+    ),
+    "rewa_topological": (
+        20,
+        "REWA topological",
+        "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
+    ),
+    "rewa_categorical": (
+        21,
+        "REWA categorical",
+        "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value.",
+    ),
+    "regime": (
+        23,
+        "Regime",
+        "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights.",
+    ),
+    "sinkhorn": (
+        24,
+        "Sinkhorn",
+        "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once.",
+    ),
+    "kernel_ridge": (
+        26,
+        "Kernel ridge",
+        "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree.",
+    ),
+    "hyperbolic_transport": (
+        27,
+        "Hyperbolic transport",
+        "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: it reads the whole text at once.",
+    ),
+    "hierarchical": (
+        25,
+        "Hierarchical",
+        "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once.",
+    ),
     "mixture": (22, "Mixture", "several geometries in one layer; each token decides how much of each it takes."),
     "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
     "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
-    "gated_deltanet": (12, "Gated DeltaNet", "a matrix that fades and is corrected at each token towards the token's value; constant memory."),
-    "mesanet": (13, "MesaNet", "each read solves a least-squares fit that fades, by conjugate gradients; constant memory."),
-    "gated_kalmanet": (14, "Gated KalmaNet", "each read solves a least-squares fit that fades, its regulariser following the keys; constant memory."),
+    "gated_deltanet": (
+        12,
+        "Gated DeltaNet",
+        "a matrix that fades and is corrected at each token towards the token's value; constant memory.",
+    ),
+    "mesanet": (
+        13,
+        "MesaNet",
+        "each read solves a least-squares fit that fades, by conjugate gradients; constant memory.",
+    ),
+    "gated_kalmanet": (
+        14,
+        "Gated KalmaNet",
+        "each read solves a least-squares fit that fades, its regulariser following the keys; constant memory.",
+    ),
     "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
 _SHORT = {"sq": "squared_affine"}
@@ -98,7 +186,9 @@ def parse(spec: str) -> tuple[str, dict[str, object]]:
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args:
-            return tree.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords if keyword.arg}
+            return tree.func.id, {
+                keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords if keyword.arg
+            }
     except (SyntaxError, ValueError):
         return spec.strip(), {}
     return spec.strip(), {}

@@ -91,13 +91,17 @@ def _final(runs: Sequence[Run], read: Callable[[Metrics], float | None]) -> Spre
 
 def _sweep(data: ComparisonData, runs: Sequence[Run]) -> dict[float, tuple[Run, ...]]:
     """The runs of an operator by learning rate."""
-    return {rate: tuple(run for run in runs if run.learning_rate == rate) for rate in sorted({run.learning_rate for run in runs})}
+    return {
+        rate: tuple(run for run in runs if run.learning_rate == rate)
+        for rate in sorted({run.learning_rate for run in runs})
+    }
 
 
 def _choose(data: ComparisonData, sweep: Mapping[float, Sequence[Run]]) -> float | None:
     """The learning rate that an operator is shown with: the best mean over seeds of the headline number."""
     finals = {
-        rate: [final.value(data.metric) for run in runs if (final := run.final) is not None and run.done] + [None] * sum(not run.done for run in runs)
+        rate: [final.value(data.metric) for run in runs if (final := run.final) is not None and run.done]
+        + [None] * sum(not run.done for run in runs)
         for rate, runs in sweep.items()
     }
     return best_learning_rate(finals, higher_is_better=data.higher_is_better)
@@ -109,7 +113,10 @@ def _slices(runs: Sequence[Run]) -> dict[str, dict[str, Spread]]:
         for name, values in (run.final.slices if run.final else {}).items():
             for key, value in values.items():
                 found.setdefault(name, {}).setdefault(key, []).append(value)
-    return {name: {key: total for key in sorted(values, key=slice_order) if (total := _spread(values[key]))} for name, values in found.items()}
+    return {
+        name: {key: total for key in sorted(values, key=slice_order) if (total := _spread(values[key]))}
+        for name, values in found.items()
+    }
 
 
 def slice_order(key: str) -> tuple[int, float, str]:
@@ -132,7 +139,9 @@ def _mark_best(rows: Sequence[Row], metric: str) -> dict[str, set[str]]:
         ("parameters", lambda row: row.parameters, False),
     ]
     lengths = sorted({length for row in rows for length in row.memory_bytes})
-    columns += [(f"memory_bytes.{length}", lambda row, length=length: row.memory_bytes.get(length), False) for length in lengths]
+    columns += [
+        (f"memory_bytes.{length}", lambda row, length=length: row.memory_bytes.get(length), False) for length in lengths
+    ]
     for name, read, higher in columns:
         values = {row.operator: value for row in rows if (value := read(row)) is not None}
         if len(values) < 2 or min(values.values()) == max(values.values()):
@@ -146,7 +155,11 @@ def _mark_best(rows: Sequence[Row], metric: str) -> dict[str, set[str]]:
 
 def _verdict(data: ComparisonData, leader: Row, other: Row) -> Verdict | None:
     def by_seed(row: Row) -> dict[int, float]:
-        return {run.seed: value for run in row.runs if run.final is not None and (value := run.final.value(data.metric)) is not None}
+        return {
+            run.seed: value
+            for run in row.runs
+            if run.final is not None and (value := run.final.value(data.metric)) is not None
+        }
 
     sign = 1.0 if data.higher_is_better else -1.0
     found: Difference = difference_within_spread(by_seed(leader), by_seed(other))
@@ -196,25 +209,45 @@ def summarise(data: ComparisonData) -> Summary:
             )
         )
     marks = _mark_best(drafts, data.metric)
-    base = next((row.tokens_per_second.mean for row in drafts if style.parse(row.operator)[0] == "softmax" and row.tokens_per_second), None)
+    base = next(
+        (
+            row.tokens_per_second.mean
+            for row in drafts
+            if style.parse(row.operator)[0] == "softmax" and row.tokens_per_second
+        ),
+        None,
+    )
     rows = tuple(
         dataclasses.replace(
-            row, best=frozenset(marks[row.operator]), speed_ratio=row.tokens_per_second.mean / base if base and row.tokens_per_second else None
+            row,
+            best=frozenset(marks[row.operator]),
+            speed_ratio=row.tokens_per_second.mean / base if base and row.tokens_per_second else None,
         )
         for row in drafts
     )
     sign = -1.0 if data.higher_is_better else 1.0
     # an operator that lacks seeds is not ranked above complete ones by a lucky seed: it comes after them
-    scored = [(-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))]
+    scored = [
+        (-found.n, sign * found.mean, index) for index, row in enumerate(rows) if (found := row.value(data.metric))
+    ]
     by_score = [rows[index] for _, _, index in sorted(scored)]
-    ordered, unlearned = [row for row in by_score if row.learned is not False], [row for row in by_score if row.learned is False]
+    ordered, unlearned = (
+        [row for row in by_score if row.learned is not False],
+        [row for row in by_score if row.learned is False],
+    )
     verdicts = tuple(verdict for row in ordered[1:] if (verdict := _verdict(data, ordered[0], row)))
     headline, sentences = _words(data, rows, ordered, unlearned, verdicts)
     ranking, behind = (tuple(row.operator for row in each) for each in (ordered, unlearned))
     return Summary(data, rows, ranking, behind, verdicts, headline, sentences, fairness.flags(data, rows))
 
 
-def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], unlearned: Sequence[Row], verdicts: Sequence[Verdict]) -> tuple[str, tuple[str, ...]]:
+def _words(
+    data: ComparisonData,
+    rows: Sequence[Row],
+    ordered: Sequence[Row],
+    unlearned: Sequence[Row],
+    verdicts: Sequence[Verdict],
+) -> tuple[str, tuple[str, ...]]:
     """The headline and the sentences under it."""
     state = _state(data)
     if not ordered and not unlearned:
@@ -226,7 +259,10 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], un
         assert best is not None
         assert data.guess is not None  # who is not learned has a value that was held against a guess
         best_of = f"{unlearned[0].label} reaches {name} {formats.spread(best.mean, best.deviation)}, a guess {formats.number(data.guess.value)}"
-        return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (*note, *state)
+        return f"{'All operators are' if len(unlearned) > 1 else 'This operator is'} {NOT_LEARNED}: {best_of}.", (
+            *note,
+            *state,
+        )
     labels = {row.operator: row.label for row in rows}
     leader, best = ordered[0], ordered[0].value(data.metric)
     assert best is not None  # ordered holds only rows with a value
@@ -240,12 +276,16 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], un
     first_number, second_number = formats.told_apart(best.mean, runner.mean)
     figures = f"{first_number} against {second_number} for {second.label}"
     if not decided and best.mean == runner.mean:
-        headline = f"{leader.label} and {second.label} have the same {name}, {formats.number(best.mean)}, with one seed."
+        headline = (
+            f"{leader.label} and {second.label} have the same {name}, {formats.number(best.mean)}, with one seed."
+        )
     elif not decided:
         headline = f"{leader.label} has the best {name}: {figures}. With one seed nobody can say whether that is more than chance."
     elif level:
         seeds = f"with {best.n} seeds"
-        within = f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader.label}"
+        within = (
+            f"{formats.enumerate_names(level)} {'is' if len(level) == 1 else 'are'} within the spread of {leader.label}"
+        )
         headline = f"No clear winner {seeds}: {within}, which has the best mean {name}, {figures}."
         if len(level) == len(ordered) - 1 and len(level) > 1:
             headline = f"No clear winner {seeds}: all {len(ordered)} operators{' that learned the task' if unlearned else ''} are within the spread of {leader.label}, which has the best mean {name}, {figures}."
@@ -255,7 +295,9 @@ def _words(data: ComparisonData, rows: Sequence[Row], ordered: Sequence[Row], un
         notes = [_verdict_words(leader.label, labels[verdict.other], name, verdict) for verdict in verdicts]
     else:
         amounts = [f"{labels[verdict.other]} {formats.difference(verdict.behind)}" for verdict in verdicts]
-        notes = [f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."]
+        notes = [
+            f"Behind {leader.label} in {name}: {', '.join(amounts)}. The spread over seeds is unknown with one seed; run more to know it."
+        ]
     return headline, (*note, *notes, *_costs(rows, labels), *state)
 
 
@@ -281,7 +323,9 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
         if _told_apart_in_speed(rows, fastest[0]):
             notes.append(f"{fastest[0].label} trains fastest: {figures}.")
         else:
-            notes.append(f"{fastest[0].label} has the highest mean speed of training, {figures}, within the spread of these runs.")
+            notes.append(
+                f"{fastest[0].label} has the highest mean speed of training, {figures}, within the spread of these runs."
+            )
     lengths = sorted({length for row in rows for length in row.memory_bytes})
     if len(lengths) > 1:
         last = lengths[-1]
@@ -305,7 +349,10 @@ def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
 
     mine = speeds(fastest)
     others = [found for row in rows if row is not fastest and (found := speeds(row))]
-    return all(len(set(mine) & set(other)) < 2 or difference_within_spread(mine, other).verdict == "beyond the spread" for other in others)
+    return all(
+        len(set(mine) & set(other)) < 2 or difference_within_spread(mine, other).verdict == "beyond the spread"
+        for other in others
+    )
 
 
 def _state(data: ComparisonData) -> list[str]:
@@ -316,7 +363,9 @@ def _state(data: ComparisonData) -> list[str]:
         return []
     states = {status: sum(run.status == status for run in data.runs) for status in ("failed", "stopped", "running")}
     if done + states["failed"] == total:
-        return [f"{states['failed']} of {total} runs failed; their messages are listed below. Means are over the seeds that finished."]
+        return [
+            f"{states['failed']} of {total} runs failed; their messages are listed below. Means are over the seeds that finished."
+        ]
     states["not started"] = total - done - sum(states.values())
     parts = ", ".join(f"{count} {status}" for status, count in states.items() if count > 0)
     return [f"Preliminary: {done} of {total} runs are done ({parts})."]

@@ -50,7 +50,9 @@ def _behind(summary: Summary, row: Row) -> Cell:
     if verdict is None:
         return Cell(formats.MISSING)
     sign = "" if verdict.behind >= 0 else "−"
-    amount = formats.difference(verdict.behind) if verdict.margin is None else formats.margin(verdict.behind, verdict.margin)
+    amount = (
+        formats.difference(verdict.behind) if verdict.margin is None else formats.margin(verdict.behind, verdict.margin)
+    )
     note = {None: "one seed: cannot say", True: "within the spread", False: "beyond the spread"}[verdict.within]
     return Cell(f"{sign}{amount}", note)
 
@@ -75,12 +77,19 @@ def _steps_to(row: Row, threshold: float) -> Cell:
     steps = [step for run in row.runs if (step := run.steps_to.get(threshold)) is not None]
     if not steps:
         return Cell(formats.MISSING, "not reached" if row.runs else "")
-    return Cell(formats.count(sum(steps) / len(steps)), "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds")
+    return Cell(
+        formats.count(sum(steps) / len(steps)),
+        "" if len(steps) == len(row.runs) else f"{len(steps)} of {len(row.runs)} seeds",
+    )
 
 
 def target_loss(summary: Summary) -> float | None:
     """The loss that tokens are counted to, where loss is the headline number: the lowest that every run shown reached."""
-    return common_target([run.losses for row in summary.rows for run in row.runs]) if summary.data.metric == "loss" else None
+    return (
+        common_target([run.losses for row in summary.rows for run in row.runs])
+        if summary.data.metric == "loss"
+        else None
+    )
 
 
 def tokens_to_loss(row: Row, target: float) -> Spread | None:
@@ -91,11 +100,20 @@ def tokens_to_loss(row: Row, target: float) -> Spread | None:
 
 def _tokens(summary: Summary, row: Row, target: float) -> Cell:
     """Tokens to the target loss, and how many times those of softmax."""
-    base = next((found for other in summary.rows if style.parse(other.operator)[0] == "softmax" and (found := tokens_to_loss(other, target))), None)
+    base = next(
+        (
+            found
+            for other in summary.rows
+            if style.parse(other.operator)[0] == "softmax" and (found := tokens_to_loss(other, target))
+        ),
+        None,
+    )
     mine = tokens_to_loss(row, target)
     if mine is None:
         return Cell(formats.MISSING)
-    return Cell(formats.compact(mine.mean), f"{formats.ratio(mine.mean / base.mean)} softmax" if base and base.mean else "")
+    return Cell(
+        formats.compact(mine.mean), f"{formats.ratio(mine.mean / base.mean)} softmax" if base and base.mean else ""
+    )
 
 
 def metrics_of(summary: Summary) -> tuple[str, ...]:
@@ -130,10 +148,22 @@ def results(summary: Summary) -> Table:
     target = target_loss(summary)
     if target is not None:
         steps = [f"Tokens to loss {formats.number(target)}"]
-    head = ("Operator", *(_METRIC_TITLES[name] for name in metrics), "Behind the best", *steps, "Tokens a second", "Seeds")
+    head = (
+        "Operator",
+        *(_METRIC_TITLES[name] for name in metrics),
+        "Behind the best",
+        *steps,
+        "Tokens a second",
+        "Seeds",
+    )
     rows = []
     for row in _ordered(summary):
-        cells = [Cell(row.label, f"learning rate {formats.rate(row.learning_rate)}" if swept and row.learning_rate is not None else "")]
+        cells = [
+            Cell(
+                row.label,
+                f"learning rate {formats.rate(row.learning_rate)}" if swept and row.learning_rate is not None else "",
+            )
+        ]
         cells += [_spread(row.value(name), name in row.best) for name in metrics]
         cells.append(_behind(summary, row))
         if threshold is not None:
@@ -148,7 +178,14 @@ def results(summary: Summary) -> Table:
 def costs(summary: Summary) -> Table:
     """What each operator takes: parameters, time, memory while training, memory of one sequence."""
     lengths = sorted({length for row in summary.rows for length in row.memory_bytes})
-    head = ["Operator", "Parameters", "Tokens a second", "Training time", "Peak memory", *(f"Memory at {formats.tokens(length)}" for length in lengths)]
+    head = [
+        "Operator",
+        "Parameters",
+        "Tokens a second",
+        "Training time",
+        "Peak memory",
+        *(f"Memory at {formats.tokens(length)}" for length in lengths),
+    ]
     rows = []
     for row in _ordered(summary):
         cells = [
@@ -156,8 +193,14 @@ def costs(summary: Summary) -> Table:
             Cell(formats.count(row.parameters), best="parameters" in row.best),
             _speed(row),
             Cell(formats.seconds(row.seconds.mean) if row.seconds else formats.MISSING),
-            Cell(formats.bytes_(row.peak_memory_bytes.mean) if row.peak_memory_bytes else formats.MISSING, best="peak_memory_bytes" in row.best),
-            *(Cell(formats.bytes_(row.memory_bytes.get(length)), best=f"memory_bytes.{length}" in row.best) for length in lengths),
+            Cell(
+                formats.bytes_(row.peak_memory_bytes.mean) if row.peak_memory_bytes else formats.MISSING,
+                best="peak_memory_bytes" in row.best,
+            ),
+            *(
+                Cell(formats.bytes_(row.memory_bytes.get(length)), best=f"memory_bytes.{length}" in row.best)
+                for length in lengths
+            ),
         ]
         rows.append((row.operator, tuple(cells)))
     return Table(tuple(head), tuple(rows))
@@ -167,11 +210,17 @@ def slices(summary: Summary, name: str) -> Table:
     """Accuracy by one property of the examples: one row an operator, one column a value."""
     keys = sorted({key for row in summary.rows for key in row.slices.get(name, {})}, key=slice_order)
     rows = []
-    top = {key: max((row.slices[name][key].mean for row in summary.rows if key in row.slices.get(name, {})), default=None) for key in keys}
+    top = {
+        key: max((row.slices[name][key].mean for row in summary.rows if key in row.slices.get(name, {})), default=None)
+        for key in keys
+    }
     for row in _with_results(summary):
         found = row.slices.get(name, {})
         cells = [Cell(row.label)]
-        cells += [_spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key]) for key in keys]
+        cells += [
+            _spread(found.get(key), key in found and len(summary.rows) > 1 and found[key].mean == top[key])
+            for key in keys
+        ]
         rows.append((row.operator, tuple(cells)))
     return Table(("Operator", *(f"{glossary.slice_name(key)} {_unit(name)}".strip() for key in keys)), tuple(rows))
 
@@ -192,7 +241,11 @@ def examined(summary: Summary) -> list[tuple[str, Table]]:
     columns = list(dict.fromkeys(tuple(cell.slices.items()) for cell in cells))
     found = []
     for name in dict.fromkeys(name for cell in cells for name in cell.values):
-        kept = [column for column in columns if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)]
+        kept = [
+            column
+            for column in columns
+            if any(name in cell.values for cell in cells if tuple(cell.slices.items()) == column)
+        ]
         rows = []
         for row in _with_results(summary):
             ours = [_examined(row, name, column) for column in kept]
@@ -204,7 +257,13 @@ def examined(summary: Summary) -> list[tuple[str, Table]]:
 
 def _examined(row: Row, name: str, slices: tuple[tuple[str, int | str], ...]) -> Spread | None:
     """One number over the seeds of an operator."""
-    values = [cell.values[name] for run in row.runs if run.final for cell in run.final.examined if tuple(cell.slices.items()) == slices and name in cell.values]
+    values = [
+        cell.values[name]
+        for run in row.runs
+        if run.final
+        for cell in run.final.examined
+        if tuple(cell.slices.items()) == slices and name in cell.values
+    ]
     return spread(values) if values else None
 
 
@@ -214,10 +273,23 @@ def learned(summary: Summary) -> Table:
     for row in summary.rows:
         first = next((run for run in sorted(row.runs, key=lambda run: run.seed) if run.learned), None)
         if first is not None:
-            rows += [(row.operator, {**values, **_weights(values)}, row.label, layer) for layer, values in enumerate(first.learned, start=1)]
-    keys = list(dict.fromkeys(key for _, values, _, _ in rows for key, value in values.items() if key not in _BOOKKEEPING and _numbers(value) is not None))
+            rows += [
+                (row.operator, {**values, **_weights(values)}, row.label, layer)
+                for layer, values in enumerate(first.learned, start=1)
+            ]
+    keys = list(
+        dict.fromkeys(
+            key
+            for _, values, _, _ in rows
+            for key, value in values.items()
+            if key not in _BOOKKEEPING and _numbers(value) is not None
+        )
+    )
     shown = [
-        (operator, (Cell(label), Cell(str(layer)), *(Cell(_numbers(values.get(key)) or formats.MISSING) for key in keys)))
+        (
+            operator,
+            (Cell(label), Cell(str(layer)), *(Cell(_numbers(values.get(key)) or formats.MISSING) for key in keys)),
+        )
         for operator, values, label, layer in rows
         if any(_numbers(values.get(key)) is not None for key in keys)
     ]
@@ -235,13 +307,26 @@ def _numbers(value: object) -> str | None:
         return None
     if isinstance(value, int | float):
         return formats.number(float(value))
-    if isinstance(value, list) and value and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value)
+    ):
         texts = [formats.number(float(item)) for item in value]
         return texts[0] if len(set(texts)) == 1 else "  ".join(texts)
     return None
 
 
-_DIAGNOSED = ("Operator", "Layer", "Smallest eigenvalue", "Condition", "Effective rank", "Largest |eigenvalue|", "Median leverage", "Capacity")
+_DIAGNOSED = (
+    "Operator",
+    "Layer",
+    "Smallest eigenvalue",
+    "Condition",
+    "Effective rank",
+    "Largest |eigenvalue|",
+    "Median leverage",
+    "Capacity",
+)
 
 
 def diagnostics(found: Sequence[tuple[str, str, Diagnostics]]) -> Table:
@@ -271,14 +356,26 @@ def _diagnosed(heads: Sequence[Head]) -> list[Cell]:
         cell(statistics.fmean(ranks) if ranks else None, f"of {max(sizes):g}" if sizes else ""),
         cell(max(radius, default=None)),
         cell(statistics.median(leverage) if leverage else None),
-        cell(statistics.fmean(estimate for _, estimate in last) if last else None, f"of {max(stored for stored, _ in last):g} stored" if last else ""),
+        cell(
+            statistics.fmean(estimate for _, estimate in last) if last else None,
+            f"of {max(stored for stored, _ in last):g} stored" if last else "",
+        ),
     ]
 
 
 def runs(summary: Summary) -> Table:
     """Every run, whatever became of it."""
     metrics = metrics_of(summary)
-    head = ("Operator", "Seed", "Learning rate", "State", "Steps", *(_METRIC_TITLES[name] for name in metrics), "Training time", "Tokens a second")
+    head = (
+        "Operator",
+        "Seed",
+        "Learning rate",
+        "State",
+        "Steps",
+        *(_METRIC_TITLES[name] for name in metrics),
+        "Training time",
+        "Tokens a second",
+    )
     rows = []
     for run in summary.data.runs:
         cells = [
@@ -322,7 +419,11 @@ def settings(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, 
             rows += settings(value, f"{name}.")
         elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
             for index, item in enumerate(value):
-                rows += settings(item, f"{name}[{index}].") if isinstance(item, Mapping) else [(f"{name}[{index}]", str(item))]
+                rows += (
+                    settings(item, f"{name}[{index}].")
+                    if isinstance(item, Mapping)
+                    else [(f"{name}[{index}]", str(item))]
+                )
         elif isinstance(value, list | tuple):
             rows.append((name, ", ".join(str(item) for item in value)))
         else:
@@ -336,7 +437,10 @@ def device(values: Mapping[str, object]) -> str:
     parts = [str(values.get("name") or "unnamed device")]
     if isinstance(cores, int):
         threads = values.get("threads")
-        parts.append(f"{cores} core{'s' if cores != 1 else ''}" + (f", {threads} thread{'s' if threads != 1 else ''} used" if isinstance(threads, int) else ""))
+        parts.append(
+            f"{cores} core{'s' if cores != 1 else ''}"
+            + (f", {threads} thread{'s' if threads != 1 else ''} used" if isinstance(threads, int) else "")
+        )
     if isinstance(memory, int | float) and memory:
         parts.append(f"{formats.bytes_(memory)} memory")
     return ", ".join(parts)

@@ -28,8 +28,14 @@ def _line(select: dict[str, int | str | list[int]]) -> PublishedRow:
 
 def slices(summary: Summary, name: str) -> tuple[int | str, ...]:
     """The values of a slice that some run was measured on."""
-    found = dict.fromkeys(cell.slices[name] for row in summary.rows for run in row.runs for cell in _cells(run) if name in cell.slices)
-    return tuple(found) if any(isinstance(value, str) for value in found) else tuple(sorted(found, key=lambda value: slice_order(str(value))))
+    found = dict.fromkeys(
+        cell.slices[name] for row in summary.rows for run in row.runs for cell in _cells(run) if name in cell.slices
+    )
+    return (
+        tuple(found)
+        if any(isinstance(value, str) for value in found)
+        else tuple(sorted(found, key=lambda value: slice_order(str(value))))
+    )
 
 
 def beside(summary: Summary, table: PublishedTable) -> Table:
@@ -45,14 +51,19 @@ def beside(summary: Summary, table: PublishedTable) -> Table:
 def by_slice(summary: Summary, row: Row) -> dict[str, dict[str, Spread]]:
     """Accuracy of an operator by each slice of what it was measured on once more: {slice: {value: over seeds}}."""
     names = dict.fromkeys(name for run in row.runs for cell in _cells(run) for name in cell.slices)
-    return {name: {str(value): total for value in slices(summary, name) if (total := over_seeds(row, _line({name: value})))} for name in names}
+    return {
+        name: {str(value): total for value in slices(summary, name) if (total := over_seeds(row, _line({name: value})))}
+        for name in names
+    }
 
 
 def by_task(summary: Summary) -> Table:
     """The mean of all cells of a task, one row a task."""
     shown = [row for row in summary.rows if any(_cells(run) for run in row.runs)]
     tasks = slices(summary, "task")
-    rows = [("", (Cell(str(task)), *_ours([over_seeds(row, _line({"task": task})) for row in shown]))) for task in tasks]
+    rows = [
+        ("", (Cell(str(task)), *_ours([over_seeds(row, _line({"task": task})) for row in shown]))) for task in tasks
+    ]
     return Table(("", *(row.label for row in shown)), tuple(rows))
 
 
@@ -60,7 +71,12 @@ def _ours(values: Iterable[Spread | None]) -> list[Cell]:
     values = list(values)
     top = max((value.mean for value in values if value is not None), default=None)
     several = sum(value is not None for value in values) > 1
-    return [Cell(formats.MISSING) if value is None else Cell(formats.spread(value.mean, value.deviation), best=several and value.mean == top) for value in values]
+    return [
+        Cell(formats.MISSING)
+        if value is None
+        else Cell(formats.spread(value.mean, value.deviation), best=several and value.mean == top)
+        for value in values
+    ]
 
 
 def tables(summary: Summary) -> list[tuple[str, Table]]:
@@ -85,10 +101,15 @@ def lines(row: Row) -> list[dict[str, Any]]:
     for run in row.runs:
         for cell in _cells(run):
             if {"task", "pairs", "length"} <= set(cell.slices):
-                found.setdefault((str(cell.slices["task"]), int(cell.slices["pairs"])), set()).add(int(cell.slices["length"]))
+                found.setdefault((str(cell.slices["task"]), int(cell.slices["pairs"])), set()).add(
+                    int(cell.slices["length"])
+                )
     entries = []
     for (task, pairs), lengths in found.items():
-        totals = [(length, over_seeds(row, _line({"task": task, "pairs": pairs, "length": length}))) for length in sorted(lengths)]
+        totals = [
+            (length, over_seeds(row, _line({"task": task, "pairs": pairs, "length": length})))
+            for length in sorted(lengths)
+        ]
         known = [(length, total) for length, total in totals if total is not None]
         entries.append(
             {

@@ -65,11 +65,17 @@ def load(folder: Path) -> Witnesses | None:
             for layer in record["layers"] for head, each in enumerate(layer["heads"], start=1) for found in each
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise FileFormatError(f"report: {path} is incomplete or damaged ({error!r}). Run the comparison again, or remove it.") from error
+        raise FileFormatError(
+            f"report: {path} is incomplete or damaged ({error!r}). Run the comparison again, or remove it."
+        ) from error
     if len(group) != len(tokens) or any(len(space.points) != len(tokens) for space in spaces):
-        raise FileFormatError(f"report: {path}: a group, a text and a point in every space are required of each of {len(tokens)} tokens.")
+        raise FileFormatError(
+            f"report: {path}: a group, a text and a point in every space are required of each of {len(tokens)} tokens."
+        )
     if any(not 0 <= number < len(groups) for number in group):
-        raise FileFormatError(f"report: {path}: group must count the {len(groups)} names of groups from 0, got {min(group)} … {max(group)}.")
+        raise FileFormatError(
+            f"report: {path}: group must count the {len(groups)} names of groups from 0, got {min(group)} … {max(group)}."
+        )
     return Witnesses(groups, group, tokens, spaces)
 
 

@@ -124,7 +124,9 @@ class Expressions(Task):
     metric = "accuracy"
     vocab_size = _FIRST_ATOM + ATOMS
 
-    def __init__(self, depths: Sequence[int] = (5, 10, 15), *, test_examples: int = 100, seed: int = 0, name: str = "sexpr") -> None:
+    def __init__(
+        self, depths: Sequence[int] = (5, 10, 15), *, test_examples: int = 100, seed: int = 0, name: str = "sexpr"
+    ) -> None:
         self.depths = tuple(depths)
         if not self.depths or min(self.depths) < 2 or max(self.depths) > DEEPEST or test_examples < 1 or seed < 0:
             raise ArgumentError(
@@ -150,7 +152,9 @@ class Expressions(Task):
         tokens[start : start + len(answer) - 1] = answer[:-1]
         targets[start - 1 : start - 1 + len(answer)] = answer
         if reading:
-            targets[start - 3 - len(asked) : start - 3] = [token if token >= _FIRST_HEAD else IGNORED for token in asked]
+            targets[start - 3 - len(asked) : start - 3] = [
+                token if token >= _FIRST_HEAD else IGNORED for token in asked
+            ]
         return tokens, targets
 
     def _tree(self, depth: int, chance: np.random.Generator) -> Tree:
@@ -172,16 +176,29 @@ class Expressions(Task):
         check_batch("Expressions.train_batch", batch_size, step, seed)
         deepest = min(max(self.depths), _FIRST_DEPTHS + step // _STEPS_A_LEVEL)
         depth = int(stream(self.seed, seed, step, _DEPTHS).integers(2, max(2, deepest) + 1))
-        return self._batch(depth, [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)], reading=True)
+        return self._batch(
+            depth,
+            [(self.seed, seed, number, _TRAIN) for number in range(step * batch_size, (step + 1) * batch_size)],
+            reading=True,
+        )
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         check_batch("Expressions.evaluation_batches", batch_size)
         for depth in self.depths:
             for begin in range(0, self.test_examples, batch_size):
-                yield self._batch(depth, [(self.seed, depth, number, _TEST) for number in range(begin, min(begin + batch_size, self.test_examples))])
+                yield self._batch(
+                    depth,
+                    [
+                        (self.seed, depth, number, _TEST)
+                        for number in range(begin, min(begin + batch_size, self.test_examples))
+                    ],
+                )
 
     def _batch(self, depth: int, keys: Sequence[tuple[int, ...]], *, reading: bool = False) -> Batch:
-        tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*(self.row(depth, key, reading=reading) for key in keys), strict=True))
+        tokens, targets = (
+            torch.from_numpy(np.stack(arrays))
+            for arrays in zip(*(self.row(depth, key, reading=reading) for key in keys), strict=True)
+        )
         return Batch(tokens, targets, {"depth": [depth] * len(keys)})
 
     def examine(self, model: Examinee, batch_size: int) -> Iterator[Examined]:
@@ -204,11 +221,19 @@ class Expressions(Task):
                 asked = targets[targets != IGNORED]
                 prompt = tokens[: len(tokens) - LONGEST]
                 atoms = len(np.unique(prompt[prompt >= _FIRST_ATOM]))
-                scores.append(np.where(asked >= _FIRST_ATOM, 1 / atoms, np.where(asked >= _FIRST_HEAD, 1 / HEADS, 1.0)).mean())
+                scores.append(
+                    np.where(asked >= _FIRST_ATOM, 1 / atoms, np.where(asked >= _FIRST_HEAD, 1 / HEADS, 1.0)).mean()
+                )
         return Guess(float(np.mean(scores)))
 
     def config(self) -> dict[str, Any]:
-        return {"task": "expressions", "name": self.name, "depths": list(self.depths), "test_examples": self.test_examples, "seed": self.seed}
+        return {
+            "task": "expressions",
+            "name": self.name,
+            "depths": list(self.depths),
+            "test_examples": self.test_examples,
+            "seed": self.seed,
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -221,7 +246,9 @@ class Expressions(Task):
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """What tokens are, and the number of each token's group."""
-        return ("sign", "head", "atom"), torch.bucketize(tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device, dtype=torch.int64), right=True)
+        return ("sign", "head", "atom"), torch.bucketize(
+            tokens, torch.tensor([_FIRST_HEAD, _FIRST_ATOM], device=tokens.device, dtype=torch.int64), right=True
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Signs as they are, f0 … for heads, a0 … for atoms."""

@@ -44,7 +44,13 @@ class Stage:
 def grid(kinds: Iterable[str], pairs: Iterable[int], lengths: Iterable[int]) -> tuple[Shape, ...]:
     """Every combination whose facts and questions fit into its length."""
     pairs, lengths = tuple(pairs), tuple(lengths)
-    return tuple(Shape(kind, count, length) for kind in kinds for count in pairs for length in lengths if KINDS[kind].size(count) <= length)
+    return tuple(
+        Shape(kind, count, length)
+        for kind in kinds
+        for count in pairs
+        for length in lengths
+        if KINDS[kind].size(count) <= length
+    )
 
 
 class Retrieval(Task):
@@ -74,8 +80,15 @@ class Retrieval(Task):
     ) -> None:
         self.stages = tuple(stages)
         starts = [stage.start for stage in self.stages]
-        if not starts or starts[0] != 0 or sorted(set(starts)) != starts or not all(stage.shapes for stage in self.stages):
-            raise ArgumentError(f"Retrieval: stages with shapes are required, the first from step 0 and each later than the one before, got starts {starts}.")
+        if (
+            not starts
+            or starts[0] != 0
+            or sorted(set(starts)) != starts
+            or not all(stage.shapes for stage in self.stages)
+        ):
+            raise ArgumentError(
+                f"Retrieval: stages with shapes are required, the first from step 0 and each later than the one before, got starts {starts}."
+            )
         if min(test_examples, transfer_examples) < 1 or seed < 0:
             raise ArgumentError(
                 f"Retrieval: at least 1 example of a shape and a seed of at least 0 are required, got test_examples={test_examples}, "
@@ -113,16 +126,25 @@ class Retrieval(Task):
 
     def _fixed(self, shapes: Sequence[Shape], examples: int, batch_size: int, use: int) -> Iterator[Batch]:
         for shape in shapes:
-            rows = batch_size if shape.length <= self.length else max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length))
+            rows = (
+                batch_size if shape.length <= self.length else max(1, min(batch_size, _TOKENS_AT_ONCE // shape.length))
+            )
             name = zlib.crc32(f"{shape.kind} {shape.pairs} {shape.length}".encode())
             for begin in range(0, examples, rows):
                 numbers = range(begin, min(begin + rows, examples))
                 yield self._batch([shape] * len(numbers), [(self.seed, name, number, use) for number in numbers])
 
     def _batch(self, shapes: Sequence[Shape], keys: Sequence[tuple[int, ...]]) -> Batch:
-        drawn = [example(shape.kind, shape.pairs, shape.length, self.words, key) for shape, key in zip(shapes, keys, strict=True)]
+        drawn = [
+            example(shape.kind, shape.pairs, shape.length, self.words, key)
+            for shape, key in zip(shapes, keys, strict=True)
+        ]
         tokens, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
-        slices = {"task": [shape.kind for shape in shapes], "pairs": [shape.pairs for shape in shapes], "length": [shape.length for shape in shapes]}
+        slices = {
+            "task": [shape.kind for shape in shapes],
+            "pairs": [shape.pairs for shape in shapes],
+            "length": [shape.length for shape in shapes],
+        }
         return Batch(tokens, targets, slices)
 
     def config(self) -> dict[str, Any]:
@@ -161,7 +183,11 @@ class Retrieval(Task):
         return f"Retrieval: {_named(last)}{steps}; vocabulary {self.vocab_size}; a guess among the answers in the context is right in {self.guess().value:.0%}{transfer}."
 
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
-        starts = torch.tensor([self.words.noise.start, self.words.keys.start, self.words.values.start], device=tokens.device, dtype=torch.int64)
+        starts = torch.tensor(
+            [self.words.noise.start, self.words.keys.start, self.words.values.start],
+            device=tokens.device,
+            dtype=torch.int64,
+        )
         return ("marker", "noise", "key", "value"), torch.bucketize(tokens, starts, right=True)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -42,20 +42,40 @@ class Lookup(Task):
 
     metric = "accuracy"
 
-    def __init__(self, source: Source, *, pairs: int = 8, questions: int = 8, test_examples: int = 100, seed: int = 0, name: str = "lookup") -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        pairs: int = 8,
+        questions: int = 8,
+        test_examples: int = 100,
+        seed: int = 0,
+        name: str = "lookup",
+    ) -> None:
         if pairs < 2 or not 1 <= questions <= pairs or test_examples < 1 or seed < 0:
             raise ArgumentError(
                 f"Lookup: at least 2 pairs, from 1 to as many questions, at least 1 test example and a seed of at least 0 are required, got pairs={pairs}, "
                 f"questions={questions}, test_examples={test_examples}, seed={seed}."
             )
-        self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = source, pairs, questions, test_examples, seed, name
+        self.source, self.pairs, self.questions, self.test_examples, self.seed, self.name = (
+            source,
+            pairs,
+            questions,
+            test_examples,
+            seed,
+            name,
+        )
         self._labels = ASK + 1
         self._relations = self._labels + LABELS * pairs
         self._entities = self._relations + len(source.relations)
         self.vocab_size = self._entities + source.entities
-        self.training, self.tests, self.controls = (self._possible(cells) for cells in (source.training, source.tests, source.controls))
+        self.training, self.tests, self.controls = (
+            self._possible(cells) for cells in (source.training, source.tests, source.controls)
+        )
         if not self.training or not self.tests:
-            raise ArgumentError(f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. Give fewer pairs, or a larger subset.")
+            raise ArgumentError(
+                f"Lookup: {source.describe()}: no context of {pairs} candidates can be drawn from it. Give fewer pairs, or a larger subset."
+            )
         self.length = max(self._size(cell) for cell in (*self.training, *self.tests))
 
     def _possible(self, cells: Sequence[Cell]) -> tuple[Cell, ...]:
@@ -87,7 +107,11 @@ class Lookup(Task):
             words += [self._entities + asked[place].answer, labels[place]]
         targets = [IGNORED] * len(words)
         for question, label in zip(asked[: self.questions], labels, strict=False):  # questions were drawn in any order
-            words += [ASK, self._entities + question.entity, *(self._relations + relation for relation in question.relations)]
+            words += [
+                ASK,
+                self._entities + question.entity,
+                *(self._relations + relation for relation in question.relations),
+            ]
             targets += [IGNORED] * (1 + len(question.relations)) + [label]
         return np.array(words, dtype=np.int64), np.array(targets, dtype=np.int64)
 
@@ -125,9 +149,19 @@ class Lookup(Task):
                 logits = model(batch.tokens.to(device)).float().cpu()
                 offered = batch.tokens[:, None, 1 : 2 * self.pairs : 2].expand(-1, logits.shape[1], -1)
                 # a tie counts against the model
-                rank = (logits.gather(-1, offered) >= logits.gather(-1, batch.targets.clamp_min(0)[..., None])).sum(-1).double()
+                rank = (
+                    (logits.gather(-1, offered) >= logits.gather(-1, batch.targets.clamp_min(0)[..., None]))
+                    .sum(-1)
+                    .double()
+                )
                 values = {"accuracy": (rank == 1).double(), "average precision": 1 / rank}
-                yield Examined({name: (value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1)).tolist() for name, value in values.items()}, batch.slices)
+                yield Examined(
+                    {
+                        name: (value.masked_fill(~asked, 0).sum(-1) / asked.sum(-1)).tolist()
+                        for name, value in values.items()
+                    },
+                    batch.slices,
+                )
 
     def config(self) -> dict[str, Any]:
         return {
@@ -169,4 +203,8 @@ class Lookup(Task):
             return "?"
         if token < self._relations:
             return f"#{token - self._labels + 1}"
-        return self.source.relations[token - self._relations] if token < self._entities else self.source.word(token - self._entities)
+        return (
+            self.source.relations[token - self._relations]
+            if token < self._entities
+            else self.source.word(token - self._entities)
+        )

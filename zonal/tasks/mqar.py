@@ -44,7 +44,13 @@ class Examples:
 
 
 def _check(
-    call: str, vocab_size: int, num_examples: int, input_seq_len: int, power_a: float, num_kv_pairs: int, num_passes: int
+    call: str,
+    vocab_size: int,
+    num_examples: int,
+    input_seq_len: int,
+    power_a: float,
+    num_kv_pairs: int,
+    num_passes: int,
 ) -> None:
     def require(holds: bool, required: str, got: str) -> None:
         if not holds:
@@ -304,13 +310,17 @@ class MQAR(Task):
         trained = {segment.pairs for segment in self.train_segments}
         tested = sorted({segment.pairs for segment in self.test_segments})
         both = [pairs for pairs in tested if pairs in trained] or tested
-        examples = {pairs: sum(segment.examples for segment in self.test_segments if segment.pairs == pairs) for pairs in both}
+        examples = {
+            pairs: sum(segment.examples for segment in self.test_segments if segment.pairs == pairs) for pairs in both
+        }
         if both == tested:
             return Guess(sum(count / pairs for pairs, count in examples.items()) / sum(examples.values()))
         return Guess(sum(1 / pairs for pairs in both) / len(both), ("pairs", tuple(map(str, both))))
 
     def _batch(self, segment: Segment, tokens: Tensor, targets: Tensor) -> Batch:
-        return Batch(tokens, targets, {"pairs": [segment.pairs] * len(tokens), "length": [segment.length] * len(tokens)})
+        return Batch(
+            tokens, targets, {"pairs": [segment.pairs] * len(tokens), "length": [segment.length] * len(tokens)}
+        )
 
     def config(self) -> dict[str, Any]:
         return {
@@ -335,7 +345,9 @@ class MQAR(Task):
 
     def describe(self) -> str:
         shapes = ", ".join(f"{segment.pairs} pairs in {segment.length} tokens" for segment in self.train_segments)
-        train, test = (sum(segment.examples for segment in segments) for segments in (self.train_segments, self.test_segments))
+        train, test = (
+            sum(segment.examples for segment in segments) for segments in (self.train_segments, self.test_segments)
+        )
         fillers = "random fillers" if self.random_non_queries else "blank fillers"
         return f"Multi-query associative recall: {shapes}; vocabulary {self.vocab_size}, {fillers}; {train:,} training and {test:,} test sequences."
 
@@ -345,6 +357,7 @@ class MQAR(Task):
     def decode(self, tokens: Sequence[int]) -> str:
         """k7 for the key 7, v300 for the value 300, · for 0."""
         words = (
-            "·" if token == 0 else f"k{token}" if token < self.vocab_size // 2 else f"v{token}" for token in map(int, tokens)
+            "·" if token == 0 else f"k{token}" if token < self.vocab_size // 2 else f"v{token}"
+            for token in map(int, tokens)
         )
         return " ".join(words)

@@ -34,15 +34,35 @@ class Periodic(Task):
     metric = "accuracy"
 
     def __init__(
-        self, frequencies: Sequence[int] = (1, 2, 4, 8), *, vocab_size: int = 32, length: int = 128, test_examples: int = 64, seed: int = 0, name: str = "periodic"
+        self,
+        frequencies: Sequence[int] = (1, 2, 4, 8),
+        *,
+        vocab_size: int = 32,
+        length: int = 128,
+        test_examples: int = 64,
+        seed: int = 0,
+        name: str = "periodic",
     ) -> None:
         self.frequencies = tuple(frequencies)
-        if not self.frequencies or min(self.frequencies) < 1 or vocab_size < 2 or length < 2 or test_examples < 1 or seed < 0:
+        if (
+            not self.frequencies
+            or min(self.frequencies) < 1
+            or vocab_size < 2
+            or length < 2
+            or test_examples < 1
+            or seed < 0
+        ):
             raise ArgumentError(
                 "Periodic: numbers of frequencies of at least 1, at least 2 levels, 2 tokens and 1 test example, and a seed of at least 0 are required, got "
                 f"frequencies={self.frequencies}, vocab_size={vocab_size}, length={length}, test_examples={test_examples}, seed={seed}."
             )
-        self.vocab_size, self.length, self.test_examples, self.seed, self.name = vocab_size, length, test_examples, seed, name
+        self.vocab_size, self.length, self.test_examples, self.seed, self.name = (
+            vocab_size,
+            length,
+            test_examples,
+            seed,
+            name,
+        )
         self.warm_up = length // 2
 
     def waves(self, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -60,7 +80,10 @@ class Periodic(Task):
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         check_batch("Periodic.train_batch", batch_size, step, seed)
         numbers = range(step * batch_size, (step + 1) * batch_size)
-        counts = [self.frequencies[stream(self.seed, seed, number, _COUNTS).integers(len(self.frequencies))] for number in numbers]
+        counts = [
+            self.frequencies[stream(self.seed, seed, number, _COUNTS).integers(len(self.frequencies))]
+            for number in numbers
+        ]
         return self._batch(counts, [(self.seed, seed, number, _TRAIN) for number in numbers])
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
@@ -71,7 +94,9 @@ class Periodic(Task):
                 yield self._batch([count] * len(numbers), [(self.seed, count, number, _TEST) for number in numbers])
 
     def _batch(self, counts: Sequence[int], keys: Sequence[tuple[int, ...]]) -> Batch:
-        signals = torch.from_numpy(np.stack([self.levels(*self.waves(count, key)) for count, key in zip(counts, keys, strict=True)]))
+        signals = torch.from_numpy(
+            np.stack([self.levels(*self.waves(count, key)) for count, key in zip(counts, keys, strict=True)])
+        )
         targets = signals[:, 1:].clone()
         targets[:, : self.warm_up] = IGNORED
         return Batch(signals[:, :-1].contiguous(), targets, {"frequencies": list(counts)})

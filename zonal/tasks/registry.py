@@ -30,13 +30,30 @@ class _Entry:
 
 def _retrieval(name: str, given: Given) -> Retrieval:
     """One kind at one shape, without transfer."""
-    shape = Shape("mqar" if name == "mqar-gap" else name, given.get("pairs", 16 if name.startswith("offset") else 4), given.get("length", 64))
+    shape = Shape(
+        "mqar" if name == "mqar-gap" else name,
+        given.get("pairs", 16 if name.startswith("offset") else 4),
+        given.get("length", 64),
+    )
     return Retrieval(
-        [Stage(0, (shape,))], vocab_size=given.get("vocab_size", 128), test_examples=given.get("test_examples", 500), seed=given.get("seed", 0), name=name
+        [Stage(0, (shape,))],
+        vocab_size=given.get("vocab_size", 128),
+        test_examples=given.get("test_examples", 500),
+        seed=given.get("seed", 0),
+        name=name,
     )
 
 
-TRANSFER_KINDS = ("mqar", "system-prompt", "system-prompt-distractors", "tool-trace", "needle", "two-hop", "two-hop-written", "common-word")
+TRANSFER_KINDS = (
+    "mqar",
+    "system-prompt",
+    "system-prompt-distractors",
+    "tool-trace",
+    "needle",
+    "two-hop",
+    "two-hop-written",
+    "common-word",
+)
 """The kinds of table 3 of the Echo paper, with two variants that it leaves open."""
 MIXED_LENGTHS = (64, 128, 256, 512)
 NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -120,7 +137,9 @@ def _iclr24_figure_2(name: str, given: Given) -> MQAR:
     """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64 epochs)."""
     length = given.get("length", 64)
     if length not in _ICLR24_ROWS:
-        raise ArgumentError(f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}.")
+        raise ArgumentError(
+            f"tasks.resolve: the rows of 'mqar-iclr24-fig2' have length {', '.join(map(str, _ICLR24_ROWS))}; got {length}."
+        )
     pairs = _ICLR24_ROWS[length]
     return MQAR(
         8192,
@@ -160,8 +179,25 @@ def _given(given: Given, *names: str) -> Given:
 
 
 _ICLR24_ROWS = {64: 4, 128: 8, 256: 16, 512: 64}
-_MQAR_ARGUMENTS = ("vocab_size", "length", "pairs", "train_examples", "test_examples", "power_a", "random_non_queries", "seed")
-_TEXT_ARGUMENTS = ("data", "tokenizer", "length", "validation_fraction", "evaluation_bytes", "max_bytes", "train_fraction")
+_MQAR_ARGUMENTS = (
+    "vocab_size",
+    "length",
+    "pairs",
+    "train_examples",
+    "test_examples",
+    "power_a",
+    "random_non_queries",
+    "seed",
+)
+_TEXT_ARGUMENTS = (
+    "data",
+    "tokenizer",
+    "length",
+    "validation_fraction",
+    "evaluation_bytes",
+    "max_bytes",
+    "train_fraction",
+)
 _RETRIEVAL_ARGUMENTS = ("vocab_size", "length", "pairs", "test_examples", "seed")
 _MIXED_ARGUMENTS = ("test_examples", "seed")
 _LOOKUP_ARGUMENTS = ("subset", "pairs", "questions", "test_examples", "seed")
@@ -235,7 +271,9 @@ def resolve(
     }  # fmt: skip
     for key in given:
         if key not in _TASKS[name].accepts:
-            raise ArgumentError(f"tasks.resolve: the task {name!r} takes no {key}; it takes: {', '.join(_TASKS[name].accepts)}.")
+            raise ArgumentError(
+                f"tasks.resolve: the task {name!r} takes no {key}; it takes: {', '.join(_TASKS[name].accepts)}."
+            )
     return _TASKS[name].make(name, given)
 
 
@@ -244,10 +282,19 @@ def from_config(config: dict[str, Any]) -> Task:
 
     Raises: FileFormatError when it is not such a value; what the task itself raises, as when the text has changed.
     """
-    kinds = {"expressions": Expressions, "lookup": Lookup, "mqar": MQAR, "periodic": Periodic, "retrieval": Retrieval, "text": Text}
+    kinds = {
+        "expressions": Expressions,
+        "lookup": Lookup,
+        "mqar": MQAR,
+        "periodic": Periodic,
+        "retrieval": Retrieval,
+        "text": Text,
+    }
     kind = config.get("task") if isinstance(config, dict) else None
     if kind not in kinds:
-        raise FileFormatError(f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}.")
+        raise FileFormatError(
+            f"tasks.from_config: the configuration's 'task' must be one of {', '.join(kinds)}, got {kind!r}."
+        )
     try:
         return kinds[kind].from_config(config)
     except (KeyError, TypeError) as error:

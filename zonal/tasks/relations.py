@@ -105,7 +105,10 @@ class Ancestors(Source):
         self._pairs[Cell("trained", 0)] = np.arange(self.entities)[:, None].repeat(2, 1)
         for distance in range(1, FARTHEST + 1):
             far = [(node, above[distance - 1]) for node, above in enumerate(self._above) if len(above) >= distance]
-            pairs = np.array([pair for pair in far if self._nouns.ends[pair[1] + nodes.start] - nodes.start - pair[1] <= widest], dtype=np.int64).reshape(-1, 2)
+            pairs = np.array(
+                [pair for pair in far if self._nouns.ends[pair[1] + nodes.start] - nodes.start - pair[1] <= widest],
+                dtype=np.int64,
+            ).reshape(-1, 2)
             held = stream(seed, distance).random(len(pairs)) >= (closure if distance > 1 else 1.0)
             self._pairs[Cell("trained", distance)], self._pairs[Cell("held out", distance)] = pairs[~held], pairs[held]
         filled = [cell for cell, pairs in self._pairs.items() if len(pairs)]
@@ -130,7 +133,10 @@ class Ancestors(Source):
         return {"source": self.name, "subset": self.subset, "closure": self.closure, "seed": self.seed}
 
     def describe(self) -> str:
-        held, trained = (sum(len(pairs) for cell, pairs in self._pairs.items() if cell.group == group) for group in ("held out", "trained"))
+        held, trained = (
+            sum(len(pairs) for cell, pairs in self._pairs.items() if cell.group == group)
+            for group in ("held out", "trained")
+        )
         return f"which candidate is above a word in WordNet's tree of {self.subset} ({self.entities:,} synsets); {trained:,} pairs trained, {held:,} held out"
 
 
@@ -169,7 +175,9 @@ class Paths(Source):
         self._next = (up, _reversed(up), member, _reversed(member))
         self._ends = functools.lru_cache(maxsize=1 << 16)(self._walk)
         # no relation at all comes first: it teaches what a label is for
-        self._starts: dict[Cell, list[tuple[tuple[int, ...], np.ndarray]]] = {Cell("trained", 0): [((), np.arange(self.entities))]}
+        self._starts: dict[Cell, list[tuple[tuple[int, ...], np.ndarray]]] = {
+            Cell("trained", 0): [((), np.arange(self.entities))]
+        }
         for hops in range(1, most + 1):
             self._divide(hops)
         cells = [cell for cell, found in self._starts.items() if found]
@@ -178,7 +186,11 @@ class Paths(Source):
 
     def _divide(self, hops: int) -> None:
         """Which compositions of so many relations are trained, and from where."""
-        found = {path: starts for path in product(range(len(RELATIONS)), repeat=hops) if len(starts := self.starts(path)) >= _LEAST_STARTS}
+        found = {
+            path: starts
+            for path in product(range(len(RELATIONS)), repeat=hops)
+            if len(starts := self.starts(path)) >= _LEAST_STARTS
+        }
         paths = list(found)
         chance = stream(self.seed, hops)
         unseen = set(chance.permutation(len(paths))[: len(paths) // 4 if hops > 1 else 0].tolist())
@@ -208,7 +220,9 @@ class Paths(Source):
         """The entities from which a path leads to another; none for a path that turns back on itself."""
         if any(pair in _REVERSED for pair in pairwise(path)):
             return np.empty(0, dtype=np.int64)
-        return np.array([entity for entity in range(self.entities) if self.ends(entity, path) - {entity}], dtype=np.int64)
+        return np.array(
+            [entity for entity in range(self.entities) if self.ends(entity, path) - {entity}], dtype=np.int64
+        )
 
     def compositions(self, cell: Cell) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
         """Each sequence of relations of a cell, with the entities that it is asked of."""
@@ -232,7 +246,10 @@ class Paths(Source):
         return {"source": self.name, "subset": self.subset, "most": self.most, "seed": self.seed}
 
     def describe(self) -> str:
-        trained, unseen = (sum(len(entries) for cell, entries in self._starts.items() if cell.group == group) for group in ("trained", "unseen"))
+        trained, unseen = (
+            sum(len(entries) for cell, entries in self._starts.items() if cell.group == group)
+            for group in ("trained", "unseen")
+        )
         return (
             f"which candidate is at the end of 1 to {self.most} relations from a word, among WordNet's {self.subset} and their groups ({self.entities:,} synsets); "
             f"{trained} sequences of relations trained, {unseen} never seen"
@@ -261,4 +278,6 @@ def _reversed(relation: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def source(config: dict[str, Any]) -> Source:
     """The source whose ``config()`` this is. Raises: KeyError or TypeError when it is not one."""
-    return {"ancestors": Ancestors, "paths": Paths}[config["source"]](**{name: value for name, value in config.items() if name != "source"})
+    return {"ancestors": Ancestors, "paths": Paths}[config["source"]](
+        **{name: value for name, value in config.items() if name != "source"}
+    )

@@ -57,7 +57,9 @@ class Words:
 
     def __post_init__(self) -> None:
         if self.size < LEAST_VOCABULARY:
-            raise ArgumentError(f"Retrieval: a vocabulary of at least {LEAST_VOCABULARY} tokens is required, got {self.size}.")
+            raise ArgumentError(
+                f"Retrieval: a vocabulary of at least {LEAST_VOCABULARY} tokens is required, got {self.size}."
+            )
 
     @property
     def keys(self) -> range:
@@ -168,7 +170,9 @@ def _system_prompt(draw: Draw, pairs: int, length: int, distractors: bool) -> tu
     facts, others = facts[:pairs], facts[pairs:]
     questions = _asked(draw.shuffled(facts)[:MOST_QUESTIONS])
     prompt = [mark("["), *(token for fact in facts for token in fact), mark("]")]
-    return prompt + draw.among_noise([list(fact) for fact in others], length - len(prompt) - _tokens(questions)), questions
+    return prompt + draw.among_noise(
+        [list(fact) for fact in others], length - len(prompt) - _tokens(questions)
+    ), questions
 
 
 def _side(pairs: int) -> int:
@@ -181,9 +185,16 @@ def _tool_trace(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Qu
     agents, tools = draw.some(draw.words.agents, side), draw.some(draw.words.tools, side)
     places = draw.some(range(side * side), pairs)
     results = draw.any(draw.words.values, pairs)
-    calls = [([agents[place // side], mark(":"), tools[place % side]], result) for place, result in zip(places, results, strict=True)]
-    questions: list[Question] = [([mark("?"), *call, mark("=")], result) for call, result in draw.shuffled(calls)[:MOST_QUESTIONS]]
-    return draw.among_noise([[*call, mark(">"), result] for call, result in calls], length - _tokens(questions)), questions
+    calls = [
+        ([agents[place // side], mark(":"), tools[place % side]], result)
+        for place, result in zip(places, results, strict=True)
+    ]
+    questions: list[Question] = [
+        ([mark("?"), *call, mark("=")], result) for call, result in draw.shuffled(calls)[:MOST_QUESTIONS]
+    ]
+    return draw.among_noise(
+        [[*call, mark(">"), result] for call, result in calls], length - _tokens(questions)
+    ), questions
 
 
 def _needle(draw: Draw, pairs: int, length: int) -> tuple[list[int], list[Question]]:
@@ -197,7 +208,9 @@ def _two_hop(draw: Draw, pairs: int, length: int, written: bool) -> tuple[list[i
     first, middle, last = keys[:pairs], keys[pairs:], draw.any(draw.words.values, pairs)
     facts = draw.shuffled([*zip(first, middle, strict=True), *zip(middle, last, strict=True)])
     chosen = int(draw.stream.integers(pairs))
-    hop = [mark("?"), first[chosen], middle[chosen], mark("?"), middle[chosen]] if written else [mark("?"), first[chosen]]
+    hop = (
+        [mark("?"), first[chosen], middle[chosen], mark("?"), middle[chosen]] if written else [mark("?"), first[chosen]]
+    )
     return draw.among_noise([list(fact) for fact in facts], length - len(hop)), [(hop, last[chosen])]
 
 
@@ -258,9 +271,13 @@ def check(kind: str, pairs: int, length: int, words: Words) -> None:
     keys, values = found.needs(pairs)
     for name, needed, there in (("keys", keys, len(words.keys)), ("values", values, len(words.values))):
         if needed > there:
-            raise ArgumentError(f"Retrieval: {kind} with {pairs} pairs requires {needed} {name}, a vocabulary of {words.size} has {there}. Give a larger one.")
+            raise ArgumentError(
+                f"Retrieval: {kind} with {pairs} pairs requires {needed} {name}, a vocabulary of {words.size} has {there}. Give a larger one."
+            )
     if found.size(pairs) > length:
-        raise ArgumentError(f"Retrieval: {kind} with {pairs} pairs takes {found.size(pairs)} tokens; a length of that or more is required, got {length}.")
+        raise ArgumentError(
+            f"Retrieval: {kind} with {pairs} pairs takes {found.size(pairs)} tokens; a length of that or more is required, got {length}."
+        )
 
 
 def example(kind: str, pairs: int, length: int, words: Words, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,13 @@ class Examinee(Protocol):
     def __call__(self, tokens: Tensor) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def generate(
-        self, tokens: Tensor, max_new_tokens: int, temperature: float = ..., top_k: int | None = ..., top_p: float | None = ..., stop: Sequence[int | Sequence[int]] = ...
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        top_p: float | None = ...,
+        stop: Sequence[int | Sequence[int]] = ...,
     ) -> Iterator[Tensor]: ...
 
 

@@ -102,7 +102,11 @@ class Text(Task):
         for part, count in (("training", self.train_end), ("validation", self.corpus.count - self.split)):
             if count < needed:
                 # by the part's own share of tokens: the split is set in bytes, and tokens differ in length
-                share = count / self.corpus.count if count else min(self.validation_fraction, self.train_fraction * (1 - self.validation_fraction))
+                share = (
+                    count / self.corpus.count
+                    if count
+                    else min(self.validation_fraction, self.train_fraction * (1 - self.validation_fraction))
+                )
                 enough = math.ceil(needed / share) + 1
                 raise FileFormatError(
                     f"Text: {self.title} is too short: its {part} part has {count} of {self.corpus.count} {self.tokenizer.name} tokens, one sequence of "
@@ -152,7 +156,9 @@ class Text(Task):
         """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens, each token once more than it stands there)."""
         counts = np.ones(self.vocab_size, dtype=np.int64)
         for begin in range(0, min(self.train_end, _COUNTED), _BLOCK):
-            counts += np.bincount(self.corpus.read(begin, min(begin + _BLOCK, self.train_end, _COUNTED)), minlength=self.vocab_size)
+            counts += np.bincount(
+                self.corpus.read(begin, min(begin + _BLOCK, self.train_end, _COUNTED)), minlength=self.vocab_size
+            )
         targets = self.corpus.read(self.split + 1, self.split + 1 + self._windows * self.length)
         return Guess(float(np.log(counts.sum()) - np.log(counts)[targets].mean()))
 
@@ -199,7 +205,9 @@ class Text(Task):
     def token_groups(self, tokens: Tensor) -> tuple[tuple[str, ...], Tensor]:
         """By the first character after spaces."""
         known, places = tokens.unique(return_inverse=True)
-        found = torch.tensor([_group(self.decode([token])) for token in known.tolist()], device=tokens.device, dtype=torch.int64)
+        found = torch.tensor(
+            [_group(self.decode([token])) for token in known.tolist()], device=tokens.device, dtype=torch.int64
+        )
         return _GROUPS, found[places] if tokens.numel() else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -8,4 +8,13 @@ from zonal.training.loop import train
 from zonal.training.record import RunResult
 from zonal.training.spec import ComparisonSpec
 
-__all__ = ["Comparison", "ComparisonResult", "ComparisonSpec", "RunResult", "TrainConfig", "interruptible", "load_model", "train"]
+__all__ = [
+    "Comparison",
+    "ComparisonResult",
+    "ComparisonSpec",
+    "RunResult",
+    "TrainConfig",
+    "interruptible",
+    "load_model",
+    "train",
+]

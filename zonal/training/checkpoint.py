@@ -63,7 +63,9 @@ def fingerprint(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def save_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, progress: Progress, config: dict[str, Any]) -> None:
+def save_checkpoint(
+    path: Path, model: nn.Module, optimiser: Optimizer, progress: Progress, config: dict[str, Any]
+) -> None:
     """Write a checkpoint. ``config`` is JSON: what must agree when it is loaded, under "identity", and what else should be
     known, beside it.
 
@@ -77,14 +79,23 @@ def save_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, progress
     device = next(model.parameters()).device
     if device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(device)
-    header = {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "progress": dataclasses.asdict(progress)}
+    header = {
+        "kind": KIND,
+        "config": config,
+        "fingerprint": fingerprint(config["identity"]),
+        "progress": dataclasses.asdict(progress),
+    }
     save_tensors(path, tensors, header)
 
 
 def save_weights(path: Path, model: nn.Module, config: dict[str, Any], step: int) -> None:
     """Write the weights alone, as ``load_model`` reads them."""
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    save_tensors(path, tensors, {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "weights_of_step": step})
+    save_tensors(
+        path,
+        tensors,
+        {"kind": KIND, "config": config, "fingerprint": fingerprint(config["identity"]), "weights_of_step": step},
+    )
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: dict[str, Any]) -> Progress:
@@ -95,7 +106,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
     """
     tensors, header = load_tensors(path, KIND)
     if "progress" not in header:
-        raise FileFormatError(f"train: {path} holds weights without the state of a run. A run can only go on from {FILE}.")
+        raise FileFormatError(
+            f"train: {path} holds weights without the state of a run. A run can only go on from {FILE}."
+        )
     with understood("train", path):
         stored = header["config"]["identity"]
         if not header["fingerprint"] == fingerprint(stored) == fingerprint(config["identity"]):
@@ -107,7 +120,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
         check_fields("progress", Progress, header["progress"])
         known = {each.name for each in dataclasses.fields(Progress)}
         if not known - _LATER <= set(header["progress"]) <= known:
-            raise FileFormatError(f"train: {path} was written by another version of this library. Use that version, or another folder to start anew.")
+            raise FileFormatError(
+                f"train: {path} was written by another version of this library. Use that version, or another folder to start anew."
+            )
         progress = Progress(**header["progress"])
         if min(progress.step, progress.tokens, progress.evaluated, progress.metrics_bytes, progress.threads - 1) < 0:
             raise ValueError("a count in its progress is negative")
@@ -134,10 +149,15 @@ def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
     with understood("load_model", path):
         identity = header["config"]["identity"]
         if "model" not in identity:
-            raise FileFormatError(f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`.")
+            raise FileFormatError(
+                f"load_model: {path} does not say which model it holds. Required: a checkpoint written by `zonal train` or `zonal compare`."
+            )
         config = ModelConfig.from_dict(identity["model"])
         weights = _section(tensors, "model/")
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):  # whatever sizes the file states, nothing of them is made before they are those of its weights
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("meta"),
+        ):  # whatever sizes the file states, nothing of them is made before they are those of its weights
             _same_shapes(Path(path), weights, dict(CausalLM(config).state_dict()))
         _finite(weights)
         dtype = torch.float64 if identity["training"]["dtype"] == "float64" else torch.float32
@@ -161,14 +181,18 @@ def _same_shapes(path: Path, found: dict[str, Tensor], required: dict[str, Tenso
     for name in sorted(set(found) | set(required)):
         if name not in found or name not in required:
             side = "lacks" if name not in found else "has an unknown"
-            raise FileFormatError(f"train: {path} {side} tensor {name!r}. It was written for another model or another version.")
+            raise FileFormatError(
+                f"train: {path} {side} tensor {name!r}. It was written for another model or another version."
+            )
         if found[name].shape != required[name].shape:
             raise FileFormatError(
                 f"train: {path} has {name!r} of shape {tuple(found[name].shape)}, the model needs {tuple(required[name].shape)}."
             )
 
 
-def _optimiser_states(path: Path, tensors: dict[str, Tensor], model: nn.Module, optimiser: Optimizer) -> dict[int, dict[str, Tensor]]:
+def _optimiser_states(
+    path: Path, tensors: dict[str, Tensor], model: nn.Module, optimiser: Optimizer
+) -> dict[int, dict[str, Tensor]]:
     """Saved states by the optimiser's own numbering of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
@@ -180,5 +204,7 @@ def _optimiser_states(path: Path, tensors: dict[str, Tensor], model: nn.Module, 
         if state:
             states[index] = state
     if saved and set(order) != {name.rsplit("/", 1)[0] for name in saved}:
-        raise FileFormatError(f"train: the optimiser state in {path} is for other parameters. It was written by another version.")
+        raise FileFormatError(
+            f"train: the optimiser state in {path} is for other parameters. It was written by another version."
+        )
     return states

@@ -158,7 +158,9 @@ class Comparison:
             if isinstance(error, RuntimeError):
                 if not _out_of_memory(error):
                     raise
-                message = f"train: out of memory ({message.splitlines()[0]}). Use a smaller batch, or a larger accumulate."
+                message = (
+                    f"train: out of memory ({message.splitlines()[0]}). Use a smaller batch, or a larger accumulate."
+                )
             record = self._record(run)
             if record.status != "failed":  # what train put down itself, with its announcement, stands
                 record.status, record.message = "failed", message
@@ -166,7 +168,9 @@ class Comparison:
                 emit(finished(run, record))
             return record
 
-    def _make_plan(self, emit: events.Listener, stop: Callable[[], bool], jobs: int, threads: int | None, started: float) -> bool:
+    def _make_plan(
+        self, emit: events.Listener, stop: Callable[[], bool], jobs: int, threads: int | None, started: float
+    ) -> bool:
         """Measure, decide, and write comparison.json; False when a stop was wished before that."""
         spec = self.spec
         available = torch.get_num_threads() if jobs == 1 else max(1, cores() // jobs)
@@ -231,7 +235,15 @@ class Comparison:
         if (folder / RECORD).exists():
             return RunResult.read(folder)
         steps = 0 if self.plan is None else self.plan.steps
-        return RunResult(run.operator, run.label, run.seed, run.learning_rate, steps=steps, dtype=self.spec.training.dtype, device=self.spec.device)
+        return RunResult(
+            run.operator,
+            run.label,
+            run.seed,
+            run.learning_rate,
+            steps=steps,
+            dtype=self.spec.training.dtype,
+            device=self.spec.device,
+        )
 
     def _finish(self, emit: events.Listener) -> ComparisonResult:
         records = tuple(self.records())
@@ -268,5 +280,14 @@ def _out_of_memory(error: RuntimeError) -> bool:
 def finished(run: PlannedRun, record: RunResult, *, skipped: bool = False) -> events.RunFinished:
     """The event that ends ``run``."""
     return events.RunFinished(
-        run.name, run.operator, run.label, run.seed, run.learning_rate, record.status, record.message, record.steps_done, record.final, skipped
+        run.name,
+        run.operator,
+        run.label,
+        run.seed,
+        run.learning_rate,
+        record.status,
+        record.message,
+        record.steps_done,
+        record.final,
+        skipped,
     )

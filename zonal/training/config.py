@@ -83,22 +83,32 @@ class TrainConfig:
         object.__setattr__(self, "thresholds", tuple(self.thresholds))
         if self.curriculum is not None:
             object.__setattr__(self, "curriculum", tuple(self.curriculum))
-            rises = len(self.curriculum) == 3 and all(a <= b for a, b in itertools.pairwise((0.0, *self.curriculum, 1.0)))
-            self._require("curriculum", rises, "three rising parts of the run from 0 to 1, such as (0.25, 0.5, 0.75), or None")
+            rises = len(self.curriculum) == 3 and all(
+                a <= b for a, b in itertools.pairwise((0.0, *self.curriculum, 1.0))
+            )
+            self._require(
+                "curriculum", rises, "three rising parts of the run from 0 to 1, such as (0.25, 0.5, 0.75), or None"
+            )
         for name in ("steps", "batch_size", "accumulate", "log_every"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "eval_batch_size", "transfer_piece", "checkpoint_every"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or None")
-        self._require("accumulate", self.batch_size % self.accumulate == 0, f"a divisor of batch_size={self.batch_size}")
+        self._require(
+            "accumulate", self.batch_size % self.accumulate == 0, f"a divisor of batch_size={self.batch_size}"
+        )
         self._require("learning_rate", math.isfinite(self.learning_rate) and self.learning_rate > 0, "positive")
         self._require("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "at least 0")
         self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "between 0 and 1")
         self._require("warmup_ratio", 0 <= self.warmup_ratio < 1, "at least 0 and below 1")
-        self._require("betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        self._require(
+            "betas", len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"
+        )
         self._require("clip", self.clip is None or self.clip > 0, "positive, or None")
         self._require("dtype", self.dtype in ("float32", "bfloat16", "float64"), "'float32', 'bfloat16' or 'float64'")
-        self._require("checkpoint_seconds", self.checkpoint_seconds is None or self.checkpoint_seconds >= 0, "at least 0, or None")
+        self._require(
+            "checkpoint_seconds", self.checkpoint_seconds is None or self.checkpoint_seconds >= 0, "at least 0, or None"
+        )
         self._require("thresholds", all(0 < value <= 1 for value in self.thresholds), "accuracies in (0, 1]")
         stop = self.stop_at_accuracy
         self._require("stop_at_accuracy", stop is None or 0 < stop <= 1, "an accuracy in (0, 1], or None")
@@ -134,7 +144,11 @@ class TrainConfig:
 
     def trajectory(self) -> dict[str, Any]:
         """The fields that decide the numbers of a run: all but those about files, and those that are left off in ``_ABSENT``."""
-        return {name: value for name, value in self.to_dict().items() if name not in _BOOKKEEPING and not (name in _ABSENT and value is None)}
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in _BOOKKEEPING and not (name in _ABSENT and value is None)
+        }
 
 
 def _plain(value: Any) -> Any:

@@ -88,14 +88,19 @@ class Curriculum:
             found = layer.operator.learned_parts["score_gate"].detach().clamp_min(0)
             for index, factor in enumerate(_product(layer.operator).factors):
                 gates.setdefault(type(factor).__name__.lower(), []).append(found[:, index].double().mean())
-        return {"stage": self.stage(step), "gates": {name: torch.stack(values).mean().item() for name, values in gates.items()}}
+        return {
+            "stage": self.stage(step),
+            "gates": {name: torch.stack(values).mean().item() for name, values in gates.items()},
+        }
 
     def _rated(self, step: int) -> Iterator[tuple[_Share, Tensor]]:
         """The parameters that do not all learn at the full rate, with the rate of each number."""
         stage = self.stage(step)
         if stage == STAGES:
             return
-        rates = [0.0 if place >= stage else NEWLY_OPENED if place == stage - 1 > 0 else 1.0 for place in range(STAGES - 1)]
+        rates = [
+            0.0 if place >= stage else NEWLY_OPENED if place == stage - 1 > 0 else 1.0 for place in range(STAGES - 1)
+        ]
         for share in self._shares:
             # the last is what place -1 means
             yield share, share.parameter.new_tensor([*rates, 1.0])[share.place]
@@ -115,7 +120,9 @@ def has_gates(operator: Operator) -> bool:
 def check(layers: Iterable[str], call: str) -> None:
     """Refuse a curriculum for layers none of which has gates. Raises: ArgumentError beginning with ``call``."""
     if not any(has_gates(mechanisms.resolve(spec)) for layer in layers for spec in operators_in(layer)):
-        raise ArgumentError(f"{call}: a curriculum opens the gates of distances, and no operator here has any. Give one that has, such as rewa(gates=(0.0, 1.0, 0.0)).")
+        raise ArgumentError(
+            f"{call}: a curriculum opens the gates of distances, and no operator here has any. Give one that has, such as rewa(gates=(0.0, 1.0, 0.0))."
+        )
 
 
 def _product(operator: Operator) -> Product:
@@ -126,7 +133,10 @@ def _product(operator: Operator) -> Product:
 
 def _places(product: Product) -> Tensor:
     """(factors,) the stage before which each distance is closed, less one: 0, 1 or 2 by the order sphere, plane, hyperbolic space, others."""
-    rank = [next((i for i, kind in enumerate(_ORDER) if isinstance(factor, kind)), len(_ORDER)) for factor in product.factors]
+    rank = [
+        next((i for i, kind in enumerate(_ORDER) if isinstance(factor, kind)), len(_ORDER))
+        for factor in product.factors
+    ]
     order = sorted(range(len(rank)), key=lambda index: rank[index])
     return torch.tensor([min(order.index(index), STAGES - 2) for index in range(len(rank))], dtype=torch.int64)
 

@@ -67,7 +67,11 @@ def locate_non_finite(model: nn.Module, parts: Sequence[Part], dtype: str, *, ba
             if backward:
                 model.zero_grad(set_to_none=True)
                 (loss / max(1, part.count)).backward()
-                bad = [name for name, parameter in model.named_parameters() if parameter.grad is not None and not _finite(parameter.grad)]
+                bad = [
+                    name
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None and not _finite(parameter.grad)
+                ]
                 if gradients:
                     name = gradients[0]
                     return f"the gradient that reaches the output of layer {name!r} ({kinds[name]}) is not finite, and nothing nearer the loss is"

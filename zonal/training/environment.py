@@ -75,7 +75,9 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError(f"train: the folder {folder} cannot be made ({error.strerror}). Choose another folder.") from error
+        raise ArgumentError(
+            f"train: the folder {folder} cannot be made ({error.strerror}). Choose another folder."
+        ) from error
     _refuse_links(folder)
     if sys.platform == "win32":
         yield
@@ -85,7 +87,9 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ArgumentError(f"train: the folder {folder} cannot be opened ({error.strerror}). Mend its rights, or choose another folder.") from error
+        raise ArgumentError(
+            f"train: the folder {folder} cannot be opened ({error.strerror}). Mend its rights, or choose another folder."
+        ) from error
     try:
         deadline = time.monotonic() + wait
         while True:
@@ -109,7 +113,9 @@ def _refuse_links(folder: Path) -> None:
     """What is written to a file that is a link would replace something outside of the folder; a folder that is one leads nowhere by surprise."""
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
-            raise ArgumentError(f"train: {path} is a symbolic link, and the files of a run lie in its folder. Remove the link, or put the file in its place.")
+            raise ArgumentError(
+                f"train: {path} is a symbolic link, and the files of a run lie in its folder. Remove the link, or put the file in its place."
+            )
 
 
 def remove_parts(folder: Path) -> None:
@@ -215,7 +221,9 @@ def check_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device: {name!r} is not supported; use 'cpu', 'cuda' or 'cuda:1'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ArgumentError(f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. Use 'cpu', or a CUDA build of torch on a machine with a GPU.")
+        raise ArgumentError(
+            f"device: {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices. Use 'cpu', or a CUDA build of torch on a machine with a GPU."
+        )
     return device
 
 
@@ -233,7 +241,9 @@ def commit() -> str:
 
     def git(*words: str) -> str | None:
         try:
-            found = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10, check=False)
+            found = subprocess.run(
+                ["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return found.stdout.strip() if found.returncode == 0 else None
@@ -258,7 +268,12 @@ def describe_device(device: torch.device, threads: int) -> dict[str, Any]:
     """``name``, ``cores``, ``threads`` and ``memory_bytes`` of the device that runs."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return {"name": properties.name, "cores": properties.multi_processor_count, "threads": threads, "memory_bytes": properties.total_memory}
+        return {
+            "name": properties.name,
+            "cores": properties.multi_processor_count,
+            "threads": threads,
+            "memory_bytes": properties.total_memory,
+        }
     name = platform.processor() or platform.machine()
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():

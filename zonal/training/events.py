@@ -156,7 +156,9 @@ Event = (
 )
 Listener = Callable[[Event], None]
 
-_KINDS = {kind.__name__: kind for kind in (RunStarted, StepDone, EvaluationProgress, Evaluated, Checkpointed, RunFinished)}
+_KINDS = {
+    kind.__name__: kind for kind in (RunStarted, StepDone, EvaluationProgress, Evaluated, Checkpointed, RunFinished)
+}
 
 
 def ignore(event: Event) -> None:

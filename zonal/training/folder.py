@@ -15,7 +15,9 @@ class Spec(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
 
-def claimed(directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Spec, dict[str, Any]]]) -> dict[str, Any] | None:
+def claimed(
+    directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Spec, dict[str, Any]]]
+) -> dict[str, Any] | None:
     """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun: "comparison".
 
     Raises: ArgumentError for a folder of other settings (the first that differs is named), for a file, and for a folder of something else.
@@ -33,7 +35,9 @@ def claimed(directory: Path, file: str, call: str, noun: str, spec: Spec, read: 
     if directory.exists() and not directory.is_dir():
         raise ArgumentError(f"{call}: {directory} is a file, a folder was required.")
     if directory.exists() and any(path.suffix != ".part" for path in directory.iterdir()):
-        raise ArgumentError(f"{call}: {directory} is not empty and holds no {noun}. Choose another folder, or empty this one.")
+        raise ArgumentError(
+            f"{call}: {directory} is not empty and holds no {noun}. Choose another folder, or empty this one."
+        )
     return None
 
 
@@ -41,11 +45,15 @@ def stored_in(directory: Path, file: str, schema: int, call: str, noun: str) -> 
     """What the file says. Raises: FileFormatError when the folder has none, or one of another version."""
     path = directory / file
     if not path.is_file():
-        raise FileFormatError(f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote.")
+        raise FileFormatError(
+            f"{call}: {directory} holds no {noun} (no {file}). Give the folder that `zonal {call}` wrote."
+        )
     stored = read_json(path)
     if not isinstance(stored, dict) or stored.get("schema") != schema:
         found = stored.get("schema") if isinstance(stored, dict) else type(stored).__name__
-        raise FileFormatError(f"{call}: {path} has schema {found!r}, this version reads {schema}. Choose another folder.")
+        raise FileFormatError(
+            f"{call}: {path} has schema {found!r}, this version reads {schema}. Choose another folder."
+        )
     return stored
 
 

@@ -32,30 +32,47 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
         inputs = [(index, layer, x) for index, layer, x in model.layer_inputs(tokens) if isinstance(layer, Attention)]
         solved = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in inputs if _solves(layer)]
         seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel()), dtype=torch.float32).round().long()
-        placed = [{"layer": index, "heads": spaces(layer, x, seen)} for index, layer, x in inputs if witness.metric_of(layer)]
+        placed = [
+            {"layer": index, "heads": spaces(layer, x, seen)} for index, layer, x in inputs if witness.metric_of(layer)
+        ]
     finally:
         model.train(training)
     if solved:
-        write_json(folder / diagnostics.NAME, {"schema": diagnostics.SCHEMA, "sequences": tokens.shape[0], "tokens": tokens.shape[1], "layers": solved})
+        write_json(
+            folder / diagnostics.NAME,
+            {"schema": diagnostics.SCHEMA, "sequences": tokens.shape[0], "tokens": tokens.shape[1], "layers": solved},
+        )
     if placed:
         shown = tokens.flatten()[seen.to(tokens.device)].cpu()
         groups, group = task.token_groups(shown)
         names = [task.decode([token]) or str(token) for token in shown.tolist()]
-        write_json(folder / witnesses.NAME, {"schema": witnesses.SCHEMA, "groups": groups, "group": group.tolist(), "tokens": names, "layers": placed})
+        write_json(
+            folder / witnesses.NAME,
+            {"schema": witnesses.SCHEMA, "groups": groups, "group": group.tolist(), "tokens": names, "layers": placed},
+        )
 
 
 def geometry(model: CausalLM) -> list[dict[str, Any]]:
     """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature (``algebra.metric.Product.learned``)."""
     mixers = enumerate(block.attention for block in model.blocks)
-    layers = [(index, mixer.learned()) for index, mixer in mixers if isinstance(mixer, Attention) and witness.metric_of(mixer)]
-    return [{"layer": index, **{key: found[key] for key in ("weights", "curvature") if key in found}} for index, found in layers if "weights" in found]
+    layers = [
+        (index, mixer.learned()) for index, mixer in mixers if isinstance(mixer, Attention) and witness.metric_of(mixer)
+    ]
+    return [
+        {"layer": index, **{key: found[key] for key in ("weights", "curvature") if key in found}}
+        for index, found in layers
+        if "weights" in found
+    ]
 
 
 @torch.no_grad()
 def spaces(layer: Attention, x: Tensor, seen: Tensor) -> list[list[dict[str, Any]]]:
     """For each key head the spaces of its metric, with the keys of the tokens ``seen`` of inputs x (B, T, dim), numbered one sequence after another."""
     return [
-        [{"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])} for part in head]
+        [
+            {"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])}
+            for part in head
+        ]
         for head in witness.of_layer(layer, x)
     ]
 
@@ -73,11 +90,18 @@ def heads(layer: Attention, x: Tensor) -> list[dict[str, Any]]:
     state = found.state
     stored = [n for n in (2**i for i in range(2, 20)) if n < x.shape[1]] + [x.shape[1]]
     held = torch.stack([of_layer(layer, x[:, :n]).state.used.mean(0) for n in stored])
-    numbers = {"smallest_eigenvalue": state.smallest, "condition": state.condition, "effective_rank": state.effective_rank}
+    numbers = {
+        "smallest_eigenvalue": state.smallest,
+        "condition": state.condition,
+        "effective_rank": state.effective_rank,
+    }
     about = []
     for head in range(state.used.shape[1]):
         one: dict[str, Any] = {name: value[:, head].mean().item() for name, value in numbers.items()}
-        one |= {"size": int((state.used + state.free)[0, head].round()), "leverage": found.leverage[:, head].flatten().clamp(0, 1).tolist()}
+        one |= {
+            "size": int((state.used + state.free)[0, head].round()),
+            "leverage": found.leverage[:, head].flatten().clamp(0, 1).tolist(),
+        }
         one["capacity"] = {"stored": stored, "estimate": held[:, head].tolist()}
         if state.spectrum is not None:
             one["spectrum"] = torch.view_as_real(state.spectrum[0, head]).tolist()
@@ -86,7 +110,11 @@ def heads(layer: Attention, x: Tensor) -> list[dict[str, Any]]:
 
 
 def _solves(layer: object) -> bool:
-    return isinstance(layer, Attention) and layer.causal and isinstance(layer.empty_memory(1).memory, RidgeStatistics | FadingStatistics)
+    return (
+        isinstance(layer, Attention)
+        and layer.causal
+        and isinstance(layer.empty_memory(1).memory, RidgeStatistics | FadingStatistics)
+    )
 
 
 __all__ = ["POINTS", "ROWS", "geometry", "heads", "spaces", "write"]

@@ -48,7 +48,9 @@ def kept(directory: Path, size: int, digest: str) -> bytes:
             f"train: {path} has {len(found)} bytes, the checkpoint beside it was written after {size}. The file was shortened; remove the folder to run it anew."
         )
     if (size and not found.endswith(b"\n")) or digest not in ("", hashlib.sha256(found).hexdigest()):
-        raise FileFormatError(f"train: {path} was changed since the checkpoint beside it. Remove the folder to run it anew.")
+        raise FileFormatError(
+            f"train: {path} was changed since the checkpoint beside it. Remove the folder to run it anew."
+        )
     return found
 
 

@@ -77,9 +77,13 @@ def train(
     folder = Path(directory)
     check_threads("train", threads)
     if not resume and (folder / checkpoints.FILE).exists():
-        raise ArgumentError(f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder.")
+        raise ArgumentError(
+            f"train: {folder} already holds a run. Pass resume=True to go on with it, or choose another folder."
+        )
     with folder_lock(folder, wait=30.0 if resume else 0.0):
-        work = _Run(model, task, config, folder, on_event or events.ignore, should_stop or _never, run or folder.name, label)
+        work = _Run(
+            model, task, config, folder, on_event or events.ignore, should_stop or _never, run or folder.name, label
+        )
         return work.execute(torch.get_num_threads() if threads is None else threads)
 
 
@@ -97,7 +101,13 @@ def _check_room(model: CausalLM, task: Task, config: TrainConfig, device: torch.
     sequences = config.batch_size // config.accumulate
     numbers = 3 * model.num_parameters() + sequences * task.length * model.config.dim * len(model.config.layers)
     size = 4 * numbers + 16 * config.batch_size * task.length
-    room.require("train", f"a batch of {config.batch_size:,} sequences of {task.length:,} tokens and the optimiser", size, device, "Use a smaller batch, a larger accumulate, or a smaller model.")
+    room.require(
+        "train",
+        f"a batch of {config.batch_size:,} sequences of {task.length:,} tokens and the optimiser",
+        size,
+        device,
+        "Use a smaller batch, a larger accumulate, or a smaller model.",
+    )
 
 
 class _Run:
@@ -126,7 +136,9 @@ class _Run:
         self.curriculum = None if config.curriculum is None else Curriculum(model, config.curriculum, config.steps)
         operator = entry_of(model.config.layers)
         self.identity = {"identity": run_identity(model, task, config), "operator": operator}
-        self.record = RunResult(operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype)
+        self.record = RunResult(
+            operator, label or operator, config.seed, config.learning_rate, steps=config.steps, dtype=config.dtype
+        )
         self.notes: tuple[str, ...] = ()
         self.last_checkpoint: int | None = None
 
@@ -146,7 +158,9 @@ class _Run:
             if self.curriculum is not None:
                 self.curriculum.close()
             self.progress = Progress(threads=threads, environment=versions(), learned_before=self.model.learned())
-            self.progress.steps_to = {f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"}
+            self.progress.steps_to = {
+                f"{value:g}": None for value in self.config.thresholds if self.task.metric == "accuracy"
+            }
         if self.curriculum is not None and self.curriculum.empty:
             self.notes += ("the model has no gates: the curriculum changes nothing",)
         if self._finished():
@@ -154,7 +168,13 @@ class _Run:
         with deterministic(self.config.seed, threads, self.device):
             if random_state is not None:
                 torch.set_rng_state(random_state)
-            log = MetricsLog(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256, elapsed=self.progress.seconds, tensorboard=self.config.tensorboard)
+            log = MetricsLog(
+                self.folder,
+                self.progress.metrics_bytes,
+                self.progress.metrics_sha256,
+                elapsed=self.progress.seconds,
+                tensorboard=self.config.tensorboard,
+            )
             with log:
                 return self._work(log)
 
@@ -187,7 +207,10 @@ class _Run:
         """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not count as
         memory of the run that happens to come first."""
         batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), autocast(self.device, self.config.dtype):
+        with (
+            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+            autocast(self.device, self.config.dtype),
+        ):
             loss, count = part_loss(self.model, batch.tokens[:1].to(self.device), batch.targets[:1].to(self.device))
         (loss / max(1, int(count))).backward()
         self.model.zero_grad(set_to_none=True)
@@ -220,7 +243,11 @@ class _Run:
     def _update(self, started: float) -> None:
         config, progress = self.config, self.progress
         rate = learning_rate(
-            progress.step, steps=config.steps, peak=config.learning_rate, warmup_ratio=config.warmup_ratio, min_ratio=config.min_lr_ratio
+            progress.step,
+            steps=config.steps,
+            peak=config.learning_rate,
+            warmup_ratio=config.warmup_ratio,
+            min_ratio=config.min_lr_ratio,
         )
         batch = self.task.train_batch(progress.step, config.batch_size, config.seed)
         parts = split(batch, config.accumulate, self.device)
@@ -267,19 +294,25 @@ class _Run:
 
     def _evaluation_due(self) -> bool:
         step = self.progress.step
-        return self.progress.evaluated != step and (step % self.config.evaluation_interval == 0 or step >= self.config.steps)
+        return self.progress.evaluated != step and (
+            step % self.config.evaluation_interval == 0 or step >= self.config.steps
+        )
 
     def _evaluate(self) -> bool:
         """Evaluate this step; False when it was broken off by a wish to stop."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
         total = Accumulator(self.task.bytes_per_token)
-        if not self._add_up((batch, total, None) for batch in self.task.evaluation_batches(config.evaluation_batch_size)):
+        if not self._add_up(
+            (batch, total, None) for batch in self.task.evaluation_batches(config.evaluation_batch_size)
+        ):
             progress.evaluation_seconds += time.perf_counter() - started
             return False
         metrics = total.result()
         if not math.isfinite(metrics["loss"]):
-            raise self._non_finite_error(f"the evaluation loss became {metrics['loss']} after step {progress.step}", self._locate_in_evaluation())
+            raise self._non_finite_error(
+                f"the evaluation loss became {metrics['loss']} after step {progress.step}", self._locate_in_evaluation()
+            )
         if progress.step >= config.steps or self._good_enough(metrics):
             cells = Cells()
             batches = self.task.transfer_batches(config.evaluation_batch_size)
@@ -339,7 +372,10 @@ class _Run:
         value = metrics[self.task.metric]
         best = None if progress.best is None else progress.best[self.task.metric]
         if best is None or (value > best if self.task.metric == "accuracy" else value < best):
-            progress.best = {"step": progress.step, **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")}}
+            progress.best = {
+                "step": progress.step,
+                **{name: value for name, value in metrics.items() if name not in ("transfer", "examined")},
+            }
             if self.config.keep_best:
                 checkpoints.save_weights(self.folder / checkpoints.BEST, self.model, self.identity, progress.step)
         if self.task.metric == "accuracy":
@@ -365,7 +401,10 @@ class _Run:
             return False
         if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
             return True
-        return config.checkpoint_seconds is not None and time.perf_counter() - self.checkpoint_clock >= config.checkpoint_seconds
+        return (
+            config.checkpoint_seconds is not None
+            and time.perf_counter() - self.checkpoint_clock >= config.checkpoint_seconds
+        )
 
     def _checkpoint(self) -> None:
         started = time.perf_counter()
@@ -423,7 +462,11 @@ class _Run:
     def _changes(self, threads: int) -> tuple[str, ...]:
         """What of the surroundings is not as it was when the run began, and so may change the bits."""
         now = versions()
-        found = [f"{name} {old} → {now[name]}" for name, old in self.progress.environment.items() if now.get(name, old) != old]
+        found = [
+            f"{name} {old} → {now[name]}"
+            for name, old in self.progress.environment.items()
+            if now.get(name, old) != old
+        ]
         if threads != self.progress.threads:
             found.append(f"threads stay {self.progress.threads}, as the run began (the process has {threads})")
         return tuple(found)

@@ -28,7 +28,16 @@ from zonal.training.spec import PlannedRun
 
 # how long a worker may take to end the update and evaluation batch it is in, and to write its checkpoint
 _PATIENCE_SECONDS = 120.0
-_ERRORS = {kind.__name__: kind for kind in (errors.ArgumentError, errors.FileFormatError, errors.FileWriteError, errors.InsufficientSpaceError, FolderInUseError)}
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        errors.ArgumentError,
+        errors.FileFormatError,
+        errors.FileWriteError,
+        errors.InsufficientSpaceError,
+        FolderInUseError,
+    )
+}
 
 
 class _Worker:
@@ -98,7 +107,13 @@ class _Worker:
 
 
 def run_in_processes(
-    directory: Path, runs: Sequence[PlannedRun], *, jobs: int, threads: int, emit: events.Listener, should_stop: Callable[[], bool]
+    directory: Path,
+    runs: Sequence[PlannedRun],
+    *,
+    jobs: int,
+    threads: int,
+    emit: events.Listener,
+    should_stop: Callable[[], bool],
 ) -> None:
     """Run ``runs`` of the comparison in ``directory``, ``jobs`` at a time with ``threads`` threads each.
 
@@ -126,7 +141,9 @@ def run_in_processes(
                 if orphan is not None:
                     _note_death(directory, orphan, worker.cause_of_death(directory / orphan.name / "error.log"), emit)
                 elif worker.process.returncode not in (0, 2) and fatal is None:
-                    fatal = errors.ZonalError(f"compare: a worker could not start: {worker.cause_of_death(directory / 'error.log')}.")
+                    fatal = errors.ZonalError(
+                        f"compare: a worker could not start: {worker.cause_of_death(directory / 'error.log')}."
+                    )
                 worker.close()
                 if orphan is not None and waiting:
                     workers.append(_Worker(directory, threads, inbox))
@@ -159,6 +176,14 @@ def _note_death(directory: Path, run: PlannedRun, cause: str, emit: events.Liste
     record.write(folder)
     emit(
         events.RunFinished(
-            run.name, run.operator, run.label, run.seed, run.learning_rate, record.status, record.message, record.steps_done, record.final
+            run.name,
+            run.operator,
+            run.label,
+            run.seed,
+            run.learning_rate,
+            record.status,
+            record.message,
+            record.steps_done,
+            record.final,
         )
     )

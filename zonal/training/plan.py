@@ -66,7 +66,9 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
     updates: list[float] = []
     with deterministic(spec.seeds[0], threads, device):
         # one more than is counted: the first update fills caches and may compile or calibrate
-        while len(updates) <= _LEAST_UPDATES or (len(updates) <= _MOST_UPDATES and sum(updates[1:]) < _MEASURED_SECONDS):
+        while len(updates) <= _LEAST_UPDATES or (
+            len(updates) <= _MOST_UPDATES and sum(updates[1:]) < _MEASURED_SECONDS
+        ):
             if should_stop():
                 return None
             started = time.perf_counter()
@@ -96,7 +98,9 @@ def measure(spec: ComparisonSpec, operator: str, threads: int, should_stop: Call
                 started = time.perf_counter()
             # what a finished run is measured on is long; its time is taken from its tokens
             started = time.perf_counter()
-            transferred = sum(batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size))
+            transferred = sum(
+                batch.tokens.numel() for batch in spec.task.transfer_batches(config.evaluation_batch_size)
+            )
             overhead += time.perf_counter() - started + transferred * sum(batches) / sum(tokens)
             # an examination has about as many batches as an evaluation; one is enough to know what they take
             started = time.perf_counter()

@@ -65,7 +65,10 @@ class RunResult:
         path = directory / FILE
         values = read_json(path)
         names = {each.name for each in dataclasses.fields(cls)}
-        if not isinstance(values, Mapping) or not {"operator", "label", "seed", "learning_rate", "status"} <= set(values) <= names:
+        if (
+            not isinstance(values, Mapping)
+            or not {"operator", "label", "seed", "learning_rate", "status"} <= set(values) <= names
+        ):
             raise FileFormatError(f"run: {path} is not a run record of this version. Remove the folder to run it anew.")
         with understood("run", path):
             check_fields("run.json", cls, values)

@@ -69,7 +69,11 @@ class ComparisonSpec:
 
     def __post_init__(self):
         # one name for one model, as its runs record it
-        object.__setattr__(self, "operators", tuple(entry_of(layer_list(entry)) if is_list(entry) else entry for entry in self.operators))
+        object.__setattr__(
+            self,
+            "operators",
+            tuple(entry_of(layer_list(entry)) if is_list(entry) else entry for entry in self.operators),
+        )
         for name in ("operators", "seeds", "learning_rates", "labels"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
@@ -80,9 +84,13 @@ class ComparisonSpec:
         for operator in self.operators:
             self.model_for(operator)  # refuses what is no model
         if self.training.curriculum is not None:
-            curriculum.check([layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec")
+            curriculum.check(
+                [layer for operator in self.operators for layer in self.model_for(operator).layers], "ComparisonSpec"
+            )
         if self.labels and len(self.labels) != len(self.operators):
-            raise ArgumentError(f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}.")
+            raise ArgumentError(
+                f"ComparisonSpec: labels needs one name an operator ({len(self.operators)}), got {len(self.labels)}."
+            )
         if not self.learning_rates:
             object.__setattr__(self, "learning_rates", (self.training.learning_rate,))
         for rate in self.learning_rates:
@@ -189,7 +197,9 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
         operators = tuple(stored["operators"])
         spec = ComparisonSpec(
             task=tasks.from_config(stored["task"]),
-            model=ModelConfig.from_dict({**stored["model"], "layers": layers_for(operators[0], len(stored["model"]["layers"]))}),
+            model=ModelConfig.from_dict(
+                {**stored["model"], "layers": layers_for(operators[0], len(stored["model"]["layers"]))}
+            ),
             training=TrainConfig.from_dict({**stored["training"], "steps": stored["requested_steps"]}),
             operators=operators,
             seeds=tuple(stored["seeds"]),

@@ -31,14 +31,18 @@ def split(batch: Tokens, accumulate: int, device: torch.device) -> list[Part]:
     """The batch in ``accumulate`` equal parts. Raises ArgumentError when no position is supervised."""
     counts = [int((targets != -100).sum()) for targets in batch.targets.chunk(accumulate)]
     if not sum(counts):
-        raise ArgumentError("train: the batch has no supervised position (every target is -100), so there is nothing to learn from.")
+        raise ArgumentError(
+            "train: the batch has no supervised position (every target is -100), so there is nothing to learn from."
+        )
     rows = batch.tokens.shape[0]
     if rows % accumulate:
         raise ArgumentError(f"train: accumulate={accumulate} must divide the rows of the batch, got {rows}.")
     # counted before they are moved: on a GPU each count would wait for the device
     return [
         Part(tokens.to(device), targets.to(device), count)
-        for tokens, targets, count in zip(batch.tokens.chunk(accumulate), batch.targets.chunk(accumulate), counts, strict=True)
+        for tokens, targets, count in zip(
+            batch.tokens.chunk(accumulate), batch.targets.chunk(accumulate), counts, strict=True
+        )
     ]
 
 
@@ -75,5 +79,7 @@ def clip_gradient(model: nn.Module, limit: float | None) -> float:
     """Global 2-norm of the gradient; scales it down to ``limit`` when it is larger."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if limit is None:
-        return float(nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
+        return float(
+            nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        )
     return float(nn.utils.clip_grad_norm_(parameters, limit))

@@ -1,12 +1,26 @@
 """Anchors: from kernel blocks to weights. One module for those that look at a query's own row or solve, one for plans, one for hierarchies."""
 
-from zonal.algebra.anchor.base import Anchor, Blocks, Count, Koopman, Masses, Potentials, Raw, Ridge, Row, State, SumAnchor, TopK
+from zonal.algebra.anchor.base import (
+    Anchor,
+    Blocks,
+    Count,
+    Koopman,
+    Masses,
+    Potentials,
+    Raw,
+    Ridge,
+    Row,
+    State,
+    SumAnchor,
+    TopK,
+)
 from zonal.algebra.anchor.hierarchy import Hierarchical
 from zonal.algebra.anchor.plan import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan
 from zonal.algebra.declaration import Declaration
 
 ANCHORS: dict[str, type[Declaration]] = {
-    kind.__name__: kind for kind in (Row, TopK, Count, Raw, Ridge, Koopman, Plan, UnbalancedPlan, BoundedPlan, Hierarchical)
+    kind.__name__: kind
+    for kind in (Row, TopK, Count, Raw, Ridge, Koopman, Plan, UnbalancedPlan, BoundedPlan, Hierarchical)
 }
 
 __all__ = [

@@ -101,7 +101,9 @@ class SumAnchor(Anchor):
 
     def init(self, shape: tuple[int, int, int], value_dim: int, like: Tensor) -> State:
         """The empty sum for (B, H, T) queries."""
-        return State(like.new_zeros(*shape, value_dim), like.new_zeros(*shape, 1), like.new_full((*shape, 1), float("-inf")))
+        return State(
+            like.new_zeros(*shape, value_dim), like.new_zeros(*shape, 1), like.new_full((*shape, 1), float("-inf"))
+        )
 
     def absorb(self, state: State, kernel: Tensor, v: Tensor, log: bool) -> State:
         """Add the keys of one tile, in the state's own buffers; the kernel's is used up.
@@ -158,7 +160,11 @@ class Row(SumAnchor):
 
     def weights(self, blocks: Blocks) -> Tensor:
         if blocks.log:
-            top = blocks.qk.amax(-1, keepdim=True) if blocks.qk.shape[-1] else blocks.qk.new_zeros(*blocks.qk.shape[:-1], 1)
+            top = (
+                blocks.qk.amax(-1, keepdim=True)
+                if blocks.qk.shape[-1]
+                else blocks.qk.new_zeros(*blocks.qk.shape[:-1], 1)
+            )
             kernel = (blocks.qk - top.masked_fill(top == float("-inf"), 0).detach()).exp()
         else:
             kernel = blocks.qk
@@ -172,9 +178,19 @@ class Row(SumAnchor):
         mean = Derived("means of values", "hence outputs are weighted means of values")
         signed = Derived("", "hence a row's sum may come near zero, and its output grow without bound")
         return (
-            *((Move("restriction", "anchor", "signed rows", "K may be negative (allow_signed)", (signed,)),) if self.allow_signed else ()),
+            *(
+                (Move("restriction", "anchor", "signed rows", "K may be negative (allow_signed)", (signed,)),)
+                if self.allow_signed
+                else ()
+            ),
             Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
-            Move("section", "anchor", "rows of sum one", "of all a K the one whose rows sum to one", () if self.allow_signed else (mean,)),
+            Move(
+                "section",
+                "anchor",
+                "rows of sum one",
+                "of all a K the one whose rows sum to one",
+                () if self.allow_signed else (mean,),
+            ),
         )
 
 
@@ -194,7 +210,10 @@ class TopK(Anchor):
 
     def __post_init__(self) -> None:
         require_whole("TopK: k", self.k)
-        require(self.search is None or isinstance(self.search, Search), f"TopK: search must be a search such as hashing.LSH(), or None, received {self.search!r}.")
+        require(
+            self.search is None or isinstance(self.search, Search),
+            f"TopK: search must be a search such as hashing.LSH(), or None, received {self.search!r}.",
+        )
 
     def least(self, kernel: Tensor) -> Tensor:
         """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a constant."""
@@ -211,7 +230,17 @@ class TopK(Anchor):
     def moves(self) -> tuple[Move, ...]:
         found = () if self.search is None else self.search.moves()
         few = Derived("few keys", "hence no other key has a weight, but for those that equal the least of them")
-        return (Move("restriction", "anchor", "top k", f"all but the {self.k} largest entries of a row are no evidence", (few,)), *Row().moves(), *found)
+        return (
+            Move(
+                "restriction",
+                "anchor",
+                "top k",
+                f"all but the {self.k} largest entries of a row are no evidence",
+                (few,),
+            ),
+            *Row().moves(),
+            *found,
+        )
 
 
 @dataclass(frozen=True)
@@ -246,7 +275,10 @@ class Raw(SumAnchor):
 
     def moves(self) -> tuple[Move, ...]:
         grows = Derived("added keys", "hence outputs are sums over keys: those of two sets of keys add")
-        return (Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)), Move("section", "anchor", "raw", "weights are K as it is", (grows,)))
+        return (
+            Move("quotient", "anchor", "kernel probe", "K itself is observed", (_NO_GAUGE,)),
+            Move("section", "anchor", "raw", "weights are K as it is", (grows,)),
+        )
 
 
 def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
@@ -293,9 +325,15 @@ class Ridge(Anchor):
     def __post_init__(self) -> None:
         name = type(self).__name__
         require(self.eps > 0, f"{name}: eps (the ridge) must be > 0, received {self.eps}.")
-        require(self.mode in ("constant", "running_max"), f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.")
+        require(
+            self.mode in ("constant", "running_max"),
+            f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.",
+        )
         require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
-        require(self.relative >= 0, f"{name}: relative (the ridge as a part of tr(G) / r) must be >= 0, received {self.relative}.")
+        require(
+            self.relative >= 0,
+            f"{name}: relative (the ridge as a part of tr(G) / r) must be >= 0, received {self.relative}.",
+        )
 
     def powers(self, heads: int) -> tuple[int, ...]:
         """How many steps of the Koopman operator the read-out of each head applies."""
@@ -359,7 +397,9 @@ class Ridge(Anchor):
         if visibility.packed:
             start = visibility.segment_start.to(kk.device)
             kk = kk * (start[:, None] == start[None, :])
-        lower = factorised(kk + rho.view(-1, 1, 1) * torch.eye(keys, dtype=kk.dtype, device=kk.device), type(self).__name__)
+        lower = factorised(
+            kk + rho.view(-1, 1, 1) * torch.eye(keys, dtype=kk.dtype, device=kk.device), type(self).__name__
+        )
         s = torch.arange(keys)
         # the interval rule alone, before the key mask: a masked key is a zero row of kk, not a hole in the prefix
         inside = ((s >= visibility.lo[:, None]) & (s < visibility.hi[:, None])).to(kernel.device)
@@ -387,27 +427,53 @@ class Ridge(Anchor):
             seen = visible[:, :, t]
             block = kk * (seen[..., :, None] & seen[..., None, :])
             own = torch.where(seen, peak, 0)
-            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)[..., None]
+            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)[
+                ..., None
+            ]
             lower = factorised(block + ridge * eye, type(self).__name__)
             weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
             for step in range(self.shifts):
                 moved = _shift(weights[..., 0], key_mask).masked_fill(~seen, 0)
-                moved, which = torch.cholesky_solve(block @ moved[..., None], lower), on_heads(powers, step, kernel.device)
+                moved, which = (
+                    torch.cholesky_solve(block @ moved[..., None], lower),
+                    on_heads(powers, step, kernel.device),
+                )
                 if self.spectral:
                     assert blocks.k is not None
                     z = blocks.k.masked_fill(~seen[..., None], 0)
                     gram = z.mT @ z + ridge * torch.eye(width, dtype=z.dtype, device=z.device)
-                    moved = moved * contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)[..., None, None]
+                    moved = (
+                        moved
+                        * contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)[..., None, None]
+                    )
                 weights = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, weights)
             out.append(weights[..., 0].masked_fill(~seen, 0))
         return torch.stack(out, -2) if out else kernel
 
     def moves(self) -> tuple[Move, ...]:
-        equations = Derived("normal equations", "hence W (K_kk + rho I) = K_qk on visible keys: weights may be negative, and rows sum to anything")
-        sums = Derived("primal sums", "hence for a linear kernel, and on features for a polynomial of cosines, sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past")
+        equations = Derived(
+            "normal equations",
+            "hence W (K_kk + rho I) = K_qk on visible keys: weights may be negative, and rows sum to anything",
+        )
+        sums = Derived(
+            "primal sums",
+            "hence for a linear kernel, and on features for a polynomial of cosines, sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past",
+        )
         return (
-            Move("quotient", "anchor", "regression probe", "only what is read out of a fit from keys to values is observed", (sums,)),
-            Move("section", "anchor", "ridge", "of all fits the one with the least squared error and rho times its size", () if self.shifts else (equations,)),
+            Move(
+                "quotient",
+                "anchor",
+                "regression probe",
+                "only what is read out of a fit from keys to values is observed",
+                (sums,),
+            ),
+            Move(
+                "section",
+                "anchor",
+                "ridge",
+                "of all fits the one with the least squared error and rho times its size",
+                () if self.shifts else (equations,),
+            ),
         )
 
 
@@ -435,9 +501,17 @@ class Koopman(Ridge):
         super().__post_init__()
         if isinstance(self.power, list):
             object.__setattr__(self, "power", tuple(self.power))
-        good = len(self._powers) > 0 and all(isinstance(p, int) and not isinstance(p, bool) and 0 <= p <= 8 for p in self._powers)
-        require(good, f"Koopman: power must be a whole number from 0 to 8, or a tuple of such, one a head; received {self.power!r}.")
-        require(self.spectral_norm in ("none", "power"), f"Koopman: spectral_norm must be 'none' or 'power', received {self.spectral_norm!r}.")
+        good = len(self._powers) > 0 and all(
+            isinstance(p, int) and not isinstance(p, bool) and 0 <= p <= 8 for p in self._powers
+        )
+        require(
+            good,
+            f"Koopman: power must be a whole number from 0 to 8, or a tuple of such, one a head; received {self.power!r}.",
+        )
+        require(
+            self.spectral_norm in ("none", "power"),
+            f"Koopman: spectral_norm must be 'none' or 'power', received {self.spectral_norm!r}.",
+        )
 
     @property
     def _powers(self) -> tuple[int, ...]:
@@ -483,11 +557,37 @@ class Koopman(Ridge):
         ahead = f"{self.power}" if isinstance(self.power, int) else ", ".join(map(str, self.power)) + " (by head)"
         follows = (
             Derived("shift", "hence a key in a direction of its own brings the value stored so many steps after it"),
-            Derived("contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"),
+            Derived(
+                "contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"
+            ),
         )
-        shift = Move("restriction", "anchor", "linear dynamics", f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead", follows)
-        gain = Move("section", "anchor", "gain", f"of all multiples of the read-out {self.eta:g} times it{', which is learned a head' if self.learn_scale else ''}")
+        shift = Move(
+            "restriction",
+            "anchor",
+            "linear dynamics",
+            f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead",
+            follows,
+        )
+        gain = Move(
+            "section",
+            "anchor",
+            "gain",
+            f"of all multiples of the read-out {self.eta:g} times it{', which is learned a head' if self.learn_scale else ''}",
+        )
         return (*((shift,) if self.shifts else ()), *super().moves(), gain)
 
 
-__all__ = ["Anchor", "Blocks", "Count", "Koopman", "Masses", "Potentials", "Raw", "Ridge", "Row", "State", "SumAnchor", "TopK"]
+__all__ = [
+    "Anchor",
+    "Blocks",
+    "Count",
+    "Koopman",
+    "Masses",
+    "Potentials",
+    "Raw",
+    "Ridge",
+    "Row",
+    "State",
+    "SumAnchor",
+    "TopK",
+]

@@ -38,7 +38,10 @@ class Hierarchical(Anchor):
     sizes: tuple[int, ...] = (16,)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.sizes, tuple) and len(self.sizes) > 0, f"Hierarchical: sizes must be a tuple of at least one number, received {self.sizes!r}.")
+        require(
+            isinstance(self.sizes, tuple) and len(self.sizes) > 0,
+            f"Hierarchical: sizes must be a tuple of at least one number, received {self.sizes!r}.",
+        )
         for size in self.sizes:
             require_whole("Hierarchical: each of sizes", size, 2)
 
@@ -65,21 +68,44 @@ class Hierarchical(Anchor):
             member = torch.nn.functional.one_hot(node).to(scores) * real[..., None]
             count = member.sum(-2)
             mean = member / count.clamp_min(1)[..., None, :]
-            tied = torch.where((count > 0)[..., None, :], mean.mT @ scores @ mean + count.clamp_min(1).log()[..., None, :], ABSENT)
-            tied = torch.where(_together(torch.arange(tied.shape[-1], device=real.device) // (parent // child if parent < tokens else tied.shape[-1])), tied, ABSENT)
+            tied = torch.where(
+                (count > 0)[..., None, :], mean.mT @ scores @ mean + count.clamp_min(1).log()[..., None, :], ABSENT
+            )
+            tied = torch.where(
+                _together(
+                    torch.arange(tied.shape[-1], device=real.device)
+                    // (parent // child if parent < tokens else tied.shape[-1])
+                ),
+                tied,
+                ABSENT,
+            )
             own = torch.eye(tied.shape[-1], dtype=torch.bool, device=real.device)
             logits = torch.where(own, (mean.mT @ total[..., None]), tied)
             share, total = logits.softmax(-1), logits.logsumexp(-1)[..., node]
             spread = (share / count.clamp_min(1)[..., None, :])[..., node, :][..., node]
-            weights = torch.where(_together(node), weights * share.diagonal(dim1=-2, dim2=-1)[..., node, None], weights + spread)
+            weights = torch.where(
+                _together(node), weights * share.diagonal(dim1=-2, dim2=-1)[..., node, None], weights + spread
+            )
         return torch.where(real[..., None, :] & real[..., :, None], weights, 0)
 
     def moves(self) -> tuple[Move, ...]:
-        gauge = Derived("row gauge of blocks", "hence K and a K are the same operator for any positive a that queries of one smallest block share")
-        tied = Derived("tied blocks", "hence blocks meet through their mean scores, which for dot products are scores of mean queries and keys")
+        gauge = Derived(
+            "row gauge of blocks",
+            "hence K and a K are the same operator for any positive a that queries of one smallest block share",
+        )
+        tied = Derived(
+            "tied blocks",
+            "hence blocks meet through their mean scores, which for dot products are scores of mean queries and keys",
+        )
         sizes = " x ".join(map(str, self.sizes))
         return (
-            Move("restriction", "anchor", "tree", f"far tokens are seen as blocks of {sizes}: all queries of a block give all keys of another the same weight", (tied,)),
+            Move(
+                "restriction",
+                "anchor",
+                "tree",
+                f"far tokens are seen as blocks of {sizes}: all queries of a block give all keys of another the same weight",
+                (tied,),
+            ),
             Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
             Move("section", "anchor", "nearest", "of conditionals with such blocks the nearest in relative entropy"),
         )

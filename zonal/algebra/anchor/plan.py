@@ -79,8 +79,14 @@ class PlanAnchor(Anchor):
         name = type(self).__name__
         require(self.tolerance > 0, f"{name}: tolerance (a part of the mass) must be > 0, received {self.tolerance}.")
         require_whole(f"{name}: limit (of iterations)", self.limit)
-        require(self.on_limit in ("error", "keep"), f"{name}: on_limit must be 'error' or 'keep', received {self.on_limit!r}.")
-        require(self.gradient in ("implicit", "unrolled"), f"{name}: gradient must be 'implicit' or 'unrolled', received {self.gradient!r}.")
+        require(
+            self.on_limit in ("error", "keep"),
+            f"{name}: on_limit must be 'error' or 'keep', received {self.on_limit!r}.",
+        )
+        require(
+            self.gradient in ("implicit", "unrolled"),
+            f"{name}: gradient must be 'implicit' or 'unrolled', received {self.gradient!r}.",
+        )
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -116,16 +122,30 @@ class PlanAnchor(Anchor):
 
         if self.gradient == "unrolled":
             at = self.potentials(masses, rows, columns)
-            f, g = self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True).potential, at.key
+            f, g = (
+                self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True).potential,
+                at.key,
+            )
         else:
             with torch.no_grad():
                 at = self.potentials(masses, rows, columns)
             f, g = self._implicit(log_kernel, masses, at, rows, columns)
-        log_weights = log_kernel + torch.where(present(masses.query), f, ABSENT)[..., None] + weighted(masses.key, g)[..., None, :]
+        log_weights = (
+            log_kernel
+            + torch.where(present(masses.query), f, ABSENT)[..., None]
+            + weighted(masses.key, g)[..., None, :]
+        )
         return log_weights.exp()
 
     def stepped(
-        self, rule: Callable[[Tensor, Tensor], Step], sums: Callable[[Tensor, Tensor], Tensor], own: Tensor, other: Tensor, mine: Tensor, theirs: Tensor, query: bool
+        self,
+        rule: Callable[[Tensor, Tensor], Step],
+        sums: Callable[[Tensor, Tensor], Tensor],
+        own: Tensor,
+        other: Tensor,
+        mine: Tensor,
+        theirs: Tensor,
+        query: bool,
     ) -> Step:
         """The rule of one side on what it meets: own, other: log masses of this side and the other; mine, theirs: potentials."""
         near, far = weighted(own, mine), weighted(other, theirs)
@@ -145,9 +165,15 @@ class PlanAnchor(Anchor):
         """
         return _iterated(self, masses, rows, columns)
 
-    def _iterated(self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]) -> Potentials:
+    def _iterated(
+        self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+    ) -> Potentials:
         start = masses.start
-        f, g = (torch.zeros_like(masses.query), torch.zeros_like(masses.key)) if start is None else (start.query.to(masses.query), start.key.to(masses.key))
+        f, g = (
+            (torch.zeros_like(masses.query), torch.zeros_like(masses.key))
+            if start is None
+            else (start.query.to(masses.query), start.key.to(masses.key))
+        )
         if not f.numel() or not g.numel():
             return Potentials(f, g, 0, 0.0)
         nu = masses.key.detach().exp()
@@ -158,9 +184,13 @@ class PlanAnchor(Anchor):
             new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
             error = slack(nu, g - new)
             worst = float(error.max())
-            reach = torch.finfo(f.dtype).eps * (1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax())))
+            reach = torch.finfo(f.dtype).eps * (
+                1 + float(torch.maximum(f.detach().abs().amax(), g.detach().abs().amax()))
+            )
             if math.isnan(worst) or math.isnan(reach):
-                raise NonFiniteError(f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias.")
+                raise NonFiniteError(
+                    f"{type(self).__name__}: scores hold NaN or infinity, and a plan joins all queries and keys. Look for them in q, k and key_bias."
+                )
             if reach <= _COARSE and worst <= max(self.tolerance, reach):
                 return Potentials(f, new, iteration, worst)
             g = new if torch.is_grad_enabled() else mixing.next(g, new, error)
@@ -173,7 +203,12 @@ class PlanAnchor(Anchor):
         )
 
     def _implicit(
-        self, log_kernel: Tensor, masses: Masses, at: Potentials, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+        self,
+        log_kernel: Tensor,
+        masses: Masses,
+        at: Potentials,
+        rows: Callable[[Tensor, Tensor], Tensor],
+        columns: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The potentials with the derivative of the fixed point: one Newton step whose matrix is a constant."""
         first = self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True)
@@ -181,11 +216,20 @@ class PlanAnchor(Anchor):
             return first.potential, at.key
         second = self.stepped(self.key_step, columns, masses.key, masses.query, at.key, at.query, False)
         with torch.no_grad():
-            plan = (log_kernel + weighted(masses.query, at.query)[..., None] + weighted(masses.key, at.key)[..., None, :]).double().exp()
-            left, right = (torch.where(total > 0, (step.slope / total).sqrt(), 0) for step, total in ((first, plan.sum(-1)), (second, plan.sum(-2))))
+            plan = (
+                (log_kernel + weighted(masses.query, at.query)[..., None] + weighted(masses.key, at.key)[..., None, :])
+                .double()
+                .exp()
+            )
+            left, right = (
+                torch.where(total > 0, (step.slope / total).sqrt(), 0)
+                for step, total in ((first, plan.sum(-1)), (second, plan.sum(-2)))
+            )
             half = left[..., None] * plan * right[..., None, :]
             if not bool(half.isfinite().all()):
-                raise NonFiniteError(f"{type(self).__name__}: the plan holds infinity, so that it has no gradient: its masses are no limit to exp(scores). Make scores smaller, or rho larger.")
+                raise NonFiniteError(
+                    f"{type(self).__name__}: the plan holds infinity, so that it has no gradient: its masses are no limit to exp(scores). Make scores smaller, or rho larger."
+                )
             system = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device) - half.mT @ half
             # a constant that one side gives and the other takes changes no plan: such directions are left out
             inverse = torch.linalg.pinv(system, rtol=1e3 * torch.finfo(half.dtype).eps, hermitian=True)
@@ -197,7 +241,9 @@ class PlanAnchor(Anchor):
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[[PlanAnchor, Masses, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials] = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
+_iterated: Callable[
+    [PlanAnchor, Masses, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials
+] = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
 
 
 def _times(matrix: Tensor, x: Tensor) -> Tensor:
@@ -221,7 +267,10 @@ class _Mixing:
         if self._before is not None:
             before, left, least = self._before
             keep = (error <= _RISE * least)[..., None]
-            self._history = [(moved * keep, changed * keep) for moved, changed in [*self._history, (at - before, residual - left)][-_PAST:]]
+            self._history = [
+                (moved * keep, changed * keep)
+                for moved, changed in [*self._history, (at - before, residual - left)][-_PAST:]
+            ]
         self._before = at, residual, error
         if not self._history:
             return new
@@ -230,7 +279,9 @@ class _Mixing:
         gram, wanted = weighed @ changed.double(), weighed @ residual[..., None].double()
         size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
         least = _REGULAR * torch.finfo(at.dtype).eps * size + torch.finfo(at.dtype).tiny
-        mix = torch.linalg.solve(gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), wanted).to(at)
+        mix = torch.linalg.solve(
+            gram + least * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), wanted
+        ).to(at)
         mix = torch.where(mix.abs().sum(-2, keepdim=True) <= _FAR, mix, 0)
         return new - ((moved + changed) @ mix).squeeze(-1)
 
@@ -254,11 +305,28 @@ class Plan(PlanAnchor):
         return g
 
     def moves(self) -> tuple[Move, ...]:
-        gauge = (Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge"), Derived("column gauge", "hence K and K b are, too: column gauge"))
-        sums = Derived("plan sums", "hence rows of weights sum to one, and with equal masses their columns to queries over keys")
+        gauge = (
+            Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge"),
+            Derived("column gauge", "hence K and K b are, too: column gauge"),
+        )
+        sums = Derived(
+            "plan sums", "hence rows of weights sum to one, and with equal masses their columns to queries over keys"
+        )
         return (
-            Move("quotient", "anchor", "plan probe", "only the plan with given masses of queries and keys is observed", gauge),
-            Move("section", "anchor", "balanced", "of all a K b the one in which queries give their masses and keys receive theirs", (sums,)),
+            Move(
+                "quotient",
+                "anchor",
+                "plan probe",
+                "only the plan with given masses of queries and keys is observed",
+                gauge,
+            ),
+            Move(
+                "section",
+                "anchor",
+                "balanced",
+                "of all a K b the one in which queries give their masses and keys receive theirs",
+                (sums,),
+            ),
         )
 
 
@@ -281,7 +349,10 @@ class UnbalancedPlan(PlanAnchor):
         return self.reference == "kernel"
 
     def check_rules(self) -> None:
-        require(self.reference in ("masses", "kernel"), f"UnbalancedPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.")
+        require(
+            self.reference in ("masses", "kernel"),
+            f"UnbalancedPlan: reference must be 'masses' or 'kernel', received {self.reference!r}.",
+        )
         require(
             isinstance(self.rho, tuple) and len(self.rho) == 2 and all(r is None or r >= 0 for r in self.rho),
             f"UnbalancedPlan: rho must be two numbers >= 0, or None for a mass that is met exactly, received {self.rho!r}.",
@@ -304,16 +375,36 @@ class UnbalancedPlan(PlanAnchor):
         # in float64: large rho magnify what rounding leaves
         sides = ((masses.query, f, self.rho[0]), (masses.key, g, self.rho[1]))
         # of the factors that the plan has beside its reference: a and b, or a / mu and b / nu
-        factors = [potential + torch.where(present(mass), mass, 0) if self.by_kernel else potential for mass, potential, _ in sides]
-        give, take = ((mass.double() - own.double() / rho).logsumexp(-1, keepdim=True) for (mass, _, rho), own in zip(sides, factors, strict=True))
+        factors = [
+            potential + torch.where(present(mass), mass, 0) if self.by_kernel else potential
+            for mass, potential, _ in sides
+        ]
+        give, take = (
+            (mass.double() - own.double() / rho).logsumexp(-1, keepdim=True)
+            for (mass, _, rho), own in zip(sides, factors, strict=True)
+        )
         return g - ((give - take) * self.rho[0] * self.rho[1] / (self.rho[0] + self.rho[1])).to(g)
 
     def moves(self) -> tuple[Move, ...]:
-        sides = [f"{side} {'exactly' if rho is None else f'with weight {rho:g}'}" for side, rho in zip(("queries give their mass", "keys receive theirs"), self.rho, strict=True)]
+        sides = [
+            f"{side} {'exactly' if rho is None else f'with weight {rho:g}'}"
+            for side, rho in zip(("queries give their mass", "keys receive theirs"), self.rho, strict=True)
+        ]
         gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
         return (
-            Move("quotient", "anchor", "unbalanced plan probe", "only the plan that is drawn to given masses of queries and keys is observed", (gauge,) if self.rho[0] is None else ()),
-            Move("section", "anchor", "drawn to masses", f"{', '.join(sides)}; near {'K' if self.by_kernel else 'K times both masses'}"),
+            Move(
+                "quotient",
+                "anchor",
+                "unbalanced plan probe",
+                "only the plan that is drawn to given masses of queries and keys is observed",
+                (gauge,) if self.rho[0] is None else (),
+            ),
+            Move(
+                "section",
+                "anchor",
+                "drawn to masses",
+                f"{', '.join(sides)}; near {'K' if self.by_kernel else 'K times both masses'}",
+            ),
         )
 
 
@@ -330,13 +421,19 @@ class BoundedPlan(PlanAnchor):
     high: float = 2.0
 
     def check_rules(self) -> None:
-        require(0 <= self.low <= 1 <= self.high, f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.")
+        require(
+            0 <= self.low <= 1 <= self.high,
+            f"BoundedPlan: 0 <= low <= 1 <= high is required (all keys' shares sum to one), received low={self.low}, high={self.high}.",
+        )
 
     def query_step(self, met: Tensor, mass: Tensor) -> Step:
         return Step(-met, torch.ones_like(met))
 
     def key_step(self, met: Tensor, mass: Tensor) -> Step:
-        lowest, highest = math.log(self.low) - met if self.low else torch.full_like(met, ABSENT), math.log(self.high) - met
+        lowest, highest = (
+            math.log(self.low) - met if self.low else torch.full_like(met, ABSENT),
+            math.log(self.high) - met,
+        )
         return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
 
     def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
@@ -344,10 +441,18 @@ class BoundedPlan(PlanAnchor):
 
     def moves(self) -> tuple[Move, ...]:
         gauge = Derived("row gauge", "hence K and a K (any positive a_t) are the same operator: row gauge")
-        held = Derived("held sums", "hence rows of weights sum to one, and with equal masses a key's column stays in that range")
+        held = Derived(
+            "held sums", "hence rows of weights sum to one, and with equal masses a key's column stays in that range"
+        )
         return (
             Move("quotient", "anchor", "row probe", "only the row-conditional of K is observed", (gauge,)),
-            Move("section", "anchor", "nearest in a range", f"the nearest to it in which keys receive from {self.low:g} to {self.high:g} times their share", (held,)),
+            Move(
+                "section",
+                "anchor",
+                "nearest in a range",
+                f"the nearest to it in which keys receive from {self.low:g} to {self.high:g} times their share",
+                (held,),
+            ),
         )
 
 

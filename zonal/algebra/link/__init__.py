@@ -15,6 +15,21 @@ from zonal.algebra.link.base import (
 )
 from zonal.algebra.link.zonal import Gegenbauer
 
-LINKS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Exp, Identity, Gegenbauer, Yat, SquaredAffine, PolynomialSquare, Oscillatory)}
+LINKS: dict[str, type[Declaration]] = {
+    kind.__name__: kind for kind in (Exp, Identity, Gegenbauer, Yat, SquaredAffine, PolynomialSquare, Oscillatory)
+}
 
-__all__ = ["LINKS", "NO_COEFFICIENTS", "Exp", "Formula", "Gegenbauer", "Identity", "Link", "Oscillatory", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]
+__all__ = [
+    "LINKS",
+    "NO_COEFFICIENTS",
+    "Exp",
+    "Formula",
+    "Gegenbauer",
+    "Identity",
+    "Link",
+    "Oscillatory",
+    "PolynomialSquare",
+    "SquaredAffine",
+    "Yat",
+    "horner",
+]

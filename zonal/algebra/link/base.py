@@ -143,7 +143,15 @@ class Identity(Link):
         return torch.ones_like(x)
 
     def moves(self) -> tuple[Move, ...]:
-        return (Move("restriction", "link", "linear evidence", "evidence is the score", (Derived("linear link", "hence evidence adds where scores add, and has their sign"),)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                "linear evidence",
+                "evidence is the score",
+                (Derived("linear link", "hence evidence adds where scores add, and has their sign"),),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,10 @@ class Yat(Link):
     eps: float = 0.01
 
     def __post_init__(self) -> None:
-        require(0 < self.eps < math.inf, f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.")
+        require(
+            0 < self.eps < math.inf,
+            f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.",
+        )
 
     @property
     def positive(self) -> bool:
@@ -187,7 +198,15 @@ class Yat(Link):
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", f"hence 0 <= K <= {1 / self.eps:g}, the most at equal directions")
-        return (Move("restriction", "link", "Yat", f"evidence is alignment squared over distance squared (eps = {self.eps:g})", (bounded,)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                "Yat",
+                f"evidence is alignment squared over distance squared (eps = {self.eps:g})",
+                (bounded,),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -243,7 +262,15 @@ class SquaredAffine(Link):
 
     def moves(self) -> tuple[Move, ...]:
         features = Derived("square features", "hence nonnegative, and exact with (d + 1)(d + 2)/2 features")
-        return (Move("restriction", "link", "squared affine", "evidence is the square of an affine function of the score", (features,)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                "squared affine",
+                "evidence is the square of an affine function of the score",
+                (features,),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -256,8 +283,14 @@ class PolynomialSquare(Link):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "polynomial", tuple(float(v) for v in self.polynomial))
-        require(2 <= len(self.polynomial) <= 9, f"PolynomialSquare: 2 to 9 coefficients (degree 1 to 8) are required, received {len(self.polynomial)}.")
-        require(self.floor >= 0, f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.")
+        require(
+            2 <= len(self.polynomial) <= 9,
+            f"PolynomialSquare: 2 to 9 coefficients (degree 1 to 8) are required, received {len(self.polynomial)}.",
+        )
+        require(
+            self.floor >= 0,
+            f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.",
+        )
 
     @property
     def positive(self) -> bool:
@@ -283,8 +316,12 @@ class PolynomialSquare(Link):
         return values.T[:, :, None, None]
 
     def monomials(self, c: Tensor) -> Tensor:
-        terms = [sum((c[i] * c[k - i] for i in range(max(0, k - len(c) + 1), min(k, len(c) - 1) + 1)), torch.zeros_like(c[0]))
-                 for k in range(2 * len(c) - 1)]
+        terms = [
+            sum(
+                (c[i] * c[k - i] for i in range(max(0, k - len(c) + 1), min(k, len(c) - 1) + 1)), torch.zeros_like(c[0])
+            )
+            for k in range(2 * len(c) - 1)
+        ]
         return torch.stack([terms[0] + self.floor, *terms[1:]])
 
     def value(self, x: Tensor, c: Tensor) -> Tensor:
@@ -304,7 +341,15 @@ class PolynomialSquare(Link):
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", f"hence K >= {self.floor:g}, whatever is learned")
-        return (Move("restriction", "link", "squared polynomial", f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}", (bounded,)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                "squared polynomial",
+                f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}",
+                (bounded,),
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -339,12 +384,19 @@ class Oscillatory(Link):
     def initial(self) -> dict[str, Tensor]:
         if not self.learn:
             return {}
-        return {"amplitude": row(*self.amplitudes)[None], "log_decay": row(*self.decays)[None].log(), "frequency": row(*self.frequencies)[None]}
+        return {
+            "amplitude": row(*self.amplitudes)[None],
+            "log_decay": row(*self.decays)[None].log(),
+            "frequency": row(*self.frequencies)[None],
+        }
 
     def coefficients(self, params: Params) -> Tensor:
         values = (self.amplitudes, self.decays, self.frequencies)
-        rows = [params["amplitude"].double(), params["log_decay"].double().exp(), params["frequency"].double()] if self.learn else [
-            torch.tensor([v], dtype=torch.float64) for v in values]
+        rows = (
+            [params["amplitude"].double(), params["log_decay"].double().exp(), params["frequency"].double()]
+            if self.learn
+            else [torch.tensor([v], dtype=torch.float64) for v in values]
+        )
         return torch.cat(rows, 1).T[:, :, None, None]
 
     def _waves(self, x: Tensor, c: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]]:
@@ -367,12 +419,39 @@ class Oscillatory(Link):
     def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
         distance, waves = self._waves(x, c)
         grad = grad * self.value(x, c)
-        pulls = [even for *_, even, _ in waves], [-a * distance * even for a, _, _, even, _ in waves], [-a * distance * odd for a, *_, odd in waves]
-        return torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind]).double().sum(1)[:, :, None, None]
+        pulls = (
+            [even for *_, even, _ in waves],
+            [-a * distance * even for a, _, _, even, _ in waves],
+            [-a * distance * odd for a, *_, odd in waves],
+        )
+        return (
+            torch.stack([(grad * pull).sum((-1, -2)) for kind in pulls for pull in kind])
+            .double()
+            .sum(1)[:, :, None, None]
+        )
 
     def moves(self) -> tuple[Move, ...]:
         bounded = Derived("bounded link", "hence e^-A <= K <= e^A, A the sum of the waves' |amplitudes|")
-        return (Move("restriction", "link", "waves", f"evidence swings with distance and fades, in {len(self.amplitudes)} waves", (bounded,)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                "waves",
+                f"evidence swings with distance and fades, in {len(self.amplitudes)} waves",
+                (bounded,),
+            ),
+        )
 
 
-__all__ = ["NO_COEFFICIENTS", "Exp", "Formula", "Identity", "Link", "Oscillatory", "PolynomialSquare", "SquaredAffine", "Yat", "horner"]
+__all__ = [
+    "NO_COEFFICIENTS",
+    "Exp",
+    "Formula",
+    "Identity",
+    "Link",
+    "Oscillatory",
+    "PolynomialSquare",
+    "SquaredAffine",
+    "Yat",
+    "horner",
+]

@@ -44,18 +44,35 @@ class Gegenbauer(Link):
 
     def __post_init__(self) -> None:
         good = isinstance(self.degrees, tuple | list) and len(self.degrees) > 0
-        good = good and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= _LARGEST for n in self.degrees)
-        require(good, f"Gegenbauer: degrees must be a tuple of one or more numbers from 0 to {_LARGEST}, such as (3.0,), received {self.degrees!r}.")
+        good = good and all(
+            isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= _LARGEST for n in self.degrees
+        )
+        require(
+            good,
+            f"Gegenbauer: degrees must be a tuple of one or more numbers from 0 to {_LARGEST}, such as (3.0,), received {self.degrees!r}.",
+        )
         object.__setattr__(self, "degrees", tuple(float(n) for n in self.degrees))
         if self.manifold_dim != "head":
-            whole = isinstance(self.manifold_dim, int) and not isinstance(self.manifold_dim, bool) and self.manifold_dim >= 1
-            require(whole, f"Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received {self.manifold_dim!r}.")
-        require(self.init in ("ones", "reproducing"), f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.")
+            whole = (
+                isinstance(self.manifold_dim, int)
+                and not isinstance(self.manifold_dim, bool)
+                and self.manifold_dim >= 1
+            )
+            require(
+                whole,
+                f"Gegenbauer: manifold_dim must be 'head' or a whole number >= 1 (1 = Chebyshev), received {self.manifold_dim!r}.",
+            )
+        require(
+            self.init in ("ones", "reproducing"),
+            f"Gegenbauer: init must be 'ones' or 'reproducing', received {self.init!r}.",
+        )
 
     @property
     def _q(self) -> int:
         if self.manifold_dim == "head":
-            raise ArgumentError("Gegenbauer: manifold_dim='head' is known with the size of a head only. Use operator.for_heads(heads, dim=...), or write a number.")
+            raise ArgumentError(
+                "Gegenbauer: manifold_dim='head' is known with the size of a head only. Use operator.for_heads(heads, dim=...), or write a number."
+            )
         return self.manifold_dim
 
     def sized(self, dim: int) -> "Gegenbauer":
@@ -111,7 +128,9 @@ class Gegenbauer(Link):
         else:
             weight = params["weight"].double() if "weight" in params else self._start().to(device)
         if self.init == "reproducing":
-            weight = weight * torch.tensor(gegenbauer.harmonic_dimensions(self.degree + 1, self._q), dtype=torch.float64, device=device)
+            weight = weight * torch.tensor(
+                gegenbauer.harmonic_dimensions(self.degree + 1, self._q), dtype=torch.float64, device=device
+            )
         return weight * expand_rows(gates, weight.shape[0], "Gegenbauer degrees")
 
     def coefficients(self, params: Params) -> Tensor:
@@ -150,10 +169,21 @@ class Gegenbauer(Link):
     def moves(self) -> tuple[Move, ...]:
         most = "manifold_dim + 1" if self.manifold_dim == "head" else f"{self.manifold_dim + 1}"
         signed = Derived("", "hence weights may be negative, and no theorem about positive kernels applies")
-        definite = Derived("definite kernel", f"hence K among keys of at most {most} numbers is positive definite, although single entries may be negative")
+        definite = Derived(
+            "definite kernel",
+            f"hence K among keys of at most {most} numbers is positive definite, although single entries may be negative",
+        )
         what = "zonal polynomial of weights above zero" if self.nonnegative else "zonal polynomial"
         degrees = ", ".join(f"{n:g}" for n in self.degrees) + (" (by head, in turn)" if len(self.degrees) > 1 else "")
-        return (Move("restriction", "link", what, f"evidence is a polynomial in the cosine, of degree {degrees}", (definite if self.nonnegative else signed,)),)
+        return (
+            Move(
+                "restriction",
+                "link",
+                what,
+                f"evidence is a polynomial in the cosine, of degree {degrees}",
+                (definite if self.nonnegative else signed,),
+            ),
+        )
 
 
 __all__ = ["Gegenbauer"]

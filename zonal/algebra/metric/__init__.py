@@ -9,6 +9,38 @@ from zonal.algebra.metric.product import Product
 from zonal.algebra.metric.riemannian import Riemannian
 from zonal.algebra.metric.topological import Topological
 
-METRICS: dict[str, type[Declaration]] = {kind.__name__: kind for kind in (Euclidean, SquaredEuclidean, HilbertSchmidt, Sphere, Hyperbolic, FisherRao, LeCam, Fidelity, Product, Riemannian, Topological)}
+METRICS: dict[str, type[Declaration]] = {
+    kind.__name__: kind
+    for kind in (
+        Euclidean,
+        SquaredEuclidean,
+        HilbertSchmidt,
+        Sphere,
+        Hyperbolic,
+        FisherRao,
+        LeCam,
+        Fidelity,
+        Product,
+        Riemannian,
+        Topological,
+    )
+}
 
-__all__ = ["METRICS", "Euclidean", "Fidelity", "FisherRao", "HilbertSchmidt", "Hyperbolic", "LeCam", "Lift", "Metric", "Product", "Riemannian", "Sphere", "SquaredEuclidean", "Topological", "from_ball", "to_ball"]
+__all__ = [
+    "METRICS",
+    "Euclidean",
+    "Fidelity",
+    "FisherRao",
+    "HilbertSchmidt",
+    "Hyperbolic",
+    "LeCam",
+    "Lift",
+    "Metric",
+    "Product",
+    "Riemannian",
+    "Sphere",
+    "SquaredEuclidean",
+    "Topological",
+    "from_ball",
+    "to_ball",
+]

@@ -32,7 +32,10 @@ class Sphere(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Sphere: eps must be > 0 (it keeps the gradient finite at coincident and opposite points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"Sphere: eps must be > 0 (it keeps the gradient finite at coincident and opposite points), received {self.eps}.",
+        )
 
     @property
     def _least(self) -> float:
@@ -125,7 +128,10 @@ class Hyperbolic(Metric):
     scale: float | None = 1.0
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Hyperbolic: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"Hyperbolic: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
         require(self.scale is None or self.scale > 0, f"Hyperbolic: scale must be > 0 or None, received {self.scale}.")
 
     @property
@@ -176,7 +182,9 @@ def from_ball(x: Tensor) -> Tensor:
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if not bool((norm < 1).all()):
-        raise ArgumentError(f"metric.from_ball: points inside the unit ball are required, |x| < 1, received |x| up to {norm.max().item():g}.")
+        raise ArgumentError(
+            f"metric.from_ball: points inside the unit ball are required, |x| < 1, received |x| up to {norm.max().item():g}."
+        )
     return unit(x)[0] * (2 * norm.atanh())
 
 

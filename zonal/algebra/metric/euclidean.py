@@ -42,7 +42,9 @@ def _squares_lifted(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors (q, |q|^2, 1) and (-2k, 1, |k|^2), whose dot product is |q - k|^2."""
     q, k = _centred(q, k)
     one = torch.ones_like(q[..., :1]), torch.ones_like(k[..., :1])
-    return torch.cat([q, q.square().sum(-1, keepdim=True), one[0]], -1), torch.cat([-2 * k, one[1], k.square().sum(-1, keepdim=True)], -1)
+    return torch.cat([q, q.square().sum(-1, keepdim=True), one[0]], -1), torch.cat(
+        [-2 * k, one[1], k.square().sum(-1, keepdim=True)], -1
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ class Euclidean(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Euclidean: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"Euclidean: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def typical(self, dim: int) -> float:
         return (2 * dim) ** 0.5
@@ -116,10 +121,16 @@ class HilbertSchmidt(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"HilbertSchmidt: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def check(self, dim: int) -> None:
-        require(math.isqrt(dim) ** 2 == dim and dim > 0, f"metric.HilbertSchmidt: points of m^2 numbers are required, received {dim}.")
+        require(
+            math.isqrt(dim) ** 2 == dim and dim > 0,
+            f"metric.HilbertSchmidt: points of m^2 numbers are required, received {dim}.",
+        )
 
     def typical(self, dim: int) -> float:
         return (2 * dim) ** 0.5

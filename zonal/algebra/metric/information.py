@@ -17,7 +17,10 @@ class FisherRao(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"FisherRao: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"FisherRao: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         return 2 * Sphere(self.eps).pair(_root(q), _root(k)).to(q.dtype)
@@ -49,7 +52,10 @@ class LeCam(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"LeCam: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"LeCam: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         p, r = q.softmax(-1), k.softmax(-1)
@@ -97,10 +103,16 @@ class Fidelity(Metric):
 
     def __post_init__(self) -> None:
         require_whole("Fidelity: rank", self.rank)
-        require(self.eps > 0, f"Fidelity: eps must be > 0 (it keeps the gradient finite at orthogonal states), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"Fidelity: eps must be > 0 (it keeps the gradient finite at orthogonal states), received {self.eps}.",
+        )
 
     def check(self, dim: int) -> None:
-        require(dim >= 1 and dim % self.rank == 0, f"metric.Fidelity: points of m x {self.rank} numbers are required, received {dim}.")
+        require(
+            dim >= 1 and dim % self.rank == 0,
+            f"metric.Fidelity: points of m x {self.rank} numbers are required, received {dim}.",
+        )
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         self.check(k.shape[-1])

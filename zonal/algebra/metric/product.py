@@ -56,34 +56,55 @@ class Product(Metric):
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        require(len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors), f"Product: factors must be metrics, received {self.factors!r}.")
+        require(
+            len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors),
+            f"Product: factors must be metrics, received {self.factors!r}.",
+        )
         learned = [type(f).__name__ for f in self.factors if f.initial() or not f.keeps_keys]
-        require(not learned, f"Product: factors without numbers of their own to learn are required, received {', '.join(learned)}.")
+        require(
+            not learned,
+            f"Product: factors without numbers of their own to learn are required, received {', '.join(learned)}.",
+        )
         for name, least in (("weights", "> 0"), ("gates", ">= 0")):
             values = getattr(self, name)
             if values is not None:
                 object.__setattr__(self, name, tuple(float(v) for v in values))
                 good = len(values) == len(self.factors) and all(v > 0 or (v == 0 and name == "gates") for v in values)
-                require(good, f"Product: {len(self.factors)} {name} {least} are required, one a factor, received {values}. What is to be 0 is a gate.")
+                require(
+                    good,
+                    f"Product: {len(self.factors)} {name} {least} are required, one a factor, received {values}. What is to be 0 is a gate.",
+                )
         if self.sizes is not None:
-            require(len(self.sizes) == len(self.factors), f"Product: {len(self.factors)} sizes are required, one a factor, received {self.sizes}.")
+            require(
+                len(self.sizes) == len(self.factors),
+                f"Product: {len(self.factors)} sizes are required, one a factor, received {self.sizes}.",
+            )
             for size in self.sizes:
                 if size is not None:
                     require_whole("Product: each of sizes", size)
-            require(self.sizes.count(None) <= 1, f"Product: one size at most may be None, which is what the others leave, received {self.sizes}.")
+            require(
+                self.sizes.count(None) <= 1,
+                f"Product: one size at most may be None, which is what the others leave, received {self.sizes}.",
+            )
 
     def parts(self, dim: int) -> tuple[int, ...]:
         """The sizes of the parts of a point of ``dim`` numbers. Raises: ArgumentError when they do not fit."""
         beside = len(self.factors) * self.adaptive
         what = f" after {beside} that weigh the factors" if beside else ""
         if self.sizes is None:
-            require(dim >= len(self.factors), f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers{what}, received {dim + beside}.")
+            require(
+                dim >= len(self.factors),
+                f"metric.Product: {len(self.factors)} factors need vectors of at least as many numbers{what}, received {dim + beside}.",
+            )
             share = dim // len(self.factors)
             return (dim - share * (len(self.factors) - 1), *(share for _ in self.factors[1:]))
         given = sum(size or 0 for size in self.sizes)
         fits = dim > given if None in self.sizes else dim == given
         least = "more than " if None in self.sizes else ""
-        require(fits, f"metric.Product: sizes {self.sizes} need vectors of {least}{given} numbers{what}, received {dim + beside}. Choose sizes that sum to it, or None.")
+        require(
+            fits,
+            f"metric.Product: sizes {self.sizes} need vectors of {least}{given} numbers{what}, received {dim + beside}. Choose sizes that sum to it, or None.",
+        )
         return tuple(dim - given if size is None else size for size in self.sizes)
 
     def check(self, dim: int) -> None:
@@ -102,7 +123,10 @@ class Product(Metric):
         return found
 
     def typical(self, dim: int) -> float:
-        scales = (1.0 if self.normalise else factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True))
+        scales = (
+            1.0 if self.normalise else factor.typical(size)
+            for factor, size in zip(self.factors, self.parts(dim), strict=True)
+        )
         return sum(weight * scale for weight, scale in zip(self._start(), scales, strict=True))
 
     def passes(self, dim: int) -> int:
@@ -118,7 +142,10 @@ class Product(Metric):
     def names(self) -> tuple[str, ...]:
         """Of the factors, numbered where two are of a kind."""
         kinds = [type(factor).__name__ for factor in self.factors]
-        return tuple(kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}" for place, kind in enumerate(kinds))
+        return tuple(
+            kind if kinds.count(kind) == 1 else f"{kind} {kinds[: place + 1].count(kind)}"
+            for place, kind in enumerate(kinds)
+        )
 
     @property
     def title(self) -> str:
@@ -128,14 +155,36 @@ class Product(Metric):
         each = "the distance" if len(self.factors) == 1 else "each distance"
         found = []
         if self.adaptive:
-            found.append(Move("restriction", "score", "weights a query", f"each query weighs the distances by a softmax of its first {len(self.factors)} numbers"))
+            found.append(
+                Move(
+                    "restriction",
+                    "score",
+                    "weights a query",
+                    f"each query weighs the distances by a softmax of its first {len(self.factors)} numbers",
+                )
+            )
         elif self.learn:
-            found.append(Move("restriction", "score", "weights a head", f"{each} has a weight > 0 a head, which is learned and the same for all queries"))
+            found.append(
+                Move(
+                    "restriction",
+                    "score",
+                    "weights a head",
+                    f"{each} has a weight > 0 a head, which is learned and the same for all queries",
+                )
+            )
         else:
             found.append(Move("restriction", "score", "fixed weights", f"{each} has a weight > 0 that is given"))
         if self.gates is not None:
             shut = Derived("", "hence a factor of gate 0 carries no evidence")
-            found.append(Move("restriction", "score", "gates", f"{each} has a factor >= 0 a head, at the start {', '.join(f'{g:g}' for g in self.gates)}", (shut,)))
+            found.append(
+                Move(
+                    "restriction",
+                    "score",
+                    "gates",
+                    f"{each} has a factor >= 0 a head, at the start {', '.join(f'{g:g}' for g in self.gates)}",
+                    (shut,),
+                )
+            )
         return tuple(found)
 
     def learned(self, params: dict[str, Tensor]) -> dict[str, Any]:
@@ -176,7 +225,9 @@ class Product(Metric):
         """Weights (…, factors) with the typical distances divided out."""
         if not self.normalise:
             return weights
-        return weights / weights.new_tensor([factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True)])
+        return weights / weights.new_tensor(
+            [factor.typical(size) for factor, size in zip(self.factors, self.parts(dim), strict=True)]
+        )
 
     def terms(self, dim: int) -> tuple[Term, ...] | None:
         found, start = [], 0
@@ -206,7 +257,9 @@ class Product(Metric):
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         weights, parts = self.cut(q, k)
         distances = [factor.pair(a, b) for factor, a, b in parts]
-        return sum((weights[..., i + 1, None] * d for i, d in enumerate(distances[1:])), weights[..., 0, None] * distances[0])
+        return sum(
+            (weights[..., i + 1, None] * d for i, d in enumerate(distances[1:])), weights[..., 0, None] * distances[0]
+        )
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         weights, parts = self.cut(q, k)

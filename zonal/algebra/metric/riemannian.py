@@ -46,15 +46,24 @@ class Riemannian(Metric):
         for name, value in (("units", self.units), ("heads", self.heads), ("size", self.size)):
             if value is not None:
                 require_whole(f"Riemannian: {name}", value)
-        require(0 < self.floor < 1, f"Riemannian: floor must lie between 0 and 1 (g is floor I and what is learned), received {self.floor}.")
-        require(self.eps > 0, f"Riemannian: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            0 < self.floor < 1,
+            f"Riemannian: floor must lie between 0 and 1 (g is floor I and what is learned), received {self.floor}.",
+        )
+        require(
+            self.eps > 0,
+            f"Riemannian: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def sized(self, dim: int, heads: int) -> "Riemannian":
         self.check(dim)
         return self if self.size is not None else Riemannian(self.units, self.floor, self.eps, dim, heads, self.seed)
 
     def check(self, dim: int) -> None:
-        require(self.size in (None, dim) and dim > 0, f"metric.Riemannian: points of {self.size or 'one or more'} numbers are required, received {dim}.")
+        require(
+            self.size in (None, dim) and dim > 0,
+            f"metric.Riemannian: points of {self.size or 'one or more'} numbers are required, received {dim}.",
+        )
 
     def typical(self, dim: int) -> float:
         return (2 * dim) ** 0.5
@@ -71,7 +80,9 @@ class Riemannian(Metric):
     def _start(self, dim: int, seed: int | None) -> dict[str, Tensor]:
         """Units (heads, n, dim + 1), w and c, and directions u (heads, n, dim): z has unit variance and g is I on the mean for points from N(0, 1)."""
         generator = torch.Generator().manual_seed(seed or 0)
-        unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator, dtype=torch.float32).unbind(0)
+        unit, direction = torch.randn(2, self.heads, self.units, dim, generator=generator, dtype=torch.float32).unbind(
+            0
+        )
         length = (2 * (1 - self.floor) * dim / self.units) ** 0.5
         return {"unit": F.pad(unit / dim**0.5, (0, 1)), "direction": length * F.normalize(direction, dim=-1)}
 
@@ -114,7 +125,9 @@ class Riemannian(Metric):
         a, b = self._parted(q), self._parted(k)
         energy = self.floor * squares(a.points, b.points).clamp_min(0)
         for j in range(self.units):
-            energy = energy + (b.along[..., None, :, j] - a.along[..., j, None]).square() * _mean(a, b, j, _way(a, b, j))
+            energy = energy + (b.along[..., None, :, j] - a.along[..., j, None]).square() * _mean(
+                a, b, j, _way(a, b, j)
+            )
         return (energy + self.eps**2).sqrt().to(q.dtype) - self.eps
 
     def pair_vjp(self, q: Tensor, k: Tensor, distance: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,10 @@ class Topological(Metric):
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self.eps > 0, f"Topological: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.")
+        require(
+            self.eps > 0,
+            f"Topological: eps must be > 0 (it keeps the gradient finite at coincident points), received {self.eps}.",
+        )
 
     def typical(self, dim: int) -> float:
         return 0.5 * dim**0.5

@@ -54,7 +54,10 @@ class Clipped(NamedTuple):
 
 def low_rank(meet: str) -> Move:
     """The move of scores that are dot products of prepared vectors. meet: through what queries and keys do."""
-    dot = Derived("low rank", "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and Young)")
+    dot = Derived(
+        "low rank",
+        "hence the score is a dot product: the best scores of a rank are dot products of so many numbers (Eckart and Young)",
+    )
     return Move("approximation", "score", "low rank", f"queries and keys meet only through {meet}", (dot,))
 
 
@@ -147,7 +150,9 @@ class Score(Declaration):
         """The distances whose sum it is, each times its weight, on prepared keys of ``dim`` numbers, for the distance kernel; None: it is no such sum."""
         return None
 
-    def weighed(self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool) -> tuple[Tensor, Tensor]:
+    def weighed(
+        self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool
+    ) -> tuple[Tensor, Tensor]:
         """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) of queries, raw or prepared; an axis along which weights are alike has length 1."""
         raise NotImplementedError(f"{type(self).__name__}.weighed")
 
@@ -259,7 +264,9 @@ class Dot(Score):
     def clipped(self, dim: int, params: Params, scale: float | None) -> Clipped | None:
         if self.map != "none":
             return None
-        return Clipped(self._scale(dim, scale), self.key_limit, None if self.factor is None else params["log_factor"].exp())
+        return Clipped(
+            self._scale(dim, scale), self.key_limit, None if self.factor is None else params["log_factor"].exp()
+        )
 
     def _scale(self, dim: int, scale: float | None) -> float:
         chosen = scale if scale is not None else self.scale
@@ -272,7 +279,15 @@ class Dot(Score):
         met = low_rank("D numbers" if self.map == "none" else f"D numbers, {self.map} of them")
         if self.key_limit is None:
             return (met,)
-        return (Move("restriction", "score", "clipped keys", f"no key is longer than {self.key_limit:g}: longer ones are shortened to it"), met)
+        return (
+            Move(
+                "restriction",
+                "score",
+                "clipped keys",
+                f"no key is longer than {self.key_limit:g}: longer ones are shortened to it",
+            ),
+            met,
+        )
 
 
 @dataclass(frozen=True)
@@ -321,11 +336,16 @@ class Cosine(Score):
         return Fused(True, self.eps, scale if scale is not None else 1 / self.temperature)
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
-        return k * _per_head(torch.exp(-params["log_temperature"]), k) if self.learn_temperature else k / self.temperature
+        return (
+            k * _per_head(torch.exp(-params["log_temperature"]), k) if self.learn_temperature else k / self.temperature
+        )
 
     def moves(self) -> tuple[Move, ...]:
         cosine = Derived("no norms", "hence the score is their cosine over the temperature, and bounded")
-        return (Move("restriction", "score", "angles", "norms of q and k carry no evidence", (cosine,)), low_rank("D numbers"))
+        return (
+            Move("restriction", "score", "angles", "norms of q and k carry no evidence", (cosine,)),
+            low_rank("D numbers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -363,9 +383,15 @@ class NegativeDistance(Score):
     def __post_init__(self) -> None:
         require(self.temperature > 0, f"NegativeDistance: temperature must be > 0, received {self.temperature}.")
         require_whole("NegativeDistance: neighbours", self.neighbours, 0)
-        require(isinstance(self.metric, Metric), f"NegativeDistance: metric must be a metric such as metric.Sphere(), received {self.metric!r}.")
+        require(
+            isinstance(self.metric, Metric),
+            f"NegativeDistance: metric must be a metric such as metric.Sphere(), received {self.metric!r}.",
+        )
         kind = type(self.metric).__name__
-        require(self.dot is None or self.metric.keeps_keys, f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.")
+        require(
+            self.dot is None or self.metric.keeps_keys,
+            f"NegativeDistance: dot is of keys as they come, and metric {kind} keeps others. Leave dot out.",
+        )
 
     def initial(self) -> dict[str, Tensor]:
         return self.metric.initial()
@@ -386,7 +412,10 @@ class NegativeDistance(Score):
 
     @staticmethod
     def _unscaled(scale: float | None) -> None:
-        require(scale is None, f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).")
+        require(
+            scale is None,
+            f"attention: scale has no meaning for a distance score (received {scale}); set NegativeDistance(temperature=...).",
+        )
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         return self.metric.key(k, params)
@@ -405,7 +434,9 @@ class NegativeDistance(Score):
         terms = self.metric.terms(dim)
         return terms if terms is None or self.dot is None else (*terms, Term("product", 0, dim))
 
-    def weighed(self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool) -> tuple[Tensor, Tensor]:
+    def weighed(
+        self, q: Tensor, params: Params, dim: int, scale: float | None, *, prepared: bool
+    ) -> tuple[Tensor, Tensor]:
         self._unscaled(scale)
         weights, points = self.metric.parted(q, dim) if prepared else self.metric.weighed(q, params)
         weights = weights / -self.temperature
@@ -435,7 +466,13 @@ class NegativeDistance(Score):
     def moves(self) -> tuple[Move, ...]:
         name, beside = self.metric.title, "" if self.dot is None else ", beside a dot product"
         nearest = Derived("nearest", "hence S <= 0, and no key scores more than one equal to its query")
-        distance = Move("restriction", "score", f"{name} distance", f"evidence falls with the {name} distance of query and key{beside}", (nearest,) if self.dot is None else ())
+        distance = Move(
+            "restriction",
+            "score",
+            f"{name} distance",
+            f"evidence falls with the {name} distance of query and key{beside}",
+            (nearest,) if self.dot is None else (),
+        )
         return (distance, *self.metric.moves())
 
 

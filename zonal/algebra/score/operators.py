@@ -62,8 +62,14 @@ class OperatorPath(Score):
             if value is not None:
                 require_whole(f"OperatorPath: {name}", value, least[name])
         steps = self.choices is None or self.relations > 0
-        require(steps, f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received relations={self.relations}.")
-        require(self.temperature is None or self.temperature > 0, f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.")
+        require(
+            steps,
+            f"OperatorPath: choices={self.choices} needs relations >= 1, the steps of a path, received relations={self.relations}.",
+        )
+        require(
+            self.temperature is None or self.temperature > 0,
+            f"OperatorPath: temperature must be > 0 or None, received {self.temperature}.",
+        )
 
     @property
     def one_map(self) -> bool:
@@ -79,7 +85,10 @@ class OperatorPath(Score):
         whole = size >= 1 and dim == (size**2 if self.rank is None else self.rank * (2 * size + 1))
         form = "m^2" if self.rank is None else f"{self.rank} (2m + 1)"
         asked = "" if self.size is None else f" with m = {self.size}"
-        require(whole and self.size in (None, size), f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. In a layer, set qk_dim.")
+        require(
+            whole and self.size in (None, size),
+            f"score.OperatorPath: vectors of {form} numbers{asked} are required, received {dim}. In a layer, set qk_dim.",
+        )
         return size
 
     def sized(self, dim: int, heads: int) -> "OperatorPath":
@@ -101,7 +110,9 @@ class OperatorPath(Score):
         if self.choices is None:
             return {"relation": relation}
         generator = torch.Generator().manual_seed((seed or 0) + 1)
-        gate = torch.randn(self.heads, self.relations, self.choices + 1, size, size, generator=generator, dtype=torch.float32)
+        gate = torch.randn(
+            self.heads, self.relations, self.choices + 1, size, size, generator=generator, dtype=torch.float32
+        )
         return {"relation": relation, "gate": gate / size}
 
     def _matrices(self, x: Tensor) -> Tensor:
@@ -118,10 +129,16 @@ class OperatorPath(Score):
         if not self.relations:
             factor = scale if scale is not None else 1 / (self.temperature or 2 * size)
             flat = matrix.flatten(-2)
-            return factor * torch.cat([2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1)
+            return factor * torch.cat(
+                [2 * flat, -torch.ones_like(flat[..., :1]), -flat.square().sum(-1, keepdim=True)], -1
+            )
         held = params if self.size is not None else self._start(size, self.seed)
-        relation, *gate = (_for_queries(held[name].to(matrix), matrix.shape[1]) for name in self.kv_rows if name in held)
-        steps = self._chosen(matrix, relation, gate[0]) if gate else [relation[:, None, i] for i in range(self.relations)]
+        relation, *gate = (
+            _for_queries(held[name].to(matrix), matrix.shape[1]) for name in self.kv_rows if name in held
+        )
+        steps = (
+            self._chosen(matrix, relation, gate[0]) if gate else [relation[:, None, i] for i in range(self.relations)]
+        )
         for step in steps:
             matrix = matrix @ step
         return matrix.flatten(-2) * (scale if scale is not None else 1 / (size * (self.temperature or 1.0)))
@@ -137,7 +154,11 @@ class OperatorPath(Score):
 
     def prepare_key(self, k: Tensor, params: Params) -> Tensor:
         flat = self._matrices(k).flatten(-2)
-        return flat if self.relations else torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
+        return (
+            flat
+            if self.relations
+            else torch.cat([flat, flat.square().sum(-1, keepdim=True), torch.ones_like(flat[..., :1])], -1)
+        )
 
     def as_query(self, k: Tensor, params: Params) -> Tensor:
         size = math.isqrt(k.shape[-1])
@@ -151,9 +172,29 @@ class OperatorPath(Score):
             )
             return (Move("restriction", "score", "chosen path", text), low_rank("m^2 entries"))
         if self.relations:
-            return (Move("restriction", "score", "path", f"evidence is the trace of a path of {self.relations} learned relations between two operators"), low_rank("m^2 entries"))
-        bias = Derived("key bias", "hence it is a dot product of entries with a key bias: but for its size, the score of softmax attention")
-        return (Move("restriction", "score", "operators", "evidence falls with the squared Hilbert-Schmidt distance of two operators", (bias,)), low_rank("m^2 + 2 numbers"))
+            return (
+                Move(
+                    "restriction",
+                    "score",
+                    "path",
+                    f"evidence is the trace of a path of {self.relations} learned relations between two operators",
+                ),
+                low_rank("m^2 entries"),
+            )
+        bias = Derived(
+            "key bias",
+            "hence it is a dot product of entries with a key bias: but for its size, the score of softmax attention",
+        )
+        return (
+            Move(
+                "restriction",
+                "score",
+                "operators",
+                "evidence falls with the squared Hilbert-Schmidt distance of two operators",
+                (bias,),
+            ),
+            low_rank("m^2 + 2 numbers"),
+        )
 
 
 @dataclass(frozen=True)
@@ -206,7 +247,10 @@ class Categorical(Score):
         least = (1 + math.isqrt(max(8 * dim - 7, 0))) // 2 + (dim > 0)
         size = self.size if self.size is not None else max(least, 2)
         most = size * (size - 1) // 2
-        require(0 < dim <= most, f"score.Categorical: vectors of 1 to {most} numbers are required with m = {size}, received {dim}. In a layer, set qk_dim.")
+        require(
+            0 < dim <= most,
+            f"score.Categorical: vectors of 1 to {most} numbers are required with m = {size}, received {dim}. In a layer, set qk_dim.",
+        )
         return size
 
     def sized(self, dim: int, heads: int) -> "Categorical":
@@ -237,7 +281,10 @@ class Categorical(Score):
 
     def check_values(self, dim: int) -> None:
         fits = not self.transport or (self.size is not None and dim % self.size == 0)
-        require(fits, f"score.Categorical: transport needs values of a multiple of m = {self.size} numbers, received {dim}. Set size or head_dim.")
+        require(
+            fits,
+            f"score.Categorical: transport needs values of a multiple of m = {self.size} numbers, received {dim}. Set size or head_dim.",
+        )
 
     def carried(self, v: Tensor, x: Tensor, back: bool = False) -> Tensor:
         """Values v (B, H, T, P) into the common frame by those of x (B, H, T, D), g v for each m numbers; ``back``: out of it, g^-1 v."""
@@ -249,7 +296,9 @@ class Categorical(Score):
     def _asked(self, frame: Tensor, params: Params, scale: float | None) -> Tensor:
         if self.relation:
             size = frame.shape[-1]
-            relation = (params["relation"] if self.size is not None else _orthogonal(self.seed, self.heads, size)).to(frame)
+            relation = (params["relation"] if self.size is not None else _orthogonal(self.seed, self.heads, size)).to(
+                frame
+            )
             frame = frame @ relation.repeat_interleave(frame.shape[1] // relation.shape[0], 0)[:, None]
         return frame.flatten(-2) * (scale if scale is not None else 1 / self.temperature)
 
@@ -264,8 +313,19 @@ class Categorical(Score):
         return self._asked(k.unflatten(-1, (size, size)), params, None)
 
     def moves(self) -> tuple[Move, ...]:
-        compose = Derived("turns compose", "hence turns compose: the one from t to u is the one from t to s and that from s to u")
-        return (Move("restriction", "score", "frames", "tokens are frames, and evidence is the trace of the turn from one to the other", (compose,)), low_rank("m^2 entries"))
+        compose = Derived(
+            "turns compose", "hence turns compose: the one from t to u is the one from t to s and that from s to u"
+        )
+        return (
+            Move(
+                "restriction",
+                "score",
+                "frames",
+                "tokens are frames, and evidence is the trace of the turn from one to the other",
+                (compose,),
+            ),
+            low_rank("m^2 entries"),
+        )
 
 
 __all__ = ["Categorical", "OperatorPath"]

@@ -34,8 +34,14 @@ def target(code: Formula, source: str = "tile") -> Path:
     """Where the library of a link is kept when it is compiled here, made from one of ``SOURCES``. Raises: BuildError without a compiler."""
     path = compiler()
     if path is None:
-        raise BuildError("build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch runs instead.")
-    return cache_folder() / "kernels" / recipe.file_name(code, source, flags(source), recipe.version(path), torch.__version__)
+        raise BuildError(
+            "build: no C++ compiler was found (looked for CXX, g++, clang++, c++). Install one, or do without: torch runs instead."
+        )
+    return (
+        cache_folder()
+        / "kernels"
+        / recipe.file_name(code, source, flags(source), recipe.version(path), torch.__version__)
+    )
 
 
 def shipped(code: Formula, source: str = "tile") -> Path | None:
@@ -79,7 +85,10 @@ def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
         return there
     damaged = shipped(code, source)
     if not again and damaged is not None:
-        warnings.warn(f"zonal: the kernel {damaged.name} that came with the package is damaged and is not used. Install the package again.", stacklevel=2)
+        warnings.warn(
+            f"zonal: the kernel {damaged.name} that came with the package is damaged and is not used. Install the package again.",
+            stacklevel=2,
+        )
     library = target(code, source)
     if not again and library.exists():
         warnings.warn(f"zonal: the kernel {library.name} in the cache was damaged and is compiled again.", stacklevel=2)
@@ -88,7 +97,9 @@ def build(code: Formula, source: str = "tile", *, again: bool = False) -> Path:
     try:
         recipe.make(path, code, source, flags(source), library)
     except OSError as error:
-        raise BuildError(f"build: the kernel could not be written to {library.parent} ({error}). Set ZONAL_CACHE to a folder that can be written.") from error
+        raise BuildError(
+            f"build: the kernel could not be written to {library.parent} ({error}). Set ZONAL_CACHE to a folder that can be written."
+        ) from error
     return library
 
 

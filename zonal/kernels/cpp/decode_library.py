@@ -18,7 +18,21 @@ CODE = FORMULAS["identity"]
 DTYPES = (torch.float32, torch.bfloat16)
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("scale", "weights", "roots", "tails")
-_SIZES = ("B", "H", "Hkv", "D", "P", "F", "degree", "lowest", "heads_weigh", "anchor", "positive", "normalise", "include_self")
+_SIZES = (
+    "B",
+    "H",
+    "Hkv",
+    "D",
+    "P",
+    "F",
+    "degree",
+    "lowest",
+    "heads_weigh",
+    "anchor",
+    "positive",
+    "normalise",
+    "include_self",
+)
 _STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
 _OFF = 2
 
@@ -26,7 +40,11 @@ _OFF = 2
 class _Decoder(ctypes.Structure):
     """``Decoder`` of decode.cpp."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _SIZES), ("eps", ctypes.c_float)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("eps", ctypes.c_float),
+    ]
 
 
 @dataclass(frozen=True)
@@ -61,11 +79,20 @@ class Decoder:
         roots = tails = None
         if spec.degree > 2:
             table = sums_library.tables(spec.degree, spec.lowest, dim)
-            roots = library.empty(table.roots.shape[0]).scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :].clone()
-            counts = [[math.comb(dim - i + power - 2, power - 1) for i in range(dim)] for power in range(2, spec.degree + 1)]
+            roots = (
+                library.empty(table.roots.shape[0])
+                .scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :]
+                .clone()
+            )
+            counts = [
+                [math.comb(dim - i + power - 2, power - 1) for i in range(dim)] for power in range(2, spec.degree + 1)
+            ]
             tails = torch.tensor(counts, dtype=torch.int32, device="cpu")
         self._kept = (scale.float().contiguous(), weights.float().contiguous(), roots, tails)
-        types, shapes = (torch.float32,) * 3 + (torch.int32,), ((heads,), weights.shape, () if roots is None else roots.shape, (spec.degree - 1, dim))
+        types, shapes = (
+            (torch.float32,) * 3 + (torch.int32,),
+            ((heads,), weights.shape, () if roots is None else roots.shape, (spec.degree - 1, dim)),
+        )
         found = (library.address(x, dtype, shape) for x, dtype, shape in zip(self._kept, types, shapes, strict=True))
         self._rules = _Decoder(
             **dict(zip(_POINTERS, found, strict=True)), B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
@@ -78,7 +105,9 @@ class Decoder:
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
         self._function = function
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed. None where the environment
         says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
 
@@ -92,7 +121,11 @@ class Decoder:
         # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
         after = torch.empty_like(state)
         # like another tensor is made in half the time, which is a good part of a short step
-        y = torch.empty_like(q) if self._square and q.is_contiguous() else library.empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
+        y = (
+            torch.empty_like(q)
+            if self._square and q.is_contiguous()
+            else library.empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
+        )
         address, dtype, (_, _, kv_heads, dim, value_dim) = library.address, q.dtype, self.spec.shape
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),

@@ -23,7 +23,10 @@ def source() -> str:
 class _Term(ctypes.Structure):
     """``Term`` of distance.cpp."""
 
-    _fields_ = [*((name, ctypes.c_int64) for name in ("kind", "start", "size")), *((name, ctypes.c_double) for name in ("eps", "scale"))]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "start", "size")),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
+    ]
 
 
 class _Distance(ctypes.Structure):
@@ -39,9 +42,26 @@ class _Arguments(library.Arguments):
     """A filled-in ``_Distance`` and what it points to."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weights: Tensor,
+        coefficients: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        spec: DistanceSpec,
     ) -> None:
-        super().__init__(q, k, v, torch.ones(q.shape[1], dtype=torch.float32, device="cpu"), coefficients, key_mask, cu_seqlens, spec.rules)
+        super().__init__(
+            q,
+            k,
+            v,
+            torch.ones(q.shape[1], dtype=torch.float32, device="cpu"),
+            coefficients,
+            key_mask,
+            cu_seqlens,
+            spec.rules,
+        )
         weights = library.dense_last(weights, torch.float32)
         self.terms = (_Term * len(spec.terms))(*((_KINDS[term.kind], *term[1:]) for term in spec.terms))
         self.whole = _Distance(
@@ -60,7 +80,14 @@ class _Arguments(library.Arguments):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: DistanceSpec,
 ) -> tuple[Tensor, Tensor]:
     """(y (B, H, T, P), factor (B, H, T)), float32: with the row anchor factor is log sum_s K, as ``library.forward`` has it.
 
@@ -90,7 +117,12 @@ def backward(
     dcoefficients = library.zeros(split, batch, heads, numbers, dtype=torch.float64) if numbers else None
     arguments = _Arguments(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
     dy = library.dense_last(dy, torch.float32)
-    arguments.call.learned, arguments.call.split, arguments.call.places, arguments.call.dys = numbers, split, places, library.Strides(*dy.stride()[:3])
+    arguments.call.learned, arguments.call.split, arguments.call.places, arguments.call.dys = (
+        numbers,
+        split,
+        places,
+        library.Strides(*dy.stride()[:3]),
+    )
     shape, sums = (batch, heads, queries, value_dim), (places, keys, arguments.width + value_dim)
     arguments.point("y", y, torch.float32, shape)
     arguments.point("factor", factor, torch.float32, shape[:3])

@@ -68,9 +68,13 @@ def _loaded(code: Formula, source: str) -> ctypes.CDLL:
     try:
         library = _opened(path)
         if not _torchs_threads(library):
-            raise BuildError(f"build: the kernel {path} has another OpenMP runtime than torch, so that both would start threads.")
+            raise BuildError(
+                f"build: the kernel {path} has another OpenMP runtime than torch, so that both would start threads."
+            )
     except BuildError as error:
-        warnings.warn(f"zonal: the kernel that came with the package is not used, one is compiled here. {error}", stacklevel=2)
+        warnings.warn(
+            f"zonal: the kernel that came with the package is not used, one is compiled here. {error}", stacklevel=2
+        )
         return _opened(build(code, source, again=True))
     return library
 
@@ -88,9 +92,13 @@ def _opened(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         found = library.zonal_version()
     except (OSError, AttributeError) as error:
-        raise BuildError(f"build: the kernel {path} does not load ({error}). Remove it, or run `zonal build --again`.") from error
+        raise BuildError(
+            f"build: the kernel {path} does not load ({error}). Remove it, or run `zonal build --again`."
+        ) from error
     if found != _ABI:
-        raise BuildError(f"build: the kernel {path} has version {found}, {_ABI} was required. Remove it, or run `zonal build --again`.")
+        raise BuildError(
+            f"build: the kernel {path} has version {found}, {_ABI} was required. Remove it, or run `zonal build --again`."
+        )
     return library
 
 
@@ -128,7 +136,12 @@ def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strid
     """
     if x is None:
         return 0
-    if x.dtype is dtype and x.shape == shape and x.is_cpu and (x.is_contiguous() or (strided and (shape[-1] <= 1 or x.stride(-1) == 1))):
+    if (
+        x.dtype is dtype
+        and x.shape == shape
+        and x.is_cpu
+        and (x.is_contiguous() or (strided and (shape[-1] <= 1 or x.stride(-1) == 1)))
+    ):
         return x.data_ptr()
     raise TypeError(
         f"kernel: a buffer must be {dtype} of shape {tuple(shape)} on the CPU and {'contiguous in its last axis' if strided else 'contiguous'}, "
@@ -168,16 +181,30 @@ class Arguments:
         self.point("scale", scale.float().contiguous(), torch.float32, (heads,))
         self.point("coefficients", coefficients.float().contiguous(), torch.float32, (heads, coefficients.shape[1]))
         self.point("key_mask", None if key_mask is None else key_mask.contiguous(), torch.bool, (batch, keys))
-        self.point("edges", None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous(), torch.int64, (self.call.documents + 1,))
+        self.point(
+            "edges",
+            None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous(),
+            torch.int64,
+            (self.call.documents + 1,),
+        )
 
-    def point(self, name: str, x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False) -> None:
+    def point(
+        self, name: str, x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False
+    ) -> None:
         """Let a field of the call point to a tensor, which ``address`` checks."""
         setattr(self.call, name, address(x, dtype, shape, strided=strided))
         self.kept.append(x)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: TileSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: TileSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y (B, H, T, P), factor (B, H, T), rest): the row's factor, in log space with the row anchor log sum_s K. y is in the type of q;
     ``rest`` is what rounding it to 16 bits left, for backward, which takes dy . y from it: a rounded y would spoil gradients that
@@ -249,4 +276,17 @@ def run(function: object, arguments: Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["Arguments", "Fields", "Strides", "address", "backward", "dense_last", "empty", "failure", "forward", "load", "run", "zeros"]
+__all__ = [
+    "Arguments",
+    "Fields",
+    "Strides",
+    "address",
+    "backward",
+    "dense_last",
+    "empty",
+    "failure",
+    "forward",
+    "load",
+    "run",
+    "zeros",
+]

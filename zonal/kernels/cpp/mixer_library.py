@@ -45,7 +45,9 @@ class _Gated(ctypes.Structure):
 def _rows(x: Tensor | None, *shape: int) -> _Rows:
     """A float32 tensor (B, T, n) or (B, T, heads, n) as the kernels read it."""
     at = library.address(x, torch.float32, shape, strided=True)
-    return _Rows(None, 0, 0, 0) if x is None else _Rows(at, x.stride(0), x.stride(1), x.stride(2) if x.dim() == 4 else 0)
+    return (
+        _Rows(None, 0, 0, 0) if x is None else _Rows(at, x.stride(0), x.stride(1), x.stride(2) if x.dim() == 4 else 0)
+    )
 
 
 def _pointer(x: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32) -> int:
@@ -68,7 +70,10 @@ class Seen(NamedTuple):
 def empty_parts(x: Tensor, heads: int, parts: list[int]) -> list[Tensor]:
     """What a convolution fills in: the first part (B, T, heads, numbers), lying head by head as a recurrence reads it, the others (B, T, numbers)."""
     batch, length, _ = x.shape
-    return [_by_head(x, batch, length, heads, parts[0] // heads), *(x.new_empty((batch, length, part), dtype=torch.float32) for part in parts[1:])]
+    return [
+        _by_head(x, batch, length, heads, parts[0] // heads),
+        *(x.new_empty((batch, length, part), dtype=torch.float32) for part in parts[1:]),
+    ]
 
 
 def _part(x: Tensor, heads: int, parts: list[int], i: int) -> tuple[int, ...]:
@@ -76,11 +81,21 @@ def _part(x: Tensor, heads: int, parts: list[int], i: int) -> tuple[int, ...]:
     return (*x.shape[:2], *((parts[i],) if i else (heads, parts[0] // heads)))
 
 
-def _call(x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]) -> _Convolution:
+def _call(
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    bias: Tensor | None,
+    seen: Seen,
+    silu: bool,
+    heads: int,
+    parts: list[int],
+) -> _Convolution:
     batch, length, channels = x.shape
     counts, numbers, width = [heads, 1, 1], [parts[0] // heads, *parts[1:], 0, 0], taps.shape[0]
     order, present, reach = (
-        _pointer(index, *shape, dtype=torch.int32) for index, shape in zip(seen, ((batch, length), (batch,), (length,)), strict=True)
+        _pointer(index, *shape, dtype=torch.int32)
+        for index, shape in zip(seen, ((batch, length), (batch,), (length,)), strict=True)
     )
     return _Convolution(
         x=_rows(x, *x.shape), tail=_pointer(tail, batch, width - 1, channels), taps=_pointer(taps, width, channels), bias=_pointer(bias, channels), order=order,
@@ -90,13 +105,25 @@ def _call(x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, see
 
 
 def convolution(
-    x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    bias: Tensor | None,
+    seen: Seen,
+    silu: bool,
+    heads: int,
+    parts: list[int],
 ) -> list[Tensor]:
     """y_t = f(b + Σ_i a_i ⊙ x_{t−i}), f SiLU or the identity, in up to three parts of its channels (``empty_parts``); zero where no token is.
 
     x (B, T, channels); tail (B, w − 1, channels), the tokens before the first, or None; taps (channels, w), the token's own first; bias (channels,).
     """
-    x, tail, bias, across = library.dense_last(x, torch.float32), _contiguous(tail), _contiguous(bias), taps.float().t().contiguous()
+    x, tail, bias, across = (
+        library.dense_last(x, torch.float32),
+        _contiguous(tail),
+        _contiguous(bias),
+        taps.float().t().contiguous(),
+    )
     found = empty_parts(x, heads, parts)
     call = _call(x, tail, across, bias, seen, silu, heads, parts)
     for i, y in enumerate(found):
@@ -106,10 +133,23 @@ def convolution(
 
 
 def convolution_backward(
-    dy: list[Tensor | None], x: Tensor, tail: Tensor | None, taps: Tensor, bias: Tensor | None, seen: Seen, silu: bool, heads: int, parts: list[int]
+    dy: list[Tensor | None],
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    bias: Tensor | None,
+    seen: Seen,
+    silu: bool,
+    heads: int,
+    parts: list[int],
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of x, tail, taps (channels, w) and bias (channels,), from those of the parts; None: a part has none."""
-    x, tail, bias, across = library.dense_last(x, torch.float32), _contiguous(tail), _contiguous(bias), taps.float().t().contiguous()
+    x, tail, bias, across = (
+        library.dense_last(x, torch.float32),
+        _contiguous(tail),
+        _contiguous(bias),
+        taps.float().t().contiguous(),
+    )
     batch, length, channels = x.shape
     given = [None if g is None else library.dense_last(g, torch.float32) for g in dy]
     dx, dtail = library.empty(batch, length, channels), None if tail is None else library.empty(*tail.shape)
@@ -125,19 +165,38 @@ def convolution_backward(
     return dx, dtail, total[:-1].t().contiguous(), total[-1].clone()
 
 
-def _gated(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float) -> _Gated:
+def _gated(
+    y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float
+) -> _Gated:
     batch, length, heads, width = y.shape
     return _Gated(
-        y=_rows(y, *y.shape), v=_rows(v, *y.shape), z=_rows(z, batch, length, heads * width), skip=_pointer(skip, heads), gain=_pointer(gain, heads * width), B=batch, T=length, heads=heads, width=width, groups=groups, eps=eps
+        y=_rows(y, *y.shape),
+        v=_rows(v, *y.shape),
+        z=_rows(z, batch, length, heads * width),
+        skip=_pointer(skip, heads),
+        gain=_pointer(gain, heads * width),
+        B=batch,
+        T=length,
+        heads=heads,
+        width=width,
+        groups=groups,
+        eps=eps,
     )
 
 
-def gated_norm(y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float) -> Tensor:
+def gated_norm(
+    y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float
+) -> Tensor:
     """g ⊙ u / √(mean(u²) + ε) with u = (y + D v) ⊙ SiLU(z), the mean over each of ``groups`` parts of a row.
 
     y, v (B, T, heads, n); z (B, T, heads · n); skip D (heads,); gain g (heads · n,). Returns (B, T, heads · n).
     """
-    y, z, gain, skip = library.dense_last(y, torch.float32), library.dense_last(z, torch.float32), gain.float().contiguous(), _contiguous(skip)
+    y, z, gain, skip = (
+        library.dense_last(y, torch.float32),
+        library.dense_last(z, torch.float32),
+        gain.float().contiguous(),
+        _contiguous(skip),
+    )
     v = None if v is None else library.dense_last(v, torch.float32)
     out = library.empty(*z.shape)
     call = _gated(y, v, z, skip, gain, groups, eps)
@@ -150,7 +209,12 @@ def gated_norm_backward(
     dout: Tensor, y: Tensor, v: Tensor | None, z: Tensor, skip: Tensor | None, gain: Tensor, groups: int, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
     """Gradients of y, v, z, skip and gain. Those of y and v lie head by head, (B, heads, T, n) in memory, as a recurrence takes them."""
-    y, z, gain, skip = library.dense_last(y, torch.float32), library.dense_last(z, torch.float32), gain.float().contiguous(), _contiguous(skip)
+    y, z, gain, skip = (
+        library.dense_last(y, torch.float32),
+        library.dense_last(z, torch.float32),
+        gain.float().contiguous(),
+        _contiguous(skip),
+    )
     v, dout = None if v is None else library.dense_last(v, torch.float32), library.dense_last(dout, torch.float32)
     batch, length, heads, width = y.shape
     dy, dz = head_by_head(y), library.empty(*z.shape)

@@ -16,7 +16,18 @@ from zonal.errors import ZonalError
 from zonal.formula import Formula
 
 FOLDER = Path(__file__).parent
-SOURCES = ("tile", "tile_bf16", "sums", "decode", "ridge", "ridge_decode", "mixer", "distance", "distance_wide", "sparse")
+SOURCES = (
+    "tile",
+    "tile_bf16",
+    "sums",
+    "decode",
+    "ridge",
+    "ridge_decode",
+    "mixer",
+    "distance",
+    "distance_wide",
+    "sparse",
+)
 # beside common.hpp
 _HEADERS = {
     "tile": ("products.hpp",), "sums": ("sums.hpp",), "ridge": ("ridge.hpp",), "distance": ("products.hpp", "distance.hpp"),
@@ -28,7 +39,16 @@ _BEYOND = {"tile_bf16": (*_WIDE, "-mavx512bf16"), "distance_wide": _WIDE}
 # of the library's own links, those whose kernel is a polynomial: sums over features serve them
 _POLYNOMIALS = ("identity", "polynomial", "squared_affine", "polynomial_square")
 # the links that a source is compiled for, where not for all; one that knows nothing of links is compiled for one of them
-_LINKS = {"sums": _POLYNOMIALS, "decode": ("identity",), "ridge": ("identity",), "ridge_decode": ("identity",), "mixer": ("identity",), "distance": ("exp",), "distance_wide": ("exp",), "sparse": ("identity",)}
+_LINKS = {
+    "sums": _POLYNOMIALS,
+    "decode": ("identity",),
+    "ridge": ("identity",),
+    "ridge_decode": ("identity",),
+    "mixer": ("identity",),
+    "distance": ("exp",),
+    "distance_wide": ("exp",),
+    "sparse": ("identity",),
+}
 SHIPPED = FOLDER / "shipped"  # where a wheel has its libraries
 _NAMES = ("g++", "clang++", "c++")
 
@@ -75,13 +95,22 @@ def defines(code: Formula) -> str:
 
 def sources(code: Formula) -> tuple[str, ...]:
     """What is compiled for one of the library's own links ahead of its first use, on this kind of processor."""
-    return tuple(source for source in SOURCES if code.name in _LINKS.get(source, (code.name,)) and (is_x86() or source not in _BEYOND))
+    return tuple(
+        source
+        for source in SOURCES
+        if code.name in _LINKS.get(source, (code.name,)) and (is_x86() or source not in _BEYOND)
+    )
 
 
 def file_name(code: Formula, source: str, chosen: tuple[str, ...], *more: str) -> str:
     """The name of a library: its link, its source, and a digest of all texts it is made of, its flags, and ``more``."""
-    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in (f"{source}.cpp", "common.hpp", *_HEADERS.get(source, ()))]
-    key = hashlib.sha256("\0".join((*texts, defines(code), " ".join(chosen), sys.platform, platform.machine(), *more)).encode()).hexdigest()
+    texts = [
+        (FOLDER / name).read_text(encoding="utf-8")
+        for name in (f"{source}.cpp", "common.hpp", *_HEADERS.get(source, ()))
+    ]
+    key = hashlib.sha256(
+        "\0".join((*texts, defines(code), " ".join(chosen), sys.platform, platform.machine(), *more)).encode()
+    ).hexdigest()
     return f"{code.name}-{source}-{key[:16]}.so"
 
 
@@ -91,7 +120,9 @@ def version(compiler: str) -> str:
     try:
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"build: the C++ compiler {compiler} does not run ({error}). Set CXX to one that does.") from error
+        raise BuildError(
+            f"build: the C++ compiler {compiler} does not run ({error}). Set CXX to one that does."
+        ) from error
 
 
 def good(library: Path) -> bool:
@@ -113,14 +144,25 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
         text, made, record = (Path(folder) / f"link{suffix}" for suffix in (".cpp", ".so", ".json"))
         text.write_text(defines(code) + f'#include "{FOLDER / source}.cpp"\n', encoding="utf-8")
         try:
-            ran = subprocess.run([compiler, *chosen, str(text), "-o", str(made)], capture_output=True, text=True, timeout=600, check=False)
+            ran = subprocess.run(
+                [compiler, *chosen, str(text), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
         except subprocess.SubprocessError as error:
             raise BuildError(f"build: {compiler} did not finish ({error}).") from error
         if ran.returncode:
             first = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[:300].strip())
             raise BuildError(f"build: {compiler} failed on link {code.name!r} (exit {ran.returncode}): {first}")
         digest = hashlib.sha256(made.read_bytes()).hexdigest()
-        about = {"sha256": digest, "link": code.name, "compiler": version(compiler).splitlines()[0], "flags": list(chosen)}
+        about = {
+            "sha256": digest,
+            "link": code.name,
+            "compiler": version(compiler).splitlines()[0],
+            "flags": list(chosen),
+        }
         record.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         # the record last: a library without one is not used
         for file, place in ((made, library), (record, library.with_suffix(".json"))):
@@ -129,4 +171,18 @@ def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], lib
             os.replace(staged, place)
 
 
-__all__ = ["FOLDER", "SHIPPED", "SOURCES", "BuildError", "defines", "file_name", "find", "flags", "good", "is_x86", "make", "sources", "version"]
+__all__ = [
+    "FOLDER",
+    "SHIPPED",
+    "SOURCES",
+    "BuildError",
+    "defines",
+    "file_name",
+    "find",
+    "flags",
+    "good",
+    "is_x86",
+    "make",
+    "sources",
+    "version",
+]

@@ -30,7 +30,15 @@ class Stepper:
     Raises: BuildError when the kernel does not compile.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int, int], moves: bool, scale: Tensor, powers: Tensor, limit: float, include_self: bool) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int, int],
+        moves: bool,
+        scale: Tensor,
+        powers: Tensor,
+        limit: float,
+        include_self: bool,
+    ) -> None:
         self.shape, self._kept = shape, (scale, powers)
         self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
         heads = (shape[1],)
@@ -43,11 +51,26 @@ class Stepper:
         """Where gram, cross, inverse, shift, first and last lie, each checked; 0 for None."""
         batch, _, kv_heads, dim, value_dim = self.shape
         pair = batch, kv_heads
-        shapes = (*pair, dim, dim), (*pair, value_dim, dim), (*pair, dim, dim), (*pair, dim, dim), (*pair, dim), (*pair, dim)
+        shapes = (
+            (*pair, dim, dim),
+            (*pair, value_dim, dim),
+            (*pair, dim, dim),
+            (*pair, dim, dim),
+            (*pair, dim),
+            (*pair, dim),
+        )
         return tuple(library.address(x, torch.float64, shape) for x, shape in zip(sums, shapes, strict=True))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: tuple[int, ...], late: tuple[int, ...], count: int, padding: Tensor, after: tuple[Tensor | None, ...] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sums: tuple[int, ...],
+        late: tuple[int, ...],
+        count: int,
+        padding: Tensor,
+        after: tuple[Tensor | None, ...] | None,
     ) -> tuple[Tensor, Tensor | None] | None:
         """y (B, H, T, P) in the type of q, and the rows of the tokens (T, B, Hkv, 2 r + P), or None where they and the late ones went to ``after``. None where
         the environment says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
@@ -61,7 +84,9 @@ class Stepper:
         if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
-        rows = library.empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
+        rows = (
+            library.empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
+        )
         y, address, dtype = library.empty(batch, heads, tokens, value_dim, dtype=q.dtype), library.address, q.dtype
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),

@@ -46,15 +46,35 @@ class Reader:
     Raises: BuildError when the kernel does not compile.
     """
 
-    def __init__(self, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float) -> None:
+    def __init__(
+        self, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
+    ) -> None:
         memory = (None if x is None else plain(x, torch.float64) for x in before)
-        self._kept = (plain(scale, torch.float32), plain(ridge, torch.float64), _powers(tuple(powers)), seen.index, seen.lo, seen.hi, seen.edges, *memory)
-        self._shapes = tuple(None if x is None else tuple(x.shape) for x in self._kept)  # compared at the call, which knows its sizes
-        self._addresses = tuple(library.address(x, dtype, shape or ()) for x, dtype, shape in zip(self._kept, _KEPT, self._shapes, strict=True))
+        self._kept = (
+            plain(scale, torch.float32),
+            plain(ridge, torch.float64),
+            _powers(tuple(powers)),
+            seen.index,
+            seen.lo,
+            seen.hi,
+            seen.edges,
+            *memory,
+        )
+        self._shapes = tuple(
+            None if x is None else tuple(x.shape) for x in self._kept
+        )  # compared at the call, which knows its sizes
+        self._addresses = tuple(
+            library.address(x, dtype, shape or ())
+            for x, dtype, shape in zip(self._kept, _KEPT, self._shapes, strict=True)
+        )
         self.segments = seen.edges.shape[0] - 1
         self._rules = (self.segments, seen.lo.shape[0] > 1, max(powers), limit)
         loaded = library.load(CODE, SOURCE)
-        self._again, self._forward, self._backward = loaded.zonal_ridge_again, loaded.zonal_ridge_forward, loaded.zonal_ridge_backward
+        self._again, self._forward, self._backward = (
+            loaded.zonal_ridge_again,
+            loaded.zonal_ridge_forward,
+            loaded.zonal_ridge_backward,
+        )
         for function in (self._again, self._forward, self._backward):
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
@@ -74,7 +94,15 @@ class Reader:
         """results: outcome as forward left it, and what is filled in, as ``Ridge`` of ridge.cpp names it."""
         self._run(self._backward, q, k, v, library.dense_last(dy, torch.float32), (None, *results))
 
-    def _run(self, function: Callable[[bytes], Any], q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None, results: Sequence[Tensor | None]) -> int:
+    def _run(
+        self,
+        function: Callable[[bytes], Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dy: Tensor | None,
+        results: Sequence[Tensor | None],
+    ) -> int:
         qs, ks, vs = q.stride(), k.stride(), v.stride()
         if not (q.dtype is k.dtype is v.dtype is torch.float32 and qs[3] == ks[3] == vs[3] == 1):
             q, k, v = (library.dense_last(x, torch.float32) for x in (q, k, v))
@@ -82,11 +110,29 @@ class Reader:
         (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
         places, pair, tasks = self._shapes[3][0], (batch, kv_heads), batch * kv_heads * self.segments  # type: ignore[index]
         memory = ((*pair, dim, dim), (*pair, value_dim, dim), (*pair, dim, dim), (*pair, dim))
-        kept = ((heads,), (kv_heads,), (heads,), (places, keys), (places, queries), (places, queries), (self.segments + 1,), *memory)
+        kept = (
+            (heads,),
+            (kv_heads,),
+            (heads,),
+            (places, keys),
+            (places, queries),
+            (places, queries),
+            (self.segments + 1,),
+            *memory,
+        )
         if any(have is not None and have != wanted for have, wanted in zip(self._shapes, kept, strict=True)):
             raise TypeError(f"kernel: a ridge call of shapes {kept} is required, received {self._shapes}.")
         rows, by_key, by_value = (batch, heads, queries), (*pair, keys, dim), (*pair, keys, value_dim)
-        shapes = ((*rows, value_dim), (tasks,), (*rows, dim), by_key, by_value, (tasks, heads // kv_heads), (tasks,), *memory)
+        shapes = (
+            (*rows, value_dim),
+            (tasks,),
+            (*rows, dim),
+            by_key,
+            by_value,
+            (tasks, heads // kv_heads),
+            (tasks,),
+            *memory,
+        )
         found = [library.address(x, dtype, shape) for x, dtype, shape in zip(results, _RESULTS, shapes, strict=False)]
         y, outcome, *gradients = *found, *(0,) * (len(_RESULTS) - len(found))  # those that only backward fills in
         code = function(
@@ -100,12 +146,22 @@ class Reader:
         if code == 1:
             raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
         if code == _INDEFINITE:
-            raise NonFiniteError("attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge.")
+            raise NonFiniteError(
+                "attention: kernel + ridge is not positive definite in float64 (or not finite). Look for keys that are not finite, or raise the ridge."
+            )
         return code
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, ridge: Tensor, seen: Places, before: Before, powers: Sequence[int], limit: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    ridge: Tensor,
+    seen: Places,
+    before: Before,
+    powers: Sequence[int],
+    limit: float,
 ) -> tuple[Tensor, Tensor]:
     """(y (B, H, T, P) float32, int32 (B * Hkv * documents,): ``DOUBLE`` for those that ran in float64, because float32 would have lost three digits).
 
@@ -136,15 +192,25 @@ def backward(
     batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
     reader = Reader(scale, ridge, seen, before, powers, limit)
     tasks = batch * kv_heads * reader.segments
-    memory = Before(*(library.zeros(*x.shape, dtype=torch.float64) if started and x is not None else None for x in before))
+    memory = Before(
+        *(library.zeros(*x.shape, dtype=torch.float64) if started and x is not None else None for x in before)
+    )
     # an unfinished sum a task, so that the order of threads does not matter
-    dscale, dridge = library.zeros(tasks, heads // kv_heads, dtype=torch.float64), library.zeros(tasks, dtype=torch.float64)
+    dscale, dridge = (
+        library.zeros(tasks, heads // kv_heads, dtype=torch.float64),
+        library.zeros(tasks, dtype=torch.float64),
+    )
     # the kernel sets them to zero where it adds to them: to do so here would bring all of them from far away once more
     dq, dk, dv = (library.empty(*x.shape) for x in (q, k, v))
     outcome = torch.where(doubled, DOUBLE, _GOOD).to(torch.int32).flatten()
     reader.backward(dy, q, k, v, (outcome, dq, dk, dv, dscale, dridge, *memory))
     return Gradients(
-        dq, dk, dv, dscale.view(batch, kv_heads, -1, heads // kv_heads).sum((0, 2)).view(heads), dridge.view(batch, kv_heads, -1).sum((0, 2)), memory
+        dq,
+        dk,
+        dv,
+        dscale.view(batch, kv_heads, -1, heads // kv_heads).sum((0, 2)).view(heads),
+        dridge.view(batch, kv_heads, -1).sum((0, 2)),
+        memory,
     )
 
 

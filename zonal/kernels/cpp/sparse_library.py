@@ -113,7 +113,9 @@ def codes(functions: list[Function], tables: int) -> Tensor:
     return found
 
 
-def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None) -> Candidates:
+def places(
+    asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None
+) -> Candidates:
     """Candidates from codes in [0, 2^16) of queries (B, H, L, T) and keys (B, Hkv, L, S): those with the query's own code among the keys [lo, hi) that
     it may see, at most ``reach`` (L,) of each table, the nearest to ``position``. lo, hi, position (T,); key_mask (B, S)."""
     batch, heads, tables, queries = asked.shape
@@ -121,7 +123,14 @@ def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor
     shapes = _shapes(batch, heads, kv_heads, tables, queries, keys)
     found = Candidates(*(library.empty(*shape, dtype=torch.int32) for shape in shapes))
     kept = tuple(plain(x, torch.int32) for x in (asked, held, lo, hi, position, reach))
-    given = ((batch, heads, tables, queries), (batch, kv_heads, tables, keys), (queries,), (queries,), (queries,), (tables,))
+    given = (
+        (batch, heads, tables, queries),
+        (batch, kv_heads, tables, keys),
+        (queries,),
+        (queries,),
+        (queries,),
+        (tables,),
+    )
     mask = None if key_mask is None else key_mask.contiguous()
     call = _Places(B=batch, H=heads, Hkv=kv_heads, T=queries, S=keys, L=tables)
     for name, x, shape in zip((*_CODES[:6], *_PLACES), (*kept, *found), (*given, *shapes), strict=True):
@@ -133,7 +142,12 @@ def places(asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor
 
 def _shapes(batch: int, heads: int, kv_heads: int, tables: int, queries: int, keys: int) -> tuple[tuple[int, ...], ...]:
     """Of the four tensors of ``Candidates``."""
-    return (batch, kv_heads, tables, keys), (batch, heads, queries, tables), (batch, heads, queries, tables), (batch, heads, queries)
+    return (
+        (batch, kv_heads, tables, keys),
+        (batch, heads, queries, tables),
+        (batch, heads, queries, tables),
+        (batch, heads, queries),
+    )
 
 
 class _Arguments:
@@ -151,10 +165,16 @@ class _Arguments:
         kv_heads, keys = k.shape[1:3]
         for name, x, shape in (("q", q, q.shape), ("k", k, k.shape), ("v", v, (batch, kv_heads, keys, v.shape[3]))):
             self.point(name, x, torch.float32, shape, strided=True)
-        for name, x, shape in zip(_PLACES, found, _shapes(batch, heads, kv_heads, found.order.shape[2], queries, keys), strict=True):
+        for name, x, shape in zip(
+            _PLACES, found, _shapes(batch, heads, kv_heads, found.order.shape[2], queries, keys), strict=True
+        ):
             self.point(name, plain(x, torch.int32), torch.int32, shape)
         kinds = [KINDS.index(kind) for kind in factors.kinds]
-        for name, numbers, dtype in (("kinds", kinds, torch.int64), ("sizes", factors.sizes, torch.int64), ("eps", factors.eps, torch.float32)):
+        for name, numbers, dtype in (
+            ("kinds", kinds, torch.int64),
+            ("sizes", factors.sizes, torch.int64),
+            ("eps", factors.eps, torch.float32),
+        ):
             self.point(name, torch.tensor(numbers, dtype=dtype, device="cpu"), dtype, (count,))
 
     def point(self, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False) -> None:
@@ -163,10 +183,17 @@ class _Arguments:
         self.kept.append(x)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, found: Candidates, factors: Factors, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, found: Candidates, factors: Factors, top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y (B, H, T, P), the least score that each row keeps, the logarithm of the sum of its kernel, how many keys it met), rows (B, H, T); float32, and int32."""
     rows, value_dim = q.shape[:3], v.shape[3]
-    y, least, whole, met = library.empty(*rows, value_dim), library.empty(*rows), library.empty(*rows), library.empty(*rows, dtype=torch.int32)
+    y, least, whole, met = (
+        library.empty(*rows, value_dim),
+        library.empty(*rows),
+        library.empty(*rows),
+        library.empty(*rows, dtype=torch.int32),
+    )
     arguments = _Arguments(q, k, v, found, factors, top)
     arguments.point("y", y, torch.float32, (*rows, value_dim))
     arguments.point("least", least, torch.float32, rows)
@@ -177,7 +204,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, found: Candidates, factors: Factors
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, least: Tensor, whole: Tensor, found: Candidates, factors: Factors, top: int
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    least: Tensor,
+    whole: Tensor,
+    found: Candidates,
+    factors: Factors,
+    top: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in float32, of what each row kept."""
     dq, dk, dv = (library.zeros(*x.shape) for x in (q, k, v))

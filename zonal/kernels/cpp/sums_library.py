@@ -23,7 +23,22 @@ _TABLES = (*_OF_MAP, "index", "present", "lo", "hi", "edges")
 _SIZES = (
     "B", "H", "Hkv", "T", "S", "D", "P", "F", "low", "powers", "segments", "by_batch", "numbers", "learned", "anchor", "normalise", "split", "offset", "guards", "shares",
 )  # fmt: skip
-_RESULTS = ("apart", "y", "factor", "final", "dy", "dfinal", "dq", "dk", "dv", "dinitial", "dmass", "dscale", "dcoefficients", "dmonomials")
+_RESULTS = (
+    "apart",
+    "y",
+    "factor",
+    "final",
+    "dy",
+    "dfinal",
+    "dq",
+    "dk",
+    "dv",
+    "dinitial",
+    "dmass",
+    "dscale",
+    "dcoefficients",
+    "dmonomials",
+)
 
 
 class _Strides(ctypes.Structure):
@@ -76,7 +91,9 @@ def _monomials(degree: int, lowest: int, dim: int) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for power in range(lowest, degree + 1):
         if power == 2 and degree == 2:  # by cyclic distance, the opposite point once
-            pairs = [(i, (i + j) % dim) for j in range(dim // 2 + 1) for i in range(dim // 2 if j and 2 * j == dim else dim)]
+            pairs = [
+                (i, (i + j) % dim) for j in range(dim // 2 + 1) for i in range(dim // 2 if j and 2 * j == dim else dim)
+            ]
             found += [tuple(sorted(pair)) for pair in pairs]
         else:
             found += itertools.combinations_with_replacement(range(dim), power)
@@ -103,9 +120,21 @@ def tables(degree: int, lowest: int, dim: int) -> Tables:
     for a in range(len(made) - 2, -1, -1):
         follows = made[a + 1][:2] == (made[a][0], made[a][1] + 1)
         ends[a] = ends[a + 1] if follows else a + 1
-    left, right, power, place, squares = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*made, strict=True))
+    left, right, power, place, squares = (
+        torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*made, strict=True)
+    )
     low_left, low_right = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*low, strict=True))
-    return Tables(low_left, low_right, left, right, torch.tensor(ends, dtype=torch.int32, device="cpu"), power, place, squares.float(), squares.double().sqrt().float())
+    return Tables(
+        low_left,
+        low_right,
+        left,
+        right,
+        torch.tensor(ends, dtype=torch.int32, device="cpu"),
+        power,
+        place,
+        squares.float(),
+        squares.double().sqrt().float(),
+    )
 
 
 class Places(NamedTuple):
@@ -129,9 +158,14 @@ def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tenso
     if segment_start is None:
         edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32, device="cpu")
     else:
-        edges = torch.nn.functional.pad(torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)).to(torch.int32)
+        edges = torch.nn.functional.pad(
+            torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)
+        ).to(torch.int32)
     if key_mask is None:
-        index, present = torch.arange(keys, dtype=torch.int32, device="cpu")[None], torch.tensor([keys], dtype=torch.int32, device="cpu")
+        index, present = (
+            torch.arange(keys, dtype=torch.int32, device="cpu")[None],
+            torch.tensor([keys], dtype=torch.int32, device="cpu"),
+        )
         return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
     # intervals become intervals of places among the keys that are there
     index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
@@ -219,7 +253,9 @@ def forward(
     final = library.empty(*state) if spec.keeps else library.empty(0)
     apart = library.zeros(*rows, dtype=torch.uint8) if spec.guards else library.zeros(0, dtype=torch.uint8)
     split = _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim)
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split)
+    arguments = _Arguments(
+        q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split
+    )
     arguments.point("y", y, torch.float32, (*rows, value_dim))
     arguments.point("factor", factor, torch.float32, rows)
     arguments.point("final", final if spec.keeps else None, torch.float32, state)
@@ -269,7 +305,11 @@ def backward(
     shared = (q.shape[1], k.shape[1]) != (heads, kv_heads)
     shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
     parts = shares or split
-    rows, by_key, state = (batch, heads, queries), (batch, kv_heads, keys), state_shape(batch, kv_heads, dim, value_dim, spec)
+    rows, by_key, state = (
+        (batch, heads, queries),
+        (batch, kv_heads, keys),
+        state_shape(batch, kv_heads, dim, value_dim, spec),
+    )
     shapes = {
         "dq": (parts, batch, q.shape[1], queries, dim), "dk": (parts, batch, k.shape[1], keys, dim), "dv": (*by_key, value_dim), "dinitial": state, "dmass": by_key,
         "dscale": (batch, heads), "dcoefficients": (tasks, groups, asked.learned), "dmonomials": (tasks, groups, monomials.shape[1]),
@@ -281,7 +321,9 @@ def backward(
         library.zeros(*shapes[name], dtype=torch.float64) if wanted else None
         for name, wanted in (("dscale", asked.scale), ("dcoefficients", asked.learned), ("dmonomials", asked.monomials))
     )
-    arguments = _Arguments(q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split, shares)
+    arguments = _Arguments(
+        q, k, v, scale, coefficients, monomials, seen, initial, before, log_decay, key_bias, spec, split, shares
+    )
     arguments.call.learned = asked.learned
     arguments.point("y", y, torch.float32, (*rows, value_dim))
     arguments.point("factor", factor, torch.float32, rows)
@@ -330,7 +372,9 @@ def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
     batch, heads, length, width = a.shape
     out = library.empty(batch, heads, length, dtype=torch.float64)
     first, second = (library.address(x, torch.float32, a.shape, strided=True) for x in (a, b))
-    call = _Dots(first, second, _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr())
+    call = _Dots(
+        first, second, _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr()
+    )
     library.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
     return out
 
@@ -340,4 +384,17 @@ def _run(function: object, arguments: _Arguments) -> None:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["SOURCE", "Asked", "Gradients", "Places", "Tables", "backward", "decay_gradient", "forward", "places", "plain", "state_shape", "tables"]
+__all__ = [
+    "SOURCE",
+    "Asked",
+    "Gradients",
+    "Places",
+    "Tables",
+    "backward",
+    "decay_gradient",
+    "forward",
+    "places",
+    "plain",
+    "state_shape",
+    "tables",
+]

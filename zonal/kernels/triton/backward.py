@@ -110,8 +110,12 @@ def add_queries(
         line = batch * sizes.heads + head
         gain = tl.load(scale + head)
         c = coefficients + head * STRIDE
-        q_tile = tile_rows(q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key)
-        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value)
+        q_tile = tile_rows(
+            q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key
+        )
+        dy_tile = tile_rows(
+            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         kept, taken = row_terms(factor, delta, line, first, sizes.queries, traits, QUERIES)
         query_gain = gain
         if traits.normalise:
@@ -145,7 +149,9 @@ def keys_kernel(
     begin = tl.program_id(0) % blocks * KEYS
     last = tl.minimum(begin + KEYS, sizes.keys) - 1
     k_tile = tile_rows(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, True, traits.narrow_key)
-    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    v_tile = tile_rows(
+        v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
+    )
     key_gain = 1.0
     if traits.normalise:
         key_gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)[:, None]
@@ -204,7 +210,9 @@ def add_keys(
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         key_gain = 1.0
         if traits.normalise:
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
@@ -244,7 +252,9 @@ def queries_kernel(
     lo_last, hi_last = visible_keys(last, edges, sizes, traits)
     c = coefficients + head * STRIDE
     q_tile = tile_rows(q, batch, head, begin, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, True, traits.narrow_key)
-    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    dy_tile = tile_rows(
+        dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
+    )
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
     scale_of_head = tl.load(scale + head)
@@ -317,13 +327,23 @@ def backward(
         delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
         inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
         rest = factor, delta, scale, coefficients, call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes
-        code = {"value": call.functions.value, "derivative": call.functions.derivative, "traits": call.traits, "STRIDE": coefficients.shape[1]}
+        code = {
+            "value": call.functions.value,
+            "derivative": call.functions.derivative,
+            "traits": call.traits,
+            "STRIDE": coefficients.shape[1],
+        }
         if needs[1] or needs[2]:
-            dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            dk, dv = (
+                torch.empty(k.shape, dtype=k.dtype, device=k.device),
+                torch.empty(v.shape, dtype=v.dtype, device=v.device),
+            )
             tiling = tiles.choose("keys", q, v, call.traits)
             programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
             outputs = tiles.rows_of(dk), tiles.rows_of(dv)
-            tiles.launch(keys_kernel, programs, (*inputs, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling)
+            tiles.launch(
+                keys_kernel, programs, (*inputs, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling
+            )
         if needs[0] or needs[3] or needs[4]:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             tiling = tiles.choose("queries", q, v, call.traits)
@@ -333,7 +353,11 @@ def backward(
             more = {"base": call.functions.base, "LEARNED": learned}
             outputs = tiles.rows_of(dq), scale_parts, parts
             tiles.launch(
-                queries_kernel, batch * heads * blocks, (*inputs, *outputs, *rest), {**code, **more, **tiles.widths(tiling, q, v)}, tiling
+                queries_kernel,
+                batch * heads * blocks,
+                (*inputs, *outputs, *rest),
+                {**code, **more, **tiles.widths(tiling, q, v)},
+                tiling,
             )
             # float32 inside a block, float64 across blocks: the sums run over all queries and keys
             dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None

@@ -128,17 +128,30 @@ class Compiled:
 
 
 def variants(
-    links: Iterable[str] = LINKS, masks: Iterable[str] = MASKS, dtypes: Iterable[str] = DTYPES, dims: Iterable[int] = DIMS, devices: Iterable[int] = DEVICES
+    links: Iterable[str] = LINKS,
+    masks: Iterable[str] = MASKS,
+    dtypes: Iterable[str] = DTYPES,
+    dims: Iterable[int] = DIMS,
+    devices: Iterable[int] = DEVICES,
 ) -> Iterator[Variant]:
     """All combinations."""
     return itertools.starmap(Variant, itertools.product(links, masks, dtypes, dims, devices))
 
 
-def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+def cover(
+    links: Iterable[str],
+    masks: Iterable[str] | None,
+    dtypes: Iterable[str],
+    dims: Iterable[int],
+    devices: Iterable[int],
+) -> list[Variant]:
     """All combinations of what was chosen; where no mask was, all links with ``_ENDS``, and with every mask the link with most to hold."""
     if masks is not None:
         return list(variants(links, masks, dtypes, dims, devices))
-    found = variants(links, _ENDS, dtypes, dims, devices), variants([link for link in links if link == _FULLEST], MASKS, dtypes, dims, devices)
+    found = (
+        variants(links, _ENDS, dtypes, dims, devices),
+        variants([link for link in links if link == _FULLEST], MASKS, dtypes, dims, devices),
+    )
     return list(dict.fromkeys(itertools.chain(*found)))
 
 
@@ -151,13 +164,30 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=kind, device="meta")
 
-    scale, coefficients = meta(heads, kind=torch.float32), meta(heads, link.learned + len(link.code.constants), kind=torch.float32)
+    scale, coefficients = (
+        meta(heads, kind=torch.float32),
+        meta(heads, link.learned + len(link.code.constants), kind=torch.float32),
+    )
     q, k = meta(batch, heads, tokens, variant.dim), meta(batch, heads // mask.groups, tokens, variant.dim)
     padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
     edges = meta(9, kind=torch.int32) if mask.packed else None
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
         y, factor = forward(q, k, k, scale, coefficients, padding, edges, spec)
-        backward(y, q, k, k, y, factor, scale, coefficients, padding, edges, spec, link.learned, (True, True, True, True, True))
+        backward(
+            y,
+            q,
+            k,
+            k,
+            y,
+            factor,
+            scale,
+            coefficients,
+            padding,
+            edges,
+            spec,
+            link.learned,
+            (True, True, True, True, True),
+        )
         # packed documents have as many queries as keys: they are never decoded
         forward(meta(batch, heads, mask.queries, variant.dim), k, k, scale, coefficients, padding, None, spec)
     return list({launch.kernel: launch for launch in found}.values())
@@ -184,7 +214,9 @@ def source(launch: tiles.Launch) -> ASTSource:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
 
     names = launch.kernel.arg_names
-    signature = {name: kind(value, (index,)) for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False))}
+    signature = {
+        name: kind(value, (index,)) for index, (name, value) in enumerate(zip(names, launch.arguments, strict=False))
+    }
     for name, value in launch.constants.items():
         signature[name] = "constexpr"
         constants[names.index(name),] = value
@@ -211,7 +243,9 @@ def usage(cubin: bytes) -> Usage:
 
         found = re.search(r"REG:(\d+) STACK:(\d+)", listing("-res-usage"))
         if found is None:
-            raise ArgumentError(f"compile: cuobjdump was expected to say REG and STACK, received {listing('-res-usage')[:200]!r}.")
+            raise ArgumentError(
+                f"compile: cuobjdump was expected to say REG and STACK, received {listing('-res-usage')[:200]!r}."
+            )
         registers, stack = int(found[1]), int(found[2])
         # taking the code apart is slow, and without a stack there is nothing to find
         spills = len(re.findall(r"\b(?:LDL|STL)\b", listing("-sass"))) if stack else 0
@@ -220,19 +254,27 @@ def usage(cubin: bytes) -> Usage:
 
 def compiled(launch: tiles.Launch, variant: Variant) -> Compiled:
     """Compile one kernel."""
-    result = triton.compile(source(launch), target=GPUTarget("cuda", variant.device, 32), options=tiles.options(launch.tiling))
+    result = triton.compile(
+        source(launch), target=GPUTarget("cuda", variant.device, 32), options=tiles.options(launch.tiling)
+    )
     used = usage(result.asm["cubin"])
-    return Compiled(name_of(launch), *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"])
+    return Compiled(
+        name_of(launch), *variant, launch.tiling, *used, result.metadata.shared, "wgmma" in result.asm["ptx"]
+    )
 
 
 def name_of(launch: tiles.Launch) -> str:
     return launch.kernel.fn.__name__.removesuffix("_kernel")
 
 
-def compiled_of(found: Iterable[tiles.Launch], variant: Variant, title: Callable[[tiles.Launch], str], kernels: Iterable[str] | None) -> list[Compiled]:
+def compiled_of(
+    found: Iterable[tiles.Launch], variant: Variant, title: Callable[[tiles.Launch], str], kernels: Iterable[str] | None
+) -> list[Compiled]:
     """Compile a variant's kernels, or those whose titles begin as one that is named."""
     wanted = ("",) if kernels is None else tuple(kernels)
-    return [replace(compiled(launch, variant), kernel=title(launch)) for launch in found if title(launch).startswith(wanted)]
+    return [
+        replace(compiled(launch, variant), kernel=title(launch)) for launch in found if title(launch).startswith(wanted)
+    ]
 
 
 def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list[Compiled]:
@@ -245,9 +287,14 @@ def summary(rows: list[Compiled]) -> str:
     groups: dict[tuple[Any, ...], list[Compiled]] = {}
     for row in rows:
         groups.setdefault((row.kernel, row.dtype, row.dim, row.device), []).append(row)
-    lines = ["| kernel | type | d | sm | tiles (queries x keys) | warps | stages | registers | stack | spills | shared KB | compiled |", "|" + "---|" * 12]
+    lines = [
+        "| kernel | type | d | sm | tiles (queries x keys) | warps | stages | registers | stack | spills | shared KB | compiled |",
+        "|" + "---|" * 12,
+    ]
     for (kernel, dtype, dim, device), found in groups.items():
-        tilings = sorted({(f"{row.tiling.queries} x {row.tiling.keys}", row.tiling.warps, row.tiling.stages) for row in found})
+        tilings = sorted(
+            {(f"{row.tiling.queries} x {row.tiling.keys}", row.tiling.warps, row.tiling.stages) for row in found}
+        )
         shape, warps, stages = (", ".join(dict.fromkeys(str(tiling[i]) for tiling in tilings)) for i in range(3))
         most = [max(getattr(row, name) for row in found) for name in ("registers", "stack", "spills", "shared")]
         cells = kernel, dtype, dim, device, shape, warps, stages, *most[:3], f"{most[3] / 1024:.0f}", len(found)
@@ -280,16 +327,22 @@ class Family(NamedTuple):
 
 def command(family: Family, arguments: list[str]) -> int:
     """Compile, print the table, write the report, and return 1 when a kernel spills at d <= 128 or is too large for its device."""
-    parser = argparse.ArgumentParser(prog=f"python -m {family.module}", description=f"Compile {family.about} ahead of time.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {family.module}", description=f"Compile {family.about} ahead of time."
+    )
     parser.add_argument("--out", type=Path, help="where the report goes (JSON)")
-    parser.add_argument("--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several")
+    parser.add_argument(
+        "--device", type=int, action="append", choices=DEVICES, help="compute capability times 10; repeat for several"
+    )
     parser.add_argument("--link", choices=list(family.links), action="append")
     parser.add_argument("--mask", choices=list(family.masks), action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--dim", type=int, action="append", help=f"by default {', '.join(map(str, family.dims))}")
     parser.add_argument("--kernel", action="append", help=family.kernels)
     if family.sample is not None:
-        parser.add_argument("--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices")
+        parser.add_argument(
+            "--sample", action="store_true", help="the committed report's links, masks, types, head sizes and devices"
+        )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     # the default of fusing a multiplication and an addition differs between versions
@@ -297,9 +350,17 @@ def command(family: Family, arguments: list[str]) -> int:
     if family.sample is not None and chosen.sample:
         wanted = family.sample()
     else:
-        wanted = family.cover(chosen.link or family.links, chosen.mask, chosen.dtype or DTYPES, chosen.dim or family.dims, chosen.device or DEVICES)
+        wanted = family.cover(
+            chosen.link or family.links,
+            chosen.mask,
+            chosen.dtype or DTYPES,
+            chosen.dim or family.dims,
+            chosen.device or DEVICES,
+        )
     with contextlib.ExitStack() as stack:
-        spread = map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        spread = (
+            map if chosen.jobs == 1 else stack.enter_context(ProcessPoolExecutor(chosen.jobs, get_context("spawn"))).map
+        )
         rows = list(itertools.chain.from_iterable(spread(family.compiled, wanted, itertools.repeat(chosen.kernel))))
     sys.stdout.write(summary(rows) + "\n")
     misfits = [row for row in rows if not row.fits]
@@ -314,7 +375,10 @@ def command(family: Family, arguments: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """``command`` with the tile kernels."""
     kernels = "forward, decode, combine, keys, queries or row_products"
-    return command(Family("zonal.kernels.triton.compile", "the tile kernels", LINKS, MASKS, DIMS, kernels, cover, compiled_all), arguments)
+    return command(
+        Family("zonal.kernels.triton.compile", "the tile kernels", LINKS, MASKS, DIMS, kernels, cover, compiled_all),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -27,17 +27,27 @@ PARTS = {96: (32, 32, 32), 48: (16, 16, 16), 16: (6, 5, 5)}
 KINDS = {"rewa": (False, 0), "rewa-dot": (True, 0), "rewa_oscillatory": (False, 2)}
 
 
-def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+def cover(
+    links: Iterable[str],
+    masks: Iterable[str] | None,
+    dtypes: Iterable[str],
+    dims: Iterable[int],
+    devices: Iterable[int],
+) -> list[Variant]:
     """All combinations of what was chosen; where no mask was, all kinds with the first, and with every mask the first kind in the first type."""
     dims = list(dims)
     if not set(dims) <= set(PARTS):
-        raise ArgumentError(f"compile_distance: the size of a point must be one of {', '.join(map(str, PARTS))}, received {dims}.")
+        raise ArgumentError(
+            f"compile_distance: the size of a point must be one of {', '.join(map(str, PARTS))}, received {dims}."
+        )
     chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
     if masks is not None:
         kinds = list(itertools.product(chosen, masks, types))
     else:
         first = next(iter(MASKS))
-        kinds = [(link, first, dtype) for link in chosen for dtype in types] + [(chosen[0], mask, types[0]) for mask in MASKS if mask != first]
+        kinds = [(link, first, dtype) for link in chosen for dtype in types] + [
+            (chosen[0], mask, types[0]) for mask in MASKS if mask != first
+        ]
     return [Variant(*kind, dim, device) for kind in kinds for dim, device in sizes]
 
 
@@ -47,7 +57,12 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
     product, waves = KINDS[variant.link]
     batch, heads = 1 if mask.packed else 2, 8
     m, n, p = PARTS[dim]
-    terms = (Term("euclidean", 0, m, 1e-4), Term("sphere", m, n, 1e-4), Term("hyperbolic", m + n, p, 1e-4, p**-0.5), *([Term("product", 0, dim)] if product else []))
+    terms = (
+        Term("euclidean", 0, m, 1e-4),
+        Term("sphere", m, n, 1e-4),
+        Term("hyperbolic", m + n, p, 1e-4, p**-0.5),
+        *([Term("product", 0, dim)] if product else []),
+    )
     rules = TileSpec(FORMULAS["exp"], "row", causal=mask.causal, left=mask.left, right=mask.right)
     spec = DistanceSpec(rules, terms, waves)
 
@@ -55,7 +70,10 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
         return torch.empty(*shape, dtype=kind, device="meta")
 
     q, k = meta(batch, heads, tokens, dim), meta(batch, heads // mask.groups, tokens, dim)
-    weights, coefficients = meta(batch, heads, tokens, len(terms), kind=torch.float32), meta(heads, 3 * waves, kind=torch.float32)
+    weights, coefficients = (
+        meta(batch, heads, tokens, len(terms), kind=torch.float32),
+        meta(heads, 3 * waves, kind=torch.float32),
+    )
     padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
     edges = meta(9, kind=torch.int32) if mask.packed else None
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
@@ -80,7 +98,19 @@ def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list
 def main(arguments: list[str]) -> int:
     """``command`` with these kernels."""
     kernels = "notes, forward, decode, keys, queries, combine or row_products"
-    return command(Family("zonal.kernels.triton.compile_distance", "the kernels for attention by distance", KINDS, MASKS, PARTS, kernels, cover, compiled_all), arguments)
+    return command(
+        Family(
+            "zonal.kernels.triton.compile_distance",
+            "the kernels for attention by distance",
+            KINDS,
+            MASKS,
+            PARTS,
+            kernels,
+            cover,
+            compiled_all,
+        ),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,13 @@ POWERS = {"ridge-0": 0, "ridge-1": 1, "ridge-2": 2}
 MASKS = ("causal", "packed", "gqa", "memory")
 
 
-def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+def cover(
+    links: Iterable[str],
+    masks: Iterable[str] | None,
+    dtypes: Iterable[str],
+    dims: Iterable[int],
+    devices: Iterable[int],
+) -> list[Variant]:
     """All combinations of what was chosen; where no mask was, in the first type all powers with the first mask and the last with each, in others the last."""
     chosen, types, sizes = list(links), list(dtypes), list(itertools.product(dims, devices))
     if masks is not None:
@@ -51,12 +57,24 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     lo, hi, starts = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), None
     if packed:
         lo = starts = hi // (tokens // documents) * (tokens // documents)
-    q, k, v = meta(batch, heads, tokens, dim), meta(batch, kv_heads, tokens, dim), meta(batch, kv_heads, tokens, RIDGE_LARGEST)
+    q, k, v = (
+        meta(batch, heads, tokens, dim),
+        meta(batch, kv_heads, tokens, dim),
+        meta(batch, kv_heads, tokens, RIDGE_LARGEST),
+    )
     scale, rho = meta(heads, kind=torch.float32), meta(kv_heads, kind=torch.float32)
     before = Before()
     if memory:
-        square, last = meta(batch, kv_heads, dim, dim, kind=torch.float64), meta(batch, kv_heads, dim, kind=torch.float64)
-        before = Before(square, meta(batch, kv_heads, RIDGE_LARGEST, dim, kind=torch.float64), square if power else None, last if power else None)
+        square, last = (
+            meta(batch, kv_heads, dim, dim, kind=torch.float64),
+            meta(batch, kv_heads, dim, kind=torch.float64),
+        )
+        before = Before(
+            square,
+            meta(batch, kv_heads, RIDGE_LARGEST, dim, kind=torch.float64),
+            square if power else None,
+            last if power else None,
+        )
     seen = None, lo, hi, starts, before, power, 1.0, documents if packed else 1
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
         y = forward(q, k, v, scale, rho, *seen)
@@ -79,7 +97,19 @@ def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list
 def main(arguments: list[str]) -> int:
     """``command`` with these kernels."""
     kernels = "sums, carry, inverse, factor, read, rows_back, row_sums, keys_back or steps_back"
-    return command(Family("zonal.kernels.triton.compile_ridge", "the kernels for ridge read-outs", POWERS, MASKS, DIMS, kernels, cover, compiled_all), arguments)
+    return command(
+        Family(
+            "zonal.kernels.triton.compile_ridge",
+            "the kernels for ridge read-outs",
+            POWERS,
+            MASKS,
+            DIMS,
+            kernels,
+            cover,
+            compiled_all,
+        ),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -42,11 +42,24 @@ def sample() -> list[Variant]:
     ]  # fmt: skip
 
 
-def cover(links: Iterable[str], masks: Iterable[str] | None, dtypes: Iterable[str], dims: Iterable[int], devices: Iterable[int]) -> list[Variant]:
+def cover(
+    links: Iterable[str],
+    masks: Iterable[str] | None,
+    dtypes: Iterable[str],
+    dims: Iterable[int],
+    devices: Iterable[int],
+) -> list[Variant]:
     """All combinations of what was chosen; where no mask was, all links with the first, and with every mask the first link."""
     chosen = list(links)
-    kinds = list(itertools.product(chosen, masks)) if masks is not None else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
-    return [Variant(link, mask, dtype, dim, device) for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)]
+    kinds = (
+        list(itertools.product(chosen, masks))
+        if masks is not None
+        else [(link, MASKS[0]) for link in chosen] + [(chosen[0], mask) for mask in MASKS[1:]]
+    )
+    return [
+        Variant(link, mask, dtype, dim, device)
+        for (link, mask), dtype, dim, device in itertools.product(kinds, dtypes, dims, devices)
+    ]
 
 
 def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
@@ -64,18 +77,45 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     hi = torch.arange(1, tokens + 1)
     starts = torch.arange(tokens) // 5000 * 5000 if packed else None
     q, k = meta(batch, heads, tokens, dim), meta(batch, kv_heads, tokens, dim)
-    scale, coefficients = meta(heads, kind=torch.float32), meta(heads, link.learned + len(link.code.constants), kind=torch.float32)
+    scale, coefficients = (
+        meta(heads, kind=torch.float32),
+        meta(heads, link.learned + len(link.code.constants), kind=torch.float32),
+    )
     monomials = meta(heads, degree + 1, kind=torch.float32)
     mask = meta(batch, tokens, kind=torch.bool) if variant.mask == "padding" else None
-    initial = meta(batch, kv_heads, spec.dimension(dim), dim + (spec.anchor == "row"), kind=torch.float32) if memory else None
+    initial = (
+        meta(batch, kv_heads, spec.dimension(dim), dim + (spec.anchor == "row"), kind=torch.float32) if memory else None
+    )
     before = meta(batch, kind=torch.float64) if memory else None
     decay = meta(batch, kv_heads, tokens, kind=torch.float32) if variant.mask == "decay" else None
     seen = mask, lo if starts is None else starts, hi, starts
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
         y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, decay, None, spec)
-        backward(y, final if memory else None, q, k, k, y, factor, scale, coefficients, monomials, *seen, initial, decay, None, spec, link.learned)
+        backward(
+            y,
+            final if memory else None,
+            q,
+            k,
+            k,
+            y,
+            factor,
+            scale,
+            coefficients,
+            monomials,
+            *seen,
+            initial,
+            decay,
+            None,
+            spec,
+            link.learned,
+        )
     # the same kernel for keys and for queries, for pairs and for the rest, forwards and backwards
-    return list({(launch.kernel, *(launch.constants.get(name) for name in ("OF_KEYS", "SQUARES", "REVERSE"))): launch for launch in found}.values())
+    return list(
+        {
+            (launch.kernel, *(launch.constants.get(name) for name in ("OF_KEYS", "SQUARES", "REVERSE"))): launch
+            for launch in found
+        }.values()
+    )
 
 
 def title(launch: tiles.Launch) -> str:
@@ -93,7 +133,20 @@ def compiled_all(variant: Variant, kernels: Iterable[str] | None = None) -> list
 def main(arguments: list[str]) -> int:
     """``command`` with these kernels."""
     kernels = "absorb, carry, read, read_back, keys_back or row_products"
-    return command(Family("zonal.kernels.triton.compile_sums", "the kernels for sums over features", LINKS, MASKS, DIMS, kernels, cover, compiled_all, sample), arguments)
+    return command(
+        Family(
+            "zonal.kernels.triton.compile_sums",
+            "the kernels for sums over features",
+            LINKS,
+            MASKS,
+            DIMS,
+            kernels,
+            cover,
+            compiled_all,
+            sample,
+        ),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

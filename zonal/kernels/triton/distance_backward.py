@@ -72,7 +72,20 @@ def nothing(metric: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST:
 
 
 @triton.jit
-def pull_part(sums, dx, weights, found, a, b, b_tiles, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr):
+def pull_part(
+    sums,
+    dx,
+    weights,
+    found,
+    a,
+    b,
+    b_tiles,
+    f: tl.constexpr,
+    metric: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
     part: tl.constexpr = metric.parts[f]
     grad, own, radius, worth, straight = sums
     marks, some = found
@@ -112,7 +125,9 @@ def pull(
     """Add a tile to the gradients of parts FIRST to LAST of the points of a, and of their weights. dx: of log K without waves; gaps: as ``tile_of`` has them."""
     found = ()
     for f in tl.static_range(FIRST, LAST):
-        found = found + (pull_part(sums[f - FIRST], dx, weights, gaps[f - FIRST], a, b, b_tiles, f, metric, ROWS, COLUMNS, ACROSS),)  # noqa: RUF005
+        found = found + (  # noqa: RUF005 (Triton joins tuples so)
+            pull_part(sums[f - FIRST], dx, weights, gaps[f - FIRST], a, b, b_tiles, f, metric, ROWS, COLUMNS, ACROSS),
+        )
     return found
 
 
@@ -135,7 +150,9 @@ def put_part(out, sums, a, keep, f: tl.constexpr, metric: tl.constexpr, ROWS: tl
         grad += own[:, None] * unit
     if metric.product:
         grad += straight
-    put_rows(out, tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width, part.start)
+    put_rows(
+        out, tl.where(keep[:, None], grad, 0.0), batch, head, first, limit, part.size, ROWS, part.width, part.start
+    )
 
 
 @triton.jit
@@ -193,7 +210,9 @@ def distance_values_kernel(
         x = tile_of(a, b, k_tiles, part_tiles(b, metric, QUERIES), weighs, metric, KEYS, QUERIES, True)[0]
         if metric.waves > 0:
             x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
-        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+        dy_tile = tile_rows(
+            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
+        )
         kept = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)[0]
         visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
@@ -214,7 +233,9 @@ def distance_keys_kernel(
     batch, kv_head, line, begin, start, steps = block_of_keys(edges, sizes, traits, QUERIES, KEYS)
     a = (k, key_notes, batch, kv_head, line, begin, sizes.keys)
     k_tiles = part_tiles(a, metric, KEYS)
-    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    v_tile = tile_rows(
+        v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
+    )
     s = begin + tl.arange(0, KEYS)
     sums = nothing(metric, KEYS, FIRST, LAST)
     for index in tl.range(0, steps * sizes.groups, disable_licm=True):
@@ -228,7 +249,9 @@ def distance_keys_kernel(
         if metric.waves > 0:
             turned = waves(x, coefficients + head * 3 * metric.waves, metric.waves)
             x = turned[0]
-        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+        dy_tile = tile_rows(
+            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
+        )
         kept, taken = row_terms(factor, delta, query_line, first, sizes.queries, traits, QUERIES)
         visible = keys_seen(s, first, edges, sizes, traits, QUERIES)
         weight = tile_backward.weights(x * LOG2E, kept[None, :], visible, coefficients, None, traits, True)
@@ -264,7 +287,9 @@ def distance_queries_kernel(
     stop = visible_keys(last, edges, sizes, traits)[1]
     a = (q, query_notes, batch, head, line, begin, sizes.queries)
     q_tiles = part_tiles(a, metric, QUERIES)
-    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    dy_tile = tile_rows(
+        dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
+    )
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     kept, taken = kept[:, None], taken[:, None]
     weighs = weights_of(weights, line, begin, sizes.queries, metric, QUERIES)
@@ -282,7 +307,9 @@ def distance_queries_kernel(
         if metric.waves > 0:
             x, turned, d, evens, odds = waves(x, c, metric.waves)
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
+        )
         weight = tile_backward.weights(x * LOG2E, kept, visible, c, None, traits, True)
         dp = multiplied(dy_tile, tl.trans(v_tile))
         dx = slopes(x, weight, dp, kept, taken, visible, c, None, traits, True)[0]
@@ -332,20 +359,43 @@ def backward(
         metric, own = call.metric, call.tiles
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
         points, values, slope = (tiles.rows_of(q), tiles.rows_of(k)), tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))
-        rest = factor, delta, call.query_notes, call.key_notes, call.weights, coefficients, own.key_mask, own.edges, own.sizes
+        rest = (
+            factor,
+            delta,
+            call.query_notes,
+            call.key_notes,
+            call.weights,
+            coefficients,
+            own.key_mask,
+            own.edges,
+            own.sizes,
+        )
         tiling = distance_tiles.choose("values", q, v, metric)
         common = (*points, slope, tiles.rows_of(dv), *rest)
-        tiles.launch(distance_values_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, distance_tiles.constants(call, tiling, v), tiling)
+        tiles.launch(
+            distance_values_kernel,
+            kv_heads * tiles.ceil_div(k.shape[2], tiling.keys),
+            common,
+            distance_tiles.constants(call, tiling, v),
+            tiling,
+        )
         dweights = torch.empty(batch, heads, queries, metric.weights, dtype=torch.float32, device=q.device)
         parts = None
         for first, last in metric.groups:
             tiling = distance_tiles.choose("keys", q, v, metric)
             which = {**distance_tiles.constants(call, tiling, v), "FIRST": first, "LAST": last}
             common = (*points, values, slope, tiles.rows_of(dk), *rest)
-            tiles.launch(distance_keys_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, which, tiling)
+            tiles.launch(
+                distance_keys_kernel, kv_heads * tiles.ceil_div(k.shape[2], tiling.keys), common, which, tiling
+            )
             tiling = distance_tiles.choose("queries", q, v, metric)
             blocks = tiles.ceil_div(queries, tiling.queries)
-            which = {**distance_tiles.constants(call, tiling, v), "FIRST": first, "LAST": last, "LEARNED": learned and metric.waves > 0 and not first}
+            which = {
+                **distance_tiles.constants(call, tiling, v),
+                "FIRST": first,
+                "LAST": last,
+                "LEARNED": learned and metric.waves > 0 and not first,
+            }
             if which["LEARNED"]:
                 parts = torch.empty(batch, heads, blocks, 3 * metric.waves, dtype=torch.float32, device=q.device)
             common = (*points, values, slope, tiles.rows_of(dq), dweights, parts, *rest)

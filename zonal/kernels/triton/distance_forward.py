@@ -51,7 +51,9 @@ def distance_forward_kernel(
             x = waves(x, coefficients + head * 3 * metric.waves, metric.waves)[0]
         visible = visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits, KEYS, True)
         x = tl.where(visible, x * LOG2E, float("-inf"))
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
+        )
         weight, total, mass, top = exponentials(x, total, mass, top, traits)
         total = added(weight, v_tile, total, traits)
     place = begin + tl.arange(0, QUERIES)
@@ -62,7 +64,11 @@ def distance_forward_kernel(
         tl.store(masses + slot, mass, mask=inside)
         tl.store(tops + slot, top, mask=inside)
         column = tl.arange(0, VALUE_WIDTH)
-        tl.store(totals + slot[:, None] * sizes.value_dim + column[None, :], total, mask=inside[:, None] & (column < sizes.value_dim)[None, :])
+        tl.store(
+            totals + slot[:, None] * sizes.value_dim + column[None, :],
+            total,
+            mask=inside[:, None] & (column < sizes.value_dim)[None, :],
+        )
     else:
         row, kept = row_factor(mass, top, lo, hi, batch, key_counts, sizes, traits)
         put_rows(y, total * row[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
@@ -70,7 +76,14 @@ def distance_forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: DistanceSpec,
 ) -> tuple[Tensor, Tensor]:
     """(y (B, H, T, P), factor (B, H, T)), float32, factor as ``forward.forward`` has it.
 

@@ -112,7 +112,12 @@ def put_notes(x, out, batch, head, line, first, rows, f: tl.constexpr, metric: t
     inside = first + row < rows
     point = tile_rows(x, batch, head, first, rows, part.size, ROWS, part.width, True, True, part.start).to(tl.float64)
     square = tl.sum(point * point, 1)
-    place = out + (tl.cast(line, tl.int64) * rows + first) * (metric.count * NOTES) + row * (metric.count * NOTES) + f * NOTES
+    place = (
+        out
+        + (tl.cast(line, tl.int64) * rows + first) * (metric.count * NOTES)
+        + row * (metric.count * NOTES)
+        + f * NOTES
+    )
     if part.kind == "sphere":
         # a vector without direction: no product with it, and so a right angle
         long = square > 1e-24
@@ -184,7 +189,9 @@ def note(side, which: tl.constexpr, f: tl.constexpr, metric: tl.constexpr, ROWS:
 def part_tile(side, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     part: tl.constexpr = metric.parts[f]
     x, _, batch, head, _, first, limit = side
-    return tile_rows(x, batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width, part.start)
+    return tile_rows(
+        x, batch, head, first, limit, part.size, ROWS, part.width, True, part.size != part.width, part.start
+    )
 
 
 @triton.jit
@@ -201,14 +208,21 @@ def coordinate(side, column, ROWS: tl.constexpr):
     """(ROWS,) one number of each point of a block."""
     x, _, batch, head, _, first, limit = side
     row = tl.arange(0, ROWS)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
+    start = (
+        x.start
+        + tl.cast(batch, tl.int64) * x.batch
+        + tl.cast(head, tl.int64) * x.head
+        + tl.cast(first, tl.int64) * x.row
+    )
     return tl.load(start + row * x.row + column * x.column, mask=first + row < limit, other=0.0)
 
 
 @triton.jit
 def directed(side, number, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexpr):
     """One number of each direction of a block, as two in float32."""
-    inverse = note(side, INVERSE, f, metric, ROWS).to(tl.float64) + note(side, INVERSE_REST, f, metric, ROWS).to(tl.float64)
+    inverse = note(side, INVERSE, f, metric, ROWS).to(tl.float64) + note(side, INVERSE_REST, f, metric, ROWS).to(
+        tl.float64
+    )
     return split_in_two(number.to(tl.float64) * inverse)
 
 
@@ -298,7 +312,9 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
         middle = note(a, HALF, f, metric, ROWS)[:, None] - note(b, HALF, f, metric, COLUMNS)[None, :]
         middle += note(a, HALF_REST, f, metric, ROWS)[:, None] - note(b, HALF_REST, f, metric, COLUMNS)[None, :]
         flat = middle * middle
-        small = middle * (1 + flat * (1.666666643e-1 + flat * (8.333352593e-3 + flat * (1.983581245e-4 + flat * 2.818523940e-6))))
+        small = middle * (
+            1 + flat * (1.666666643e-1 + flat * (8.333352593e-3 + flat * (1.983581245e-4 + flat * 2.818523940e-6)))
+        )
         steep = 0.5 * (tl.exp2(middle * LOG2E) - tl.exp2(-middle * LOG2E))
         sinh = tl.where(flat < 1, small, steep)
         size = note(a, SINH, f, metric, ROWS)[:, None] * 0.25 * note(b, SINH, f, metric, COLUMNS)[None, :]
@@ -307,9 +323,18 @@ def distance(gap, a, b, f: tl.constexpr, metric: tl.constexpr, ROWS: tl.constexp
         low, high = tl.rsqrt(x), tl.rsqrt(1 + x)
         rise, slope = x * low, low * high
         # twice asinh of the root
-        little = rise * (1 + x * (-1.666663402e-1 + x * (7.498430582e-2 + x * (-4.436385282e-2 + x * (2.808537599e-2 - x * 1.311456426e-2)))))
+        little = rise * (
+            1
+            + x
+            * (
+                -1.666663402e-1
+                + x * (7.498430582e-2 + x * (-4.436385282e-2 + x * (2.808537599e-2 - x * 1.311456426e-2)))
+            )
+        )
         d = 2 * tl.where(x < 0.25, little, tl.log2(rise + (1 + x) * high) * LN2) - part.least
-        bent = tl.minimum(size * slope, 1e34)  # more where far points coincide: infinity times their difference were NaN
+        bent = tl.minimum(
+            size * slope, 1e34
+        )  # more where far points coincide: infinity times their difference were NaN
         along = 2 * bent
         radial = slope * sinh * tl.sqrt(1 + level) + note(a, COTH, f, metric, ROWS)[:, None] * (bent * gap)
     return d, along, radial
@@ -416,7 +441,13 @@ def part_of(term: Term) -> Part:
     """A term of a spec."""
     eps = term.eps
     square = eps * eps / 4 if term.kind == "hyperbolic" else eps * eps
-    least = 2 * math.atan2(eps, math.sqrt(4 + eps * eps)) if term.kind == "sphere" else 2 * math.asinh(eps / 2) if term.kind == "hyperbolic" else eps
+    least = (
+        2 * math.atan2(eps, math.sqrt(4 + eps * eps))
+        if term.kind == "sphere"
+        else 2 * math.asinh(eps / 2)
+        if term.kind == "hyperbolic"
+        else eps
+    )
     return Part(term.kind, term.start, term.size, padded(term.size), term.scale, max(square, 1e-30), least)
 
 
@@ -432,11 +463,26 @@ def noted(x: Tensor, metric: Metric) -> Tensor:
     out = torch.empty(batch, heads, rows, metric.count, NOTES.value, dtype=torch.float32, device=x.device)
     block = min(64, 2048 // max(part.width for part in metric.parts))
     tiling = tiles.Tiling(block, 0, 4, 1, REGISTERS)
-    tiles.launch(notes_kernel, batch * heads * ceil_div(rows, block), (tiles.rows_of(x), out, heads, rows), {"metric": metric, "ROWS": block}, tiling)
+    tiles.launch(
+        notes_kernel,
+        batch * heads * ceil_div(rows, block),
+        (tiles.rows_of(x), out, heads, rows),
+        {"metric": metric, "ROWS": block},
+        tiling,
+    )
     return out
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: DistanceSpec) -> Call:
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: DistanceSpec,
+) -> Call:
     """Prepare a call's kernels."""
     metric = metric_of(spec)
     prepared = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules)
@@ -449,7 +495,11 @@ def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
     if kernel == "decode":
         return tiles.Tiling(16, 32, 4, 1, REGISTERS)
     rows = 64 if max(sum(part.width for part in metric.parts), padded(v.shape[3])) <= 128 else 16
-    return tiles.Tiling(16, rows, 4, 1, REGISTERS) if kernel in ("values", "keys") else tiles.Tiling(rows, 16, 4, 1, REGISTERS)
+    return (
+        tiles.Tiling(16, rows, 4, 1, REGISTERS)
+        if kernel in ("values", "keys")
+        else tiles.Tiling(rows, 16, 4, 1, REGISTERS)
+    )
 
 
 def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:

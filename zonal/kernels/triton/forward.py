@@ -62,7 +62,9 @@ def absorb(
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         key_gain = 1.0
         if traits.normalise:
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
@@ -184,7 +186,11 @@ def decode_kernel(
     lo_last, hi_last = visible_keys(tl.max(t, 0), edges, sizes, traits)
     column = tl.arange(0, KEY_WIDTH)
     start = q.start + tl.cast(batch, tl.int64) * q.batch + head.to(tl.int64) * q.head + t.to(tl.int64) * q.row
-    q_tile = tl.load(start[:, None] + column.to(tl.int64)[None, :] * q.column, mask=inside[:, None] & (column < sizes.key_dim)[None, :], other=0.0)
+    q_tile = tl.load(
+        start[:, None] + column.to(tl.int64)[None, :] * q.column,
+        mask=inside[:, None] & (column < sizes.key_dim)[None, :],
+        other=0.0,
+    )
     gain = tl.load(scale + head)
     if traits.bits:
         gain = gain * LOG2E
@@ -217,12 +223,27 @@ def decode_kernel(
     tl.store(masses + part, mass, mask=inside)
     tl.store(tops + part, top, mask=inside)
     column = tl.arange(0, VALUE_WIDTH)
-    tl.store(totals + part[:, None] * sizes.value_dim + column[None, :], total, mask=inside[:, None] & (column < sizes.value_dim)[None, :])
+    tl.store(
+        totals + part[:, None] * sizes.value_dim + column[None, :],
+        total,
+        mask=inside[:, None] & (column < sizes.value_dim)[None, :],
+    )
 
 
 @triton.jit
 def combine_kernel(
-    totals, masses, tops, y, factor, key_counts, edges, sizes, splits, traits: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr
+    totals,
+    masses,
+    tops,
+    y,
+    factor,
+    key_counts,
+    edges,
+    sizes,
+    splits,
+    traits: tl.constexpr,
+    SPLITS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
 ):
     """One row: the sum of its splits' sums, y and the factor."""
     row = tl.program_id(0)
@@ -242,8 +263,17 @@ def combine_kernel(
     lo, hi = visible_keys(t, edges, sizes, traits)
     batch = line // sizes.heads
     scale, kept = row_factor(tl.sum(mass, 0), highest, lo, hi, batch, key_counts, sizes, traits)
-    start = y.start + tl.cast(batch, tl.int64) * y.batch + tl.cast(line % sizes.heads, tl.int64) * y.head + tl.cast(t, tl.int64) * y.row
-    tl.store(start + column * y.column, (tl.sum(total, 0) * scale).to(y.start.dtype.element_ty), mask=column < sizes.value_dim)
+    start = (
+        y.start
+        + tl.cast(batch, tl.int64) * y.batch
+        + tl.cast(line % sizes.heads, tl.int64) * y.head
+        + tl.cast(t, tl.int64) * y.row
+    )
+    tl.store(
+        start + column * y.column,
+        (tl.sum(total, 0) * scale).to(y.start.dtype.element_ty),
+        mask=column < sizes.value_dim,
+    )
     tl.store(factor + row, kept)
 
 
@@ -283,7 +313,9 @@ def forward(
     return y, factor
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, call: tiles.Call, y: Tensor, factor: Tensor) -> None:
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, call: tiles.Call, y: Tensor, factor: Tensor
+) -> None:
     """Fill y and factor for few queries: each program takes some of the keys for all query heads that share them."""
     batch, heads, queries, _ = q.shape
     tiling = tiles.choose("decode", q, v, call.traits)

@@ -4,6 +4,7 @@ x: a tile of scores. c: where the head's numbers stand, float32: the n coefficie
 with respect to coefficient k is base * x^k. A new link is three functions here and their prefix in its Formula.
 exp has none: it is kept in log space, and the kernels know it. Functions of a map before exp are of its logarithm.
 """
+
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 import triton

@@ -61,7 +61,12 @@ def rows_back_kernel(
     tokens, queries, index = shape.keys, shape.queries, kv_line * shape.blocks + block
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        x = (
+            tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(
+                tl.float32
+            )
+            * gain
+        )
         kept = solved(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH)
         put_tokens(xs, kept, line, t, end, queries, ROWS, WIDTH)
         if POWER > 0:
@@ -209,7 +214,10 @@ def backward(
         drho = -state[..., : wide * wide].unflatten(-1, (wide, wide)).diagonal(dim1=-2, dim2=-1).double().sum((0, 2, 3))
         final = torch.empty(*k.shape[:2], shape.size, dtype=torch.float64, device=k.device) if started else None
         ridge_state.carry(call, state, None, final, True)
-        dz, dv = torch.zeros(call.z.shape, dtype=torch.float32, device=k.device), torch.zeros(v.shape, dtype=torch.float32, device=k.device)
+        dz, dv = (
+            torch.zeros(call.z.shape, dtype=torch.float32, device=k.device),
+            torch.zeros(v.shape, dtype=torch.float32, device=k.device),
+        )
         dearlier = torch.zeros_like(dz) if power else None
         programs *= call.block // constants["ROWS"]
         arguments = (dy, xs, us, call.v, found.rows, dz, dv, state, lines, call.places.hi, table, shape)
@@ -226,7 +234,11 @@ def backward(
     if final is not None:
         gram, cross, *shift = (
             x[:, :, :rows, :dim]
-            for x, rows in zip(final.unflatten(-1, (-1, wide)).split([wide, padded(width), *[wide] * (power > 0)], 2), (dim, width, dim), strict=False)
+            for x, rows in zip(
+                final.unflatten(-1, (-1, wide)).split([wide, padded(width), *[wide] * (power > 0)], 2),
+                (dim, width, dim),
+                strict=False,
+            )
         )
         memory = Before(
             -0.5 * (gram + gram.mT), cross, shift[0] if shift and before.shift is not None else None,
@@ -240,11 +252,25 @@ def backward(
 def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, power: int) -> tuple[Tensor, Tensor]:
     """x and u, (power + 1, B, H, T, r), of every query."""
     shape, lines = call.shape, q.shape[0] * q.shape[1]
-    xs, us = (torch.empty(power + 1, *q.shape[:3], padded(q.shape[3]), dtype=torch.float32, device=q.device) for _ in range(2))
+    xs, us = (
+        torch.empty(power + 1, *q.shape[:3], padded(q.shape[3]), dtype=torch.float32, device=q.device) for _ in range(2)
+    )
     tiles.launch(
         rows_back_kernel,
         lines * shape.blocks,
-        (tiles.rows_of(q), dy, xs, us, lines, found.rows, found.start, scale.float().contiguous(), call.places.hi, call.places.table, shape),
+        (
+            tiles.rows_of(q),
+            dy,
+            xs,
+            us,
+            lines,
+            found.rows,
+            found.start,
+            scale.float().contiguous(),
+            call.places.hi,
+            call.places.table,
+            shape,
+        ),
         {"POWER": power, **call.tiles()},
         choose(shape),
     )
@@ -260,8 +286,12 @@ def with_next(call: Call, dz: Tensor, dearlier: Tensor, key_mask: Tensor | None)
         # of each key, and of what came before all, the one it stands before: every key that is there stands behind one alone
         owner = call.before if key_mask is None else torch.where(key_mask, call.before, keys + 1)
         place = torch.arange(keys, device=dz.device).expand(owner.shape)
-        following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device, dtype=torch.int64).scatter(1, owner, place)[:, : keys + 1]
-        given = F.pad(dearlier, (0, 0, 0, 1)).gather(2, following[:, None, :, None].expand(*dz.shape[:2], keys + 1, dz.shape[3]))
+        following = torch.full((owner.shape[0], keys + 2), keys, device=dz.device, dtype=torch.int64).scatter(
+            1, owner, place
+        )[:, : keys + 1]
+        given = F.pad(dearlier, (0, 0, 0, 1)).gather(
+            2, following[:, None, :, None].expand(*dz.shape[:2], keys + 1, dz.shape[3])
+        )
     return dz + given[:, :, 1:], given[:, :, 0]
 
 

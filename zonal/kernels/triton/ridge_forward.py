@@ -31,7 +31,16 @@ def block_of_queries(scale, table, shape):
     batch, head = line // shape.heads, line % shape.heads
     kv_line = batch * (shape.heads // shape.groups) + head // shape.groups
     begin, end = tl.load(table + 2 * shape.blocks + block), tl.load(table + 3 * shape.blocks + block)
-    return block, line, kv_line, tl.load(table + block), tl.load(table + shape.blocks + block), begin, end, tl.load(scale + head)
+    return (
+        block,
+        line,
+        kv_line,
+        tl.load(table + block),
+        tl.load(table + shape.blocks + block),
+        begin,
+        end,
+        tl.load(scale + head),
+    )
 
 
 @triton.jit
@@ -45,7 +54,12 @@ def read_kernel(
     good = tl.load(cut + index)
     for t in tl.range(begin, end, ROWS):
         limit = tl.load(hi + t + tl.arange(0, ROWS), mask=t + tl.arange(0, ROWS) < end, other=0)
-        x = tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(tl.float32) * gain
+        x = (
+            tile_rows(q, line // shape.heads, line % shape.heads, t, end, shape.key_dim, ROWS, WIDTH, True, True).to(
+                tl.float32
+            )
+            * gain
+        )
         if POWER > 0:
             for _ in tl.range(0, POWER):
                 x = moved_on(x, rows, start, index, kv_line, first, stop, limit, shape, SLICE, WIDTH, VALUE_WIDTH)
@@ -71,7 +85,17 @@ def forward(
         tiles.launch(
             read_kernel,
             q.shape[0] * q.shape[1] * call.shape.blocks,
-            (tiles.rows_of(q), y, found.rows, found.start, found.cut, scale.float().contiguous(), call.places.hi, call.places.table, call.shape),
+            (
+                tiles.rows_of(q),
+                y,
+                found.rows,
+                found.start,
+                found.cut,
+                scale.float().contiguous(),
+                call.places.hi,
+                call.places.table,
+                call.shape,
+            ),
             {"POWER": power, **call.tiles()},
             choose(call.shape),
         )

@@ -112,7 +112,9 @@ def put_matrix(state, x, index, row, size, ROWS: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def sums_kernel(z, v, earlier, state, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def sums_kernel(
+    z, v, earlier, state, table, shape, SHIFTED: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):
     """G, C and M of the keys of one block of one key head, in float64: key by key, for no matrix unit multiplies float64 everywhere."""
     index = tl.program_id(0)
     block, line = index % shape.blocks, index // shape.blocks
@@ -234,7 +236,19 @@ def through(
 
 
 @triton.jit
-def lowered(root, x, line, first, stop, row, tokens, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def lowered(
+    root,
+    x,
+    line,
+    first,
+    stop,
+    row,
+    tokens,
+    ROWS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Rows [row, row + ROWS) of L^-1 x. root: where L^-1 lies."""
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     i, j = tl.arange(0, ROWS), tl.arange(0, SLICE)
@@ -261,7 +275,9 @@ def factor_kernel(
     tokens, size = shape.keys, shape.size
     i, j, c = tl.arange(0, BLOCK), tl.arange(0, WIDTH), tl.arange(0, SLICE)
     z = tokens_of(rows.z, line, first, stop, tokens, BLOCK, WIDTH)
-    odd = tl.sum(z * 0.0, 1) + tl.sum(given_of(v, line, first, stop, tokens, shape.value_dim, BLOCK, VALUE_WIDTH) * 0.0, 1)
+    odd = tl.sum(z * 0.0, 1) + tl.sum(
+        given_of(v, line, first, stop, tokens, shape.value_dim, BLOCK, VALUE_WIDTH) * 0.0, 1
+    )
     good = first + tl.min(tl.where(odd == 0.0, BLOCK, i), 0)
     tl.store(cut + index, good)
     good = tl.minimum(good, stop)
@@ -327,7 +343,9 @@ class Places(NamedTuple):
     opens: Tensor | None
 
 
-def places(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, documents: int, block: int, device: torch.device) -> Places:
+def places(
+    lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, documents: int, block: int, device: torch.device
+) -> Places:
     """Arguments as ``ridge_library.forward`` has them. Nothing waits for the device where they are on the CPU, as calls have them."""
     hi = torch.maximum(lo, hi)
     starts, owner = torch.zeros(1, dtype=torch.int64, device=lo.device), torch.zeros_like(lo)
@@ -336,7 +354,10 @@ def places(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, docu
         starts = torch.zeros(documents, dtype=torch.int64, device=lo.device).scatter(0, owner, segment_start)
     ends = F.pad(starts[1:], (0, 1), value=keys)
     first = F.pad(((ends - starts + block - 1) // block).clamp(min=1).cumsum(0), (1, 0))
-    number = torch.arange(max(1, ceil_div(keys, block)) if segment_start is None else ceil_div(keys, block) + starts.shape[0], device=lo.device)
+    number = torch.arange(
+        max(1, ceil_div(keys, block)) if segment_start is None else ceil_div(keys, block) + starts.shape[0],
+        device=lo.device,
+    )
     document = torch.searchsorted(first[1:], number, right=True).clamp(max=starts.shape[0] - 1)
     start = torch.minimum(starts[document] + (number - first[document]) * block, ends[document])
     stop = torch.minimum(start + block, ends[document])
@@ -427,7 +448,15 @@ def prepare(
     size = wide * (wide * (2 if power else 1) + padded(width))
     shape = Shape(heads, heads // kv_heads, queries, keys, dim, width, seen.table.shape[1], size)
     return Call(
-        seen, shape, block, power > 0, z.contiguous(), v.contiguous(), None if earlier is None else earlier.contiguous(), index, segment_start is not None
+        seen,
+        shape,
+        block,
+        power > 0,
+        z.contiguous(),
+        v.contiguous(),
+        None if earlier is None else earlier.contiguous(),
+        index,
+        segment_start is not None,
     )
 
 
@@ -460,9 +489,17 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     initial = None
     if before.gram is not None:
         parts = [x for x in (before.gram, before.cross, before.shift if call.shifted else None) if x is not None]
-        initial = torch.cat([F.pad(x.double(), (0, padded(x.shape[3]) - x.shape[3], 0, padded(x.shape[2]) - x.shape[2])) for x in parts], 2)
+        initial = torch.cat(
+            [
+                F.pad(x.double(), (0, padded(x.shape[3]) - x.shape[3], 0, padded(x.shape[2]) - x.shape[2]))
+                for x in parts
+            ],
+            2,
+        )
     carry(call, state, initial, None, False)
-    tiles.launch(inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose(shape))
+    tiles.launch(
+        inverse_kernel, programs, (state, start, rho.double().contiguous(), table, shape), constants, choose(shape)
+    )
     half, near = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
     gain, rest = (torch.empty(*v.shape[:3], padded(v.shape[3]), dtype=torch.float32, device=v.device) for _ in range(2))
     moved = after = None
@@ -471,8 +508,31 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     rows = Rows(z, half, gain, call.earlier, moved, after)
     roots = torch.empty(programs, call.block, call.block, dtype=torch.float32, device=z.device)
     cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
-    tiles.launch(factor_kernel, programs, (v, rows, near, rest, roots, start, cut, table, shape), {**constants, **call.tiles()}, choose(shape))
+    tiles.launch(
+        factor_kernel,
+        programs,
+        (v, rows, near, rest, roots, start, cut, table, shape),
+        {**constants, **call.tiles()},
+        choose(shape),
+    )
     return Known(start, rows, cut)
 
 
-__all__ = ["Call", "Known", "Rows", "Shape", "carry", "given_of", "given_places", "known", "matrix", "prepare", "previous", "product", "put_matrix", "put_tokens", "through", "tokens_of"]
+__all__ = [
+    "Call",
+    "Known",
+    "Rows",
+    "Shape",
+    "carry",
+    "given_of",
+    "given_places",
+    "known",
+    "matrix",
+    "prepare",
+    "previous",
+    "product",
+    "put_matrix",
+    "put_tokens",
+    "through",
+    "tokens_of",
+]

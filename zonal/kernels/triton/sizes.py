@@ -57,4 +57,15 @@ def ridge_block(dim: int) -> int:
     return 32 if dim <= 32 else 64
 
 
-__all__ = ["RIDGE_LARGEST", "SHARED", "block_of", "ceil_div", "chunk_of", "padded", "pairs_of", "power_of_two", "ridge_block", "rows_of"]
+__all__ = [
+    "RIDGE_LARGEST",
+    "SHARED",
+    "block_of",
+    "ceil_div",
+    "chunk_of",
+    "padded",
+    "pairs_of",
+    "power_of_two",
+    "ridge_block",
+    "rows_of",
+]

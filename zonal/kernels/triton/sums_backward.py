@@ -18,7 +18,15 @@ from zonal.kernels.sums_spec import SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.backward import row_terms, through_norm
 from zonal.kernels.triton.sums_near import add_keys, add_queries, marks
-from zonal.kernels.triton.sums_state import against_sums, columns, mass_places, narrowed, plus_sums, products, strip_blocks
+from zonal.kernels.triton.sums_state import (
+    against_sums,
+    columns,
+    mass_places,
+    narrowed,
+    plus_sums,
+    products,
+    strip_blocks,
+)
 from zonal.kernels.triton.tiles import put_rows, real_keys, row_numbers, tile_rows, tile_rows_again, visible_keys
 
 
@@ -37,7 +45,10 @@ def strip_gradient(
     """(gradient of a (ROWS, LEFT), of b (ROWS, BLOCK)) from those of their products: M rows + m number."""
     slope = against_sums(rows, place, line, border, row, sizes.value_dim, like, traits, LEFT * BLOCK, VALUE_WIDTH)
     if traits.anchor == "row":
-        slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
+        slope += (
+            tl.load(mass_places(place, line, border, row, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :]
+            * number[:, None]
+        )
     slope = tl.reshape(slope, [ROWS, LEFT, BLOCK])
     return tl.sum(slope * b[:, None, :], 2), tl.sum(slope * a[:, :, None], 1)
 
@@ -61,10 +72,15 @@ def vector_gradient(
     else:
         slope = tl.zeros([ROWS, KEY_WIDTH], tl.float32)
         for first in tl.range(0, KEY_WIDTH, PART):
-            part = against_sums(rows, place, line, border, row + first, sizes.value_dim, like, traits, PART, VALUE_WIDTH)
+            part = against_sums(
+                rows, place, line, border, row + first, sizes.value_dim, like, traits, PART, VALUE_WIDTH
+            )
             slope += placed(part, first, ROWS, PART, KEY_WIDTH)
     if traits.anchor == "row":
-        slope += tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :] * number[:, None]
+        slope += (
+            tl.load(mass_places(place, line, border, row, sizes.value_dim, KEY_WIDTH, BLOCK, KEY_WIDTH))[None, :]
+            * number[:, None]
+        )
     return slope
 
 
@@ -108,7 +124,9 @@ def read_back_kernel(
     lo_first, hi_first = visible_keys(begin, edges, sizes, traits)
     lo_last, hi_last = visible_keys(last, edges, sizes, traits)
     c, w = coefficients + head * STRIDE, weights + head * 3
-    dy_tile = tile_rows(dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value)
+    dy_tile = tile_rows(
+        dy, batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, True, traits.narrow_value
+    )
     kept, taken = row_terms(factor, delta, line, begin, sizes.queries, traits, QUERIES)
     scale_of_head = tl.load(scale + head)
     gain = tl.zeros([QUERIES], tl.float32) + scale_of_head
@@ -129,16 +147,37 @@ def read_back_kernel(
         a = columns(q, batch, head, begin, there, left, sizes.key_dim, QUERIES, LEFT) * gain[:, None]
         b = columns(q, batch, head, begin, there, right, sizes.key_dim, QUERIES, BLOCK) * gain[:, None]
         da, db = strip_gradient(
-            a, b, rows, number, place, kv_line, border, strip * (LEFT * BLOCK), v, sizes, traits, QUERIES, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH
+            a,
+            b,
+            rows,
+            number,
+            place,
+            kv_line,
+            border,
+            strip * (LEFT * BLOCK),
+            v,
+            sizes,
+            traits,
+            QUERIES,
+            LEFT,
+            BLOCK,
+            KEY_WIDTH,
+            VALUE_WIDTH,
         )
         squares += times * tl.sum(a * da, 1)
         grad += times * (placed(da, left, QUERIES, LEFT, KEY_WIDTH) + placed(db, right, QUERIES, BLOCK, KEY_WIDTH))
     grad = grad * tl.load(w + 2)
     if reads:
-        slope = vector_gradient(rows, number, place, kv_line, border, v, sizes, traits, QUERIES, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        slope = vector_gradient(
+            rows, number, place, kv_line, border, v, sizes, traits, QUERIES, BLOCK, KEY_WIDTH, VALUE_WIDTH
+        )
         grad += slope * tl.load(w + 1)
         firsts = tl.sum(slope * columns(q, batch, head, begin, there, 0, sizes.key_dim, QUERIES, KEY_WIDTH), 1) * gain
-        ones = tl.sum(dy_tile.to(tl.float32) * constant_sums(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :], 1)
+        ones = tl.sum(
+            dy_tile.to(tl.float32)
+            * constant_sums(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :],
+            1,
+        )
         if traits.anchor == "row":
             ones += number * constant_mass(place, kv_line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
     by = kept
@@ -216,7 +255,9 @@ def keys_back_kernel(
     if traits.normalise:
         gain = row_numbers(k_inverse, line, begin, sizes.keys, KEYS, 0.0)
     k_tile = tile_rows(k, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, True, traits.narrow_key)
-    v_tile = tile_rows(v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value)
+    v_tile = tile_rows(
+        v, batch, kv_head, begin, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, True, traits.narrow_value
+    )
     rows = narrowed(v_tile, v, traits)
     number = there.to(tl.float32)
     dk_tile = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
@@ -228,20 +269,42 @@ def keys_back_kernel(
         b = columns(k, batch, kv_head, begin, there, right, sizes.key_dim, KEYS, BLOCK) * gain[:, None]
         at = strip * (LEFT * BLOCK)
         made = narrowed(products(a, b, KEYS, LEFT, BLOCK), v, traits)
-        dv_tile = plus_sums(dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH)
+        dv_tile = plus_sums(
+            dv_tile, made, place, line, border, at, sizes.value_dim, v, traits, LEFT * BLOCK, VALUE_WIDTH
+        )
         if FADED and traits.anchor == "row":
-            brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
-        da, db = strip_gradient(a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+            brought += tl.sum(
+                made.to(tl.float32)
+                * tl.load(mass_places(place, line, border, at, sizes.value_dim, LEFT * BLOCK, BLOCK, KEY_WIDTH))[
+                    None, :
+                ],
+                1,
+            )
+        da, db = strip_gradient(
+            a, b, rows, number, place, line, border, at, v, sizes, traits, KEYS, LEFT, BLOCK, KEY_WIDTH, VALUE_WIDTH
+        )
         dk_tile += placed(da, left, KEYS, LEFT, KEY_WIDTH) + placed(db, right, KEYS, BLOCK, KEY_WIDTH)
     if behind:
-        dk_tile += vector_gradient(rows, number, place, line, border, v, sizes, traits, KEYS, BLOCK, KEY_WIDTH, VALUE_WIDTH)
+        dk_tile += vector_gradient(
+            rows, number, place, line, border, v, sizes, traits, KEYS, BLOCK, KEY_WIDTH, VALUE_WIDTH
+        )
         at = place.pairs * (BLOCK * BLOCK)
         PART: tl.constexpr = part_of(KEY_WIDTH, v.start.dtype.element_ty)
         for first in tl.range(0, KEY_WIDTH, PART):
-            made = narrowed(columns(k, batch, kv_head, begin, there, first, sizes.key_dim, KEYS, PART) * gain[:, None], v, traits)
-            dv_tile = plus_sums(dv_tile, made, place, line, border, at + first, sizes.value_dim, v, traits, PART, VALUE_WIDTH)
+            made = narrowed(
+                columns(k, batch, kv_head, begin, there, first, sizes.key_dim, KEYS, PART) * gain[:, None], v, traits
+            )
+            dv_tile = plus_sums(
+                dv_tile, made, place, line, border, at + first, sizes.value_dim, v, traits, PART, VALUE_WIDTH
+            )
             if FADED and traits.anchor == "row":
-                brought += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, line, border, at + first, sizes.value_dim, PART, BLOCK, KEY_WIDTH))[None, :], 1)
+                brought += tl.sum(
+                    made.to(tl.float32)
+                    * tl.load(mass_places(place, line, border, at + first, sizes.value_dim, PART, BLOCK, KEY_WIDTH))[
+                        None, :
+                    ],
+                    1,
+                )
         if FADED and traits.anchor == "row":
             brought += constant_mass(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH)
         dv_tile += constant_sums(place, line, border, sizes.value_dim, BLOCK, KEY_WIDTH, VALUE_WIDTH)[None, :]
@@ -324,18 +387,27 @@ def backward(
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
         scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec)
+        call = sums_state.prepare(
+            q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec
+        )
         tile, found = call.tile, call.borders
         delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
         sums = sums_state.known(call, k, v, scale, initial)
         inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
         common = tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes
-        code = {"value": tile.functions.value, "derivative": tile.functions.derivative, "traits": tile.traits, "FADED": call.faded, "STRIDE": coefficients.shape[1],
-                **call.widths()}
+        code = {
+            "value": tile.functions.value,
+            "derivative": tile.functions.derivative,
+            "traits": tile.traits,
+            "FADED": call.faded,
+            "STRIDE": coefficients.shape[1],
+            **call.widths(),
+        }
         strips = sums_state.choose("read_back", q, v, tile.traits, call.faded)
         blocks = tiles.ceil_div(queries, strips.rows)
         scale_parts, weight_parts, parts = (
-            torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device) for more in ((), (3,), (learned,))
+            torch.empty(batch, heads, blocks, *more, dtype=torch.float32, device=q.device)
+            for more in ((), (3,), (learned,))
         )
         from_border = int(initial is None)
         tiles.launch(
@@ -366,11 +438,24 @@ def backward(
             strips.tiling(),
         )  # fmt: skip
         # float32 inside a block, float64 across blocks: the sums run over all queries and keys
-        dscale, dcoefficients, dweights = (x.sum((0, 2), dtype=torch.float64) for x in (scale_parts, parts, weight_parts))
+        dscale, dcoefficients, dweights = (
+            x.sum((0, 2), dtype=torch.float64) for x in (scale_parts, parts, weight_parts)
+        )
         dinitial = None
         if initial is not None:
-            dinitial = sums_layout.to_memory_gradient(sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form)
-    return Gradients(dq, dk, dv, dscale, dcoefficients, dweights[:, : monomials.shape[1]], dinitial, None if counted is None else counted.double())
+            dinitial = sums_layout.to_memory_gradient(
+                sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form
+            )
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        dscale,
+        dcoefficients,
+        dweights[:, : monomials.shape[1]],
+        dinitial,
+        None if counted is None else counted.double(),
+    )
 
 
 __all__ = ["Gradients", "backward", "keys_back_kernel", "read_back_kernel"]

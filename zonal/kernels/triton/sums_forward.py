@@ -29,13 +29,20 @@ def read(
     width = sizes.value_dim
     for strip in tl.range(0, rows):
         left, right, times = strip_blocks(place, strip, BLOCK, LEFT)
-        a = columns(q, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * (gain * gain * (tl.load(c + 2) * times))[:, None]
+        a = (
+            columns(q, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT)
+            * (gain * gain * (tl.load(c + 2) * times))[:, None]
+        )
         made = products(a, columns(q, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
         row = strip * (LEFT * BLOCK)
         made = narrowed(made, like, traits)
         total = plus_sums(total, made, place, kv_line, border, row, width, like, traits, LEFT * BLOCK, VALUE_WIDTH)
         if traits.anchor == "row":
-            mass += tl.sum(made.to(tl.float32) * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :], 1)
+            mass += tl.sum(
+                made.to(tl.float32)
+                * tl.load(mass_places(place, kv_line, border, row, width, LEFT * BLOCK, BLOCK, KEY_WIDTH))[None, :],
+                1,
+            )
     return total, mass
 
 
@@ -147,7 +154,9 @@ def forward(
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
         scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec)
+        call = sums_state.prepare(
+            q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec
+        )
         factor = row_factors(call, q, before, spec)
         sums = sums_state.known(call, k, v, scale, initial)
         tile = call.tile
@@ -163,7 +172,9 @@ def forward(
         )  # fmt: skip
         final = torch.empty(0, dtype=torch.float32, device=q.device)
         if spec.keeps:
-            final = sums_layout.to_memory(sums_layout.into_rows(sums[:, :, -1], call.form, v.shape[3], call.mass), call.form)
+            final = sums_layout.to_memory(
+                sums_layout.into_rows(sums[:, :, -1], call.form, v.shape[3], call.mass), call.form
+            )
     return y, factor, final
 
 

@@ -61,10 +61,18 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
     first, root, times = [], [], []
     table = sums_library.tables(degree, lowest, dim)
     order = table.place.argsort()
-    for at, (left, right, power) in enumerate(zip(*(x[order].tolist() for x in (table.left, table.right, table.degree)), strict=True)):
+    for at, (left, right, power) in enumerate(
+        zip(*(x[order].tolist() for x in (table.left, table.right, table.degree)), strict=True)
+    ):
         # rows of the table are 1, then the vector
         i, j = left - 1, right - 1
-        found = {rows - 1} if power == 0 else {squares + j} if power == 1 else {row(i, j)} | ({row(j, i)} if i // block == j // block else set())
+        found = (
+            {rows - 1}
+            if power == 0
+            else {squares + j}
+            if power == 1
+            else {row(i, j)} | ({row(j, i)} if i // block == j // block else set())
+        )
         weight = 2**0.5 if power == 2 and i != j else 1.0
         for each in found:
             place[each], share[each] = at, 1 / weight
@@ -72,7 +80,15 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
         root.append(weight)
         times.append(float(len(found)))
     left, right = torch.tensor(pairs, dtype=torch.int32).view(len(pairs), 2).T.contiguous()
-    made = left, right, place, share, torch.tensor(first, dtype=torch.int64), torch.tensor(root, dtype=torch.float32), torch.tensor(times, dtype=torch.float32)
+    made = (
+        left,
+        right,
+        place,
+        share,
+        torch.tensor(first, dtype=torch.int64),
+        torch.tensor(root, dtype=torch.float32),
+        torch.tensor(times, dtype=torch.float32),
+    )
     return Layout(block, width, *(x.to(device) for x in made))
 
 
@@ -88,7 +104,9 @@ def to_memory(sums: Tensor, form: Layout) -> Tensor:
 
 def from_memory_gradient(memory: Tensor, form: Layout) -> Tensor:
     """The gradient of sums from that of a memory's state made of them: as ``to_memory`` reads one row of those that are alike, each gets its part."""
-    return memory.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place) * (form.share[:, None] != 0)
+    return memory.float().mul(form.root[:, None] / form.times[:, None]).index_select(2, form.place) * (
+        form.share[:, None] != 0
+    )
 
 
 def to_memory_gradient(sums: Tensor, form: Layout) -> Tensor:
@@ -125,7 +143,9 @@ class Borders(NamedTuple):
     kept: Tensor
 
 
-def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chunk: int, every: bool, device: torch.device) -> Borders:
+def borders(
+    lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chunk: int, every: bool, device: torch.device
+) -> Borders:
     """The borders of a call. lo, hi, segment_start (T,): as ``feature_sums`` takes them. every: the sum over all keys is asked for.
 
     Nothing waits for the device where these are on the CPU, as calls have them.
@@ -148,7 +168,27 @@ def borders(lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, chu
         starts[1:] = torch.maximum(starts[1:], owner)
     readers = torch.searchsorted(border, torch.arange(count + 2, device=device, dtype=torch.int32), out_int32=True)
     seeing = torch.searchsorted(hi, torch.arange(keys, device=device, dtype=torch.int32), right=True, out_int32=True)
-    return Borders(chunk, count, torch.stack([lo, hi]), border, torch.stack([starts, ends]), torch.stack([readers[:-1], readers[1:]]), seeing, kept)
+    return Borders(
+        chunk,
+        count,
+        torch.stack([lo, hi]),
+        border,
+        torch.stack([starts, ends]),
+        torch.stack([readers[:-1], readers[1:]]),
+        seeing,
+        kept,
+    )
 
 
-__all__ = ["Borders", "Layout", "borders", "from_memory", "from_memory_gradient", "from_rows", "into_rows", "layout", "to_memory", "to_memory_gradient"]
+__all__ = [
+    "Borders",
+    "Layout",
+    "borders",
+    "from_memory",
+    "from_memory_gradient",
+    "from_rows",
+    "into_rows",
+    "layout",
+    "to_memory",
+    "to_memory_gradient",
+]

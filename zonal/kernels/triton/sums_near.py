@@ -17,7 +17,9 @@ from zonal.kernels.triton.tiles import between, row_numbers, scores, tile_rows, 
 @triton.jit
 def marks(fade, line, first, limit, ROWS: tl.constexpr):
     """(whole, rest) of ROWS tokens' marks, of ``Fade.rows`` or ``Fade.keys``."""
-    return row_numbers(fade, line * 3, first, limit, ROWS, 0.0), row_numbers(fade, line * 3 + 1, first, limit, ROWS, 0.0)
+    return row_numbers(fade, line * 3, first, limit, ROWS, 0.0), row_numbers(
+        fade, line * 3 + 1, first, limit, ROWS, 0.0
+    )
 
 
 @triton.jit
@@ -37,7 +39,9 @@ def add_values(
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         key_gain = 1.0
         if traits.normalise:
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
@@ -65,7 +69,9 @@ def add_keys(
     line = batch * (sizes.heads // sizes.groups) + kv_head
     for first in tl.range(begin, stop, KEYS):
         k_tile = tile_rows(k, batch, kv_head, first, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH, CUT, traits.narrow_key)
-        v_tile = tile_rows(v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value)
+        v_tile = tile_rows(
+            v, batch, kv_head, first, sizes.keys, sizes.value_dim, KEYS, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         key_gain = 1.0
         if traits.normalise:
             key_gain = row_numbers(k_inverse, line, first, sizes.keys, KEYS, 0.0)[None, :]
@@ -110,8 +116,12 @@ def add_queries(
         first = begin + block * QUERIES
         line = batch * sizes.heads + head
         c = coefficients + head * STRIDE
-        q_tile = tile_rows(q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key)
-        dy_tile = tile_rows(dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value)
+        q_tile = tile_rows(
+            q, batch, head, first, sizes.queries, sizes.key_dim, QUERIES, KEY_WIDTH, CUT, traits.narrow_key
+        )
+        dy_tile = tile_rows(
+            dy, batch, head, first, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH, CUT, traits.narrow_value
+        )
         kept, taken = row_terms(factor, delta, line, first, sizes.queries, traits, QUERIES)
         query_gain = tl.load(scale + head)
         if traits.normalise:
@@ -124,7 +134,9 @@ def add_queries(
             visible = between(s[:, None], lo[None, :], hi[None, :], traits)
         by, less = kept[None, :], taken[None, :]
         if FADED:
-            row_whole, row_rest = marks(fade_rows, batch * (sizes.heads // sizes.groups) + kv_head, first, sizes.queries, QUERIES)
+            row_whole, row_rest = marks(
+                fade_rows, batch * (sizes.heads // sizes.groups) + kv_head, first, sizes.queries, QUERIES
+            )
             fade = fading(row_whole[None, :], row_rest[None, :], key_whole[:, None], key_rest[:, None])
             by, less = by * fade, less * fade
         weight = weights(x, by, visible, c, value, traits, CUT)

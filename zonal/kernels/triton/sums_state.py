@@ -40,8 +40,15 @@ class Place(NamedTuple):
 def columns(x, batch, head, first, there, column, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """(ROWS, WIDTH) float32 from row ``first`` and column ``column`` on; zeros where a row is not there, and from column ``width`` on."""
     row, at = tl.arange(0, ROWS), column + tl.arange(0, WIDTH)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row
-    return tl.load(start + (row[:, None] * x.row + at[None, :] * x.column), mask=there[:, None] & (at < width)[None, :], other=0.0).to(tl.float32)
+    start = (
+        x.start
+        + tl.cast(batch, tl.int64) * x.batch
+        + tl.cast(head, tl.int64) * x.head
+        + tl.cast(first, tl.int64) * x.row
+    )
+    return tl.load(
+        start + (row[:, None] * x.row + at[None, :] * x.column), mask=there[:, None] & (at < width)[None, :], other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -63,14 +70,22 @@ def places(place, line, border, row, width, ROWS: tl.constexpr, VALUE_WIDTH: tl.
     """(addresses (ROWS, VALUE_WIDTH) of rows of the sums from ``row`` on, their mask)."""
     start = place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + row * width
     column = tl.arange(0, VALUE_WIDTH)
-    return start + (tl.arange(0, ROWS)[:, None] * width + column[None, :]), tl.broadcast_to((column < width)[None, :], [ROWS, VALUE_WIDTH])
+    return start + (tl.arange(0, ROWS)[:, None] * width + column[None, :]), tl.broadcast_to(
+        (column < width)[None, :], [ROWS, VALUE_WIDTH]
+    )
 
 
 @triton.jit
 def mass_places(place, line, border, row, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_WIDTH: tl.constexpr):
     """Addresses (ROWS,) of the same rows' sums of ones."""
     rows = place.pairs * (BLOCK * BLOCK) + KEY_WIDTH + 1
-    return place.sums + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size + tl.cast(rows, tl.int64) * width + row + tl.arange(0, ROWS)
+    return (
+        place.sums
+        + (tl.cast(line, tl.int64) * (place.count + 1) + border) * place.size
+        + tl.cast(rows, tl.int64) * width
+        + row
+        + tl.arange(0, ROWS)
+    )
 
 
 @triton.jit
@@ -105,7 +120,19 @@ def in_two(traits: Traits, kind: tl.dtype) -> bool:
 
 
 @triton.jit
-def plus_sums(total, made, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def plus_sums(
+    total,
+    made,
+    place,
+    line,
+    border,
+    row,
+    width,
+    like,
+    traits: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
     """total + made M over rows of the sums."""
     at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
     found = tl.load(at, mask=inside, other=0.0)
@@ -117,7 +144,9 @@ def plus_sums(total, made, place, line, border, row, width, like, traits: tl.con
 
 
 @triton.jit
-def against_sums(rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def against_sums(
+    rows, place, line, border, row, width, like, traits: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):
     """rows M^T over rows of the sums."""
     at, inside = places(place, line, border, row, width, ROWS, VALUE_WIDTH)
     found = tl.load(at, mask=inside, other=0.0)
@@ -196,7 +225,9 @@ def absorb_kernel(
             if not OF_KEYS:
                 by = by * (tl.load(weights + head * 3 + 2) * times)
             a = columns(x, batch, head, first, there, left, sizes.key_dim, ROWS, LEFT) * by[:, None]
-            made = products(a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK)
+            made = products(
+                a, columns(x, batch, head, first, there, right, sizes.key_dim, ROWS, BLOCK), ROWS, LEFT, BLOCK
+            )
         else:
             by, one = kept * gain, kept
             if not OF_KEYS:
@@ -219,11 +250,23 @@ def absorb_kernel(
         column = tl.arange(0, VALUE_WIDTH)
         tl.store(place.sums + last + (row + KEY_WIDTH) * width + column, constant, mask=column < width)
         if traits.anchor == "row":
-            tl.store(place.sums + last + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH, constant_mass)
+            tl.store(
+                place.sums + last + tl.cast(row + KEY_WIDTH + 1, tl.int64) * width + row + KEY_WIDTH, constant_mass
+            )
 
 
 @triton.jit
-def carry_kernel(sums, kept, steps, size, count, PACKED: tl.constexpr, FADED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+def carry_kernel(
+    sums,
+    kept,
+    steps,
+    size,
+    count,
+    PACKED: tl.constexpr,
+    FADED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Parts become sums in place: at border b those of b and all before it (REVERSE: after it) as far as they go on into each other.
 
     steps (B Hkv, count + 1): what is left at each border of the one before it.
@@ -366,20 +409,37 @@ class Call(NamedTuple):
 
     def place(self, sums: Tensor) -> Place:
         """``sums`` (B, Hkv, count + 1, size) as kernels take them."""
-        return Place(sums, self.size, self.form.left, self.form.right, self.form.pairs, self.borders.count, self.borders.chunk)
+        return Place(
+            sums, self.size, self.form.left, self.form.right, self.form.pairs, self.borders.count, self.borders.chunk
+        )
 
     def empty(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape[0], like.shape[1], self.borders.count + 1, self.size, dtype=torch.float32, device=like.device)
+        return torch.empty(
+            like.shape[0], like.shape[1], self.borders.count + 1, self.size, dtype=torch.float32, device=like.device
+        )
 
     def widths(self) -> dict[str, int]:
-        return {"BLOCK": self.form.block, "KEY_WIDTH": self.form.width, "VALUE_WIDTH": padded(self.tile.sizes.value_dim)}
+        return {
+            "BLOCK": self.form.block,
+            "KEY_WIDTH": self.form.width,
+            "VALUE_WIDTH": padded(self.tile.sizes.value_dim),
+        }
 
     def left(self, strips: Strips) -> int:
         """Rows of a pair of blocks that make a strip; the matrix units take no fewer than 16 features."""
         return min(max(strips.left, 16 // self.form.block), self.form.block)
 
 
-def absorb(call: Call, sums: Tensor, x: Tensor, rows: Tensor, scale: Tensor, factor: Tensor | None, delta: Tensor | None, from_border: int) -> None:
+def absorb(
+    call: Call,
+    sums: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    factor: Tensor | None,
+    delta: Tensor | None,
+    from_border: int,
+) -> None:
     """Write what tokens bring to each border from ``from_border`` on: keys and values, or, where ``factor`` is given, queries and gradients."""
     of_keys = factor is None
     batch, kv_heads = sums.shape[:2]
@@ -419,7 +479,9 @@ def prepare(
     form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
     chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
     found = sums_layout.borders(lo, hi, segment_start, k.shape[2], chunk, spec.keeps, q.device)
-    tile = tiles.call(q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False))
+    tile = tiles.call(
+        q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False)
+    )
     tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))
     weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
     return Call(tile, form, found, weights, spec.anchor == "row", fade_of(log_decay, key_bias, q.shape[2], k, found))
@@ -453,11 +515,25 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
 def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
     """The sums at every border, (B, Hkv, count + 1, size)."""
     sums = call.empty(k)
-    sums[:, :, 0] = 0 if initial is None else sums_layout.from_rows(sums_layout.from_memory(initial, call.form), v.shape[3])
+    sums[:, :, 0] = (
+        0 if initial is None else sums_layout.from_rows(sums_layout.from_memory(initial, call.form), v.shape[3])
+    )
     if call.borders.count:
         absorb(call, sums, k, v, scale, None, None, 1)
         carry(call, sums, False)
     return sums
 
 
-__all__ = ["Call", "Fade", "Place", "Strips", "absorb", "absorb_kernel", "carry", "carry_kernel", "choose", "known", "prepare"]
+__all__ = [
+    "Call",
+    "Fade",
+    "Place",
+    "Strips",
+    "absorb",
+    "absorb_kernel",
+    "carry",
+    "carry_kernel",
+    "choose",
+    "known",
+    "prepare",
+]

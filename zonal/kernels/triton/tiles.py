@@ -113,12 +113,28 @@ class Traits:
 
 @triton.jit
 def tile_rows(
-    x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr, SKIP: tl.constexpr = 0
+    x,
+    batch,
+    head,
+    first,
+    limit,
+    width,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EDGE: tl.constexpr,
+    NARROW: tl.constexpr,
+    SKIP: tl.constexpr = 0,
 ):
     """(ROWS, WIDTH) from row ``first`` and column SKIP on; zeros from row ``limit`` on (EDGE) and from the ``width``-th column on (NARROW)."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     # heads and far rows may lie 2^31 elements apart; inside a tile 32 bits do (see rows_of), and take half the registers
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row + SKIP * x.column
+    start = (
+        x.start
+        + tl.cast(batch, tl.int64) * x.batch
+        + tl.cast(head, tl.int64) * x.head
+        + tl.cast(first, tl.int64) * x.row
+        + SKIP * x.column
+    )
     place = start + (row[:, None] * x.row + column[None, :] * x.column)
     if EDGE and NARROW:
         return tl.load(place, mask=(first + row < limit)[:, None] & (column < width)[None, :], other=0.0)
@@ -137,13 +153,30 @@ def late_places(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: 
     In 64 bits and counted from ``first``: were they the numbers of ``tile_rows``, the compiler would keep those in registers meanwhile.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    start = x.start + tl.cast(batch, tl.int64) * x.batch + tl.cast(head, tl.int64) * x.head + tl.cast(first, tl.int64) * x.row + SKIP * x.column
+    start = (
+        x.start
+        + tl.cast(batch, tl.int64) * x.batch
+        + tl.cast(head, tl.int64) * x.head
+        + tl.cast(first, tl.int64) * x.row
+        + SKIP * x.column
+    )
     place = start + (row.to(tl.int64)[:, None] * x.row + column.to(tl.int64)[None, :] * x.column)
     return place, (row < limit - first)[:, None] & (column < width)[None, :]
 
 
 @triton.jit
-def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr, SKIP: tl.constexpr = 0):
+def tile_rows_again(
+    x,
+    batch,
+    head,
+    first,
+    limit,
+    width,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CACHE: tl.constexpr,
+    SKIP: tl.constexpr = 0,
+):
     """The same rows in float32, read once more: keeping them in registers from one use to the next would cost their room.
 
     CACHE: ".cg" or ".ca", where to look for them; each use has another, or the compiler would see that it is the same load.
@@ -153,7 +186,9 @@ def tile_rows_again(x, batch, head, first, limit, width, ROWS: tl.constexpr, WID
 
 
 @triton.jit
-def put_rows(x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0):
+def put_rows(
+    x, tile, batch, head, first, limit, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, SKIP: tl.constexpr = 0
+):
     """Write a tile, cut to ``limit`` rows and ``width`` columns."""
     place, inside = late_places(x, batch, head, first, limit, width, ROWS, WIDTH, SKIP)
     tl.store(place, tile.to(x.start.dtype.element_ty), mask=inside)
@@ -201,7 +236,9 @@ def between(s, lo, hi, traits: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(x, first, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr):
+def visible_pairs(
+    x, first, lo, hi, batch, key_mask, sizes, traits: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr
+):
     """Which keys from ``first`` on the queries of a tile of scores x see: between lo and hi where the tile is CUT, and not padding.
 
     Asked for one of both.
@@ -281,7 +318,9 @@ def weighted(weight, rows, total, traits: tl.constexpr):
 
 
 @triton.jit
-def row_products_kernel(a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def row_products_kernel(
+    a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     """out (B, H, rows) = sum over columns of a b, or 1 / max(|a|, eps)."""
     blocks = tl.cdiv(rows, ROWS)
     first = tl.program_id(0) % blocks * ROWS
@@ -290,7 +329,11 @@ def row_products_kernel(a, b, out, heads, rows, width, eps, INVERSE_NORM: tl.con
     if INVERSE_NORM:
         number = 1 / tl.maximum(tl.sqrt(tl.sum(left * left, 1)), eps)
     else:
-        number = tl.sum(left * tile_rows(b, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32), 1)
+        number = tl.sum(
+            left
+            * tile_rows(b, line // heads, line % heads, first, rows, width, ROWS, WIDTH, True, True).to(tl.float32),
+            1,
+        )
     row = first + tl.arange(0, ROWS)
     tl.store(out + tl.cast(line, tl.int64) * rows + row, number, mask=row < rows)
 
@@ -342,7 +385,12 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: di
 
 def options(tiling: Tiling) -> dict[str, Any]:
     """What the compiler is told. The default of fusing a multiplication and an addition differs between versions."""
-    return {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers, "enable_fp_fusion": True}
+    return {
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+        "maxnreg": tiling.registers,
+        "enable_fp_fusion": True,
+    }
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -359,7 +407,12 @@ def rows_of(x: Tensor) -> Rows:
 
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
     """The shapes of a kernel's tiles."""
-    return {"QUERIES": tiling.queries, "KEYS": tiling.keys, "KEY_WIDTH": padded(q.shape[3]), "VALUE_WIDTH": padded(v.shape[3])}
+    return {
+        "QUERIES": tiling.queries,
+        "KEYS": tiling.keys,
+        "KEY_WIDTH": padded(q.shape[3]),
+        "VALUE_WIDTH": padded(v.shape[3]),
+    }
 
 
 def functions(link: Formula) -> Functions:
@@ -368,10 +421,20 @@ def functions(link: Formula) -> Functions:
         return Functions(None, None, None)
     module, _, prefix = link.triton.partition(":")
     found = import_module(module)
-    return Functions(getattr(found, prefix + "_value"), getattr(found, prefix + "_derivative"), getattr(found, prefix + "_base"))
+    return Functions(
+        getattr(found, prefix + "_value"), getattr(found, prefix + "_derivative"), getattr(found, prefix + "_base")
+    )
 
 
-def traits(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None) -> Traits:
+def traits(
+    spec: TileSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Traits:
     """What a call's kernels are compiled for."""
     low, high = spec.link.domain or (0.0, 0.0)
     mapped = spec.link.log and bool(spec.link.triton)
@@ -404,7 +467,9 @@ def traits(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor
 def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     """The numbers of a call."""
     (_, heads, queries, key_dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
-    return Sizes(heads, heads // kv_heads, queries, keys, key_dim, value_dim, spec.left or 0, spec.right or 0, max(spec.chunk, 1))
+    return Sizes(
+        heads, heads // kv_heads, queries, keys, key_dim, value_dim, spec.left or 0, spec.right or 0, max(spec.chunk, 1)
+    )
 
 
 class Call(NamedTuple):
@@ -426,7 +491,13 @@ class Call(NamedTuple):
 
 
 def call(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, spec: TileSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Tensor,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: TileSpec,
 ) -> Call:
     """Prepare a call's kernels."""
     return Call(
@@ -452,17 +523,28 @@ def document_edges(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
 # tiles have up to 256 rows and columns
 _WIDEST_STRIDE = 2**31 // 512
 
+
 def capability_of(q: Tensor) -> tuple[int, int]:
     """The compute capability of the device that launches are for."""
     record = _record.get()
-    return record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    return (
+        record.capability if record is not None else torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    )
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, traits: Traits) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries") by head size, type, device and what its inner loop has to do."""
     narrow = any(padded(x.shape[3]) != x.shape[3] for x in (q, v))
     crowded = traits.edged or traits.key_mask or traits.wide
-    return tiling_of(kernel, q.element_size(), max(64, padded(q.shape[3]), padded(v.shape[3])), capability_of(q), narrow=narrow, crowded=crowded, wide=traits.wide)
+    return tiling_of(
+        kernel,
+        q.element_size(),
+        max(64, padded(q.shape[3]), padded(v.shape[3])),
+        capability_of(q),
+        narrow=narrow,
+        crowded=crowded,
+        wide=traits.wide,
+    )
 
 
 def row_products(a: Tensor, b: Tensor | None, eps: float = 0.0) -> Tensor:

@@ -69,7 +69,9 @@ _WIDE_BEFORE_HOPPER: dict[tuple[str, int, int], Tiling] = {("queries", 2, 128): 
 _ROOMY = ((8, 0), (9, 0), (10, 0))
 
 
-def tiling_of(kernel: str, itemsize: int, width: int, capability: tuple[int, int], *, narrow: bool, crowded: bool, wide: bool) -> Tiling:
+def tiling_of(
+    kernel: str, itemsize: int, width: int, capability: tuple[int, int], *, narrow: bool, crowded: bool, wide: bool
+) -> Tiling:
     """Tile sizes of a kernel ("forward", "decode", "keys", "queries").
 
     itemsize: bytes of an entry of q. width: the padded width of the heads. narrow: a head is narrower than that. crowded: besides scores and weights the

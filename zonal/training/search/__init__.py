@@ -6,4 +6,17 @@ from zonal.training.search.result import Outcome, Round, SearchResult
 from zonal.training.search.run import Search
 from zonal.training.search.spec import SearchSpec
 
-__all__ = ["KINDS", "PALETTE", "Move", "Moves", "Outcome", "Regime", "Round", "Search", "SearchResult", "SearchSpec", "Skipped", "moves"]
+__all__ = [
+    "KINDS",
+    "PALETTE",
+    "Move",
+    "Moves",
+    "Outcome",
+    "Regime",
+    "Round",
+    "Search",
+    "SearchResult",
+    "SearchSpec",
+    "Skipped",
+    "moves",
+]

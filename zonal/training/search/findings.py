@@ -37,7 +37,9 @@ def findings(spec: SearchSpec, result: SearchResult) -> dict[str, Any]:
             {
                 "current": place[each.current],
                 "drawn": [{**_move(move), "to": place.get(move.target)} for move in each.drawn],
-                "rungs": [{"steps": steps, "order": [place[regime] for regime in order]} for steps, order in each.rungs],
+                "rungs": [
+                    {"steps": steps, "order": [place[regime] for regime in order]} for steps, order in each.rungs
+                ],
                 "chosen": None if each.chosen is None else place[each.chosen],
                 "effort": None if each.effort is None else _spread(each.effort),
                 "probability": each.probability,
@@ -45,7 +47,11 @@ def findings(spec: SearchSpec, result: SearchResult) -> dict[str, Any]:
             }
             for each in result.rounds
         ],
-        "skipped": [{"from": place[regime], "kind": each.kind, "text": each.text, "reason": each.reason} for regime, found in result.judged.items() for each in found.skipped],
+        "skipped": [
+            {"from": place[regime], "kind": each.kind, "text": each.text, "reason": each.reason}
+            for regime, found in result.judged.items()
+            for each in found.skipped
+        ],
         "graph": _graph(graph, place),
     }
 
@@ -111,7 +117,8 @@ def _graph(graph: Graph, place: dict[Regime, int]) -> dict[str, Any]:
             "level": found.level,
             "steps": sorted({edge.steps for edge in graph.edges}),
             "cycles": [
-                {"nodes": [nodes[node] for node in cycle.nodes], "sum": _spread(cycle.total), "length": cycle.length} for cycle in found.cycles
+                {"nodes": [nodes[node] for node in cycle.nodes], "sum": _spread(cycle.total), "length": cycle.length}
+                for cycle in found.cycles
             ],
         },
     }

@@ -42,7 +42,9 @@ class Graph:
     found: Circulation | None
 
 
-def effort(costs: Mapping[int, Mapping[int, float]], other: Mapping[int, Mapping[int, float]]) -> tuple[int, tuple[float, ...]] | None:
+def effort(
+    costs: Mapping[int, Mapping[int, float]], other: Mapping[int, Mapping[int, float]]
+) -> tuple[int, tuple[float, ...]] | None:
     """(steps, other - own by seed) at the largest number of steps that both have costs for; None without one."""
     common = set(costs) & set(other)
     if not common:
@@ -69,7 +71,9 @@ def move_graph(costs: Costs, model: ModelConfig, kinds: Sequence[str], palette: 
                 edges[pair] = Edge(tail, head, move.kind, move.text, steps, values, spread(values))
     found = tuple(edges.values())
     form = torch.tensor([edge.efforts for edge in found], dtype=torch.float64)
-    return Graph(regimes, found, circulation(len(regimes), [(edge.tail, edge.head) for edge in found], form) if found else None)
+    return Graph(
+        regimes, found, circulation(len(regimes), [(edge.tail, edge.head) for edge in found], form) if found else None
+    )
 
 
 __all__ = ["Costs", "Edge", "Graph", "effort", "move_graph"]

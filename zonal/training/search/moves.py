@@ -22,8 +22,20 @@ from zonal.training.search.regime import Regime, canonical, operator_of, written
 SCORES = (
     "dot", "dot(scale=1.0, key_limit=1.0)", "dot(scale=1.0, map='elu1')", "cosine", "cosine(temperature=0.1, learn_temperature=True)", "negative_distance",
 )  # fmt: skip
-FEATURES = ("features(features='positive_random(draws=64, orthogonal=True)', scaled=True)", "learned_exp(size=64)", "slay(polynomial='anchors(count=16)', draws=16)")
-LINKS = ("exp", "identity", "gegenbauer", "yat", "squared_affine", "polynomial_square(polynomial=(0.1, 0.3, 1.0))", "oscillatory")
+FEATURES = (
+    "features(features='positive_random(draws=64, orthogonal=True)', scaled=True)",
+    "learned_exp(size=64)",
+    "slay(polynomial='anchors(count=16)', draws=16)",
+)
+LINKS = (
+    "exp",
+    "identity",
+    "gegenbauer",
+    "yat",
+    "squared_affine",
+    "polynomial_square(polynomial=(0.1, 0.3, 1.0))",
+    "oscillatory",
+)
 ANCHORS = ("row", "count", "raw", "topk(k=8)", "ridge(learn_ridge=True)", "koopman")
 STRUCTURAL = ("score", "features", "link", "anchor", "power", "rank", "placement")
 PARAMETERS = ("learning_rate", "head_dim")
@@ -101,11 +113,19 @@ def refusal(target: Regime, model: ModelConfig) -> str | None:
     return None
 
 
-def proposals(start: Regime, model: ModelConfig, kinds: Sequence[str] = KINDS, palette: Sequence[str] = PALETTE) -> Iterator[Move | Skipped]:
+def proposals(
+    start: Regime, model: ModelConfig, kinds: Sequence[str] = KINDS, palette: Sequence[str] = PALETTE
+) -> Iterator[Move | Skipped]:
     """All moves out of ``start``, not judged but for what has no result at all; each result once, under the first kind that reaches it."""
     seen = {start}
     for kind in (kind for kind in KINDS if kind in kinds):
-        found = _placements(start, palette) if kind == "placement" else _parameters(start, model, kind) if kind in PARAMETERS else _swaps(start, model, kind)
+        found = (
+            _placements(start, palette)
+            if kind == "placement"
+            else _parameters(start, model, kind)
+            if kind in PARAMETERS
+            else _swaps(start, model, kind)
+        )
         for move in found:
             if isinstance(move, Skipped):
                 yield move
@@ -120,27 +140,39 @@ def _swaps(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move | Skip
         where = "" if len(set(start.layers)) == 1 else f" of {style.label(spec)}"
         operator = operator_of(spec)
         if operator is None:
-            yield Skipped(kind, f"{kind}{where}", f"{spec} is a recurrence or a mixture: it has no {kind} that could be swapped")
+            yield Skipped(
+                kind, f"{kind}{where}", f"{spec} is a recurrence or a mixture: it has no {kind} that could be swapped"
+            )
             continue
         try:
             regime_spec(operator)
         except ArgumentError as error:
             yield Skipped(kind, f"{kind}{where}", str(error))
             continue
-        for text, made in _SLOTS[kind](operator, model if start.head_dim is None else replace(model, head_dim=start.head_dim)):
+        for text, made in _SLOTS[kind](
+            operator, model if start.head_dim is None else replace(model, head_dim=start.head_dim)
+        ):
             name = f"{kind}{where}: {text}"
             try:
                 swapped = written(made())
             except ArgumentError as error:
                 yield Skipped(kind, name, str(error))
                 continue
-            yield Move(kind, name, replace(start, layers=tuple(swapped if layer == spec else layer for layer in start.layers)))
+            yield Move(
+                kind, name, replace(start, layers=tuple(swapped if layer == spec else layer for layer in start.layers))
+            )
 
 
 Proposed = Iterator[tuple[str, Callable[[], Operator]]]
 
 
-def _with(operator: Operator, score: str | None = None, link: str | None = None, anchor: str | None = None, rank: int | None = None) -> Operator:
+def _with(
+    operator: Operator,
+    score: str | None = None,
+    link: str | None = None,
+    anchor: str | None = None,
+    rank: int | None = None,
+) -> Operator:
     """The operator with some parts swapped; what a layer does for its anchor (norms, starts) follows the new one."""
     return regime(
         score or part_spec(operator.score), link or part_spec(operator.link), anchor or part_spec(operator.anchor), tuple(part_spec(p) for p in operator.prior),
@@ -174,7 +206,9 @@ def _powers(operator: Operator, model: ModelConfig) -> Proposed:
 
     def moved(step: int) -> Operator:
         if not isinstance(anchor, Koopman) or not isinstance(anchor.power, int):
-            raise ArgumentError(f"anchor {part_spec(anchor)} has no one power that could go up or down; anchor.Koopman(power=...) has")
+            raise ArgumentError(
+                f"anchor {part_spec(anchor)} has no one power that could go up or down; anchor.Koopman(power=...) has"
+            )
         return _with(operator, anchor=part_spec(replace(anchor, power=anchor.power + step)))
 
     for step, word in ((1, "one more"), (-1, "one less")):
@@ -186,7 +220,9 @@ def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
 
     def sized(size: int) -> Operator:
         if model.qk_dim is not None:
-            raise ArgumentError(f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks for; leave its qk_dim out")
+            raise ArgumentError(
+                f"the model gives queries and keys of all layers {model.qk_dim} numbers, whatever an operator asks for; leave its qk_dim out"
+            )
         return _with(operator, rank=size) if size != model.size_of_head else _unranked(operator)
 
     # the size of values is what a layer gives by itself: one name for one operator
@@ -195,7 +231,12 @@ def _ranks(operator: Operator, model: ModelConfig) -> Proposed:
 
 
 def _unranked(operator: Operator) -> Operator:
-    return regime(part_spec(operator.score), part_spec(operator.link), part_spec(operator.anchor), tuple(part_spec(p) for p in operator.prior))
+    return regime(
+        part_spec(operator.score),
+        part_spec(operator.link),
+        part_spec(operator.anchor),
+        tuple(part_spec(p) for p in operator.prior),
+    )
 
 
 _SLOTS: dict[str, Callable[[Operator, ModelConfig], Proposed]] = {
@@ -216,7 +257,11 @@ def _placements(start: Regime, palette: Sequence[str]) -> Iterator[Move | Skippe
     for place in range(len(layers)):
         for spec in dict.fromkeys((*layers, *(canonical(entry) for entry in palette))):
             if spec != layers[place]:
-                yield Move("placement", f"layer {place + 1}: {style.label(spec)}", replace(start, layers=(*layers[:place], spec, *layers[place + 1 :])))
+                yield Move(
+                    "placement",
+                    f"layer {place + 1}: {style.label(spec)}",
+                    replace(start, layers=(*layers[:place], spec, *layers[place + 1 :])),
+                )
 
 
 def _parameters(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move | Skipped]:
@@ -231,4 +276,17 @@ def _parameters(start: Regime, model: ModelConfig, kind: str) -> Iterator[Move |
         yield Move(kind, f"heads of {size} → {other}", replace(start, head_dim=None if other == own else other))
 
 
-__all__ = ["KINDS", "PALETTE", "PARAMETERS", "STRUCTURAL", "Move", "Moves", "Skipped", "check_kinds", "model_of", "moves", "proposals", "refusal"]
+__all__ = [
+    "KINDS",
+    "PALETTE",
+    "PARAMETERS",
+    "STRUCTURAL",
+    "Move",
+    "Moves",
+    "Skipped",
+    "check_kinds",
+    "model_of",
+    "moves",
+    "proposals",
+    "refusal",
+]

@@ -33,7 +33,9 @@ class Regime:
         """For people: the operator, or those of the layers in order, and the parameters."""
         short = [style.label(spec) for spec in dict.fromkeys(self.layers)]
         name = short[0] if len(short) == 1 else " → ".join(style.label(spec) for spec in self.layers)
-        return f"{name}, lr {formats.rate(self.learning_rate)}" + ("" if self.head_dim is None else f", heads of {self.head_dim}")
+        return f"{name}, lr {formats.rate(self.learning_rate)}" + (
+            "" if self.head_dim is None else f", heads of {self.head_dim}"
+        )
 
     @property
     def name(self) -> str:

@@ -52,7 +52,10 @@ class SearchResult:
     @property
     def costs(self) -> dict[Regime, dict[int, dict[int, float]]]:
         """Regime → steps → seed → cost, in the order they were tried."""
-        return {regime: {steps: found.costs for steps, found in rungs.items() if found.costs} for regime, rungs in self.outcomes.items()}
+        return {
+            regime: {steps: found.costs for steps, found in rungs.items() if found.costs}
+            for regime, rungs in self.outcomes.items()
+        }
 
 
 __all__ = ["Outcome", "Round", "SearchResult"]

@@ -106,7 +106,16 @@ class Search:
                 self.threads = threads
                 device = describe_device(torch.device(self.spec.device), self.threads)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
-                write_json(self.directory / FILE, {**self.spec.to_dict(), "created": created, "commit": commit(), "versions": versions(), "device": device})
+                write_json(
+                    self.directory / FILE,
+                    {
+                        **self.spec.to_dict(),
+                        "created": created,
+                        "commit": commit(),
+                        "versions": versions(),
+                        "device": device,
+                    },
+                )
             with parallel.session(workers, self.threads) if workers > 1 else contextlib.nullcontext():
                 result = _Walk(self, on_event or events.ignore, should_stop, interrupted, workers).result()
             findings.write(self.directory, self.spec, result)
@@ -125,7 +134,9 @@ class Search:
         failed = next((run.message or "a number that is not finite" for run in runs if run.seed not in costs), None)
         return Outcome(runs, costs if failed is None else None, failed)
 
-    def train(self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None) -> Outcome | None:
+    def train(
+        self, regime: Regime, steps: int, emit: events.Listener, should_stop: Callable[[], bool] | None
+    ) -> Outcome | None:
         """Train what is left of a regime on a rung, in this process; None when a stop was wished.
 
         Raises: FileWriteError, FolderInUseError; what else refuses a regime is its outcome.
@@ -137,10 +148,16 @@ class Search:
             # plans and ends of the parts are the search's own affair
             if isinstance(event, events.Planned | events.ComparisonFinished | events.Measuring):
                 return
-            emit(replace(event, run=f"{folder.relative_to(self.directory)}/{event.run}") if hasattr(event, "run") else event)  # type: ignore[call-arg]
+            emit(
+                replace(event, run=f"{folder.relative_to(self.directory)}/{event.run}")
+                if hasattr(event, "run")
+                else event
+            )  # type: ignore[call-arg]
 
         try:
-            result = Comparison(folder, self.spec.comparison(regime, steps)).run(on_event=listen, should_stop=should_stop, threads=self.threads)
+            result = Comparison(folder, self.spec.comparison(regime, steps)).run(
+                on_event=listen, should_stop=should_stop, threads=self.threads
+            )
         except (FileWriteError, FolderInUseError):
             raise
         except ZonalError as error:
@@ -151,7 +168,14 @@ class Search:
 class _Walk:
     """One sitting of a search, from its start."""
 
-    def __init__(self, search: Search, emit: events.Listener, should_stop: Callable[[], bool] | None, interrupted: Callable[[], bool], workers: int):
+    def __init__(
+        self,
+        search: Search,
+        emit: events.Listener,
+        should_stop: Callable[[], bool] | None,
+        interrupted: Callable[[], bool],
+        workers: int,
+    ):
         self.search, self.spec, self.emit, self.workers = search, search.spec, emit, workers
         self.should_stop, self.stop = should_stop, should_stop or interrupted
         self.outcomes: dict[Regime, dict[int, Outcome]] = {}
@@ -165,9 +189,13 @@ class _Walk:
         except _Stopped:
             status, reason = "stopped", "it was stopped; the same command goes on"
         last = self.spec.steps[-1]
-        finished = {regime: found[last].costs for regime, found in self.outcomes.items() if last in found and found[last].costs}
+        finished = {
+            regime: found[last].costs for regime, found in self.outcomes.items() if last in found and found[last].costs
+        }
         winner = min(finished, key=lambda regime: self._cost(regime, last), default=None)
-        return SearchResult(self.search.directory, status, reason, tuple(self.rounds), self.outcomes, self.judged, winner)
+        return SearchResult(
+            self.search.directory, status, reason, tuple(self.rounds), self.outcomes, self.judged, winner
+        )
 
     def _search(self) -> str:
         """Walk until something ends it; what that was."""
@@ -175,7 +203,9 @@ class _Walk:
         for steps in spec.steps:
             self._evaluate([current], steps, 0, current)
         if self.outcomes[current][spec.steps[-1]].costs is None:
-            raise ArgumentError(f"search: the start, {current.label}, could not be trained: {self.outcomes[current][spec.steps[-1]].message}")
+            raise ArgumentError(
+                f"search: the start, {current.label}, could not be trained: {self.outcomes[current][spec.steps[-1]].message}"
+            )
         for number in range(1, spec.rounds + 1):
             if current not in self.judged:
                 self.judged[current] = moves(current, spec.model, spec.kinds, spec.palette)
@@ -190,7 +220,10 @@ class _Walk:
                     self._close(current, drawn, rungs, None, chance.random(), number)
                     return f"the next rung would have gone beyond the budget of {spec.budget_seconds:g} s"
                 self._evaluate(alive, steps, number, current)
-                scored = sorted((regime for regime in alive if self.outcomes[regime][steps].costs), key=lambda regime, at=steps: (self._cost(regime, at), regime.name))
+                scored = sorted(
+                    (regime for regime in alive if self.outcomes[regime][steps].costs),
+                    key=lambda regime, at=steps: (self._cost(regime, at), regime.name),
+                )
                 rungs.append((steps, tuple(scored)))
                 alive = scored if rung == len(spec.steps) - 1 else scored[: max(1, math.ceil(len(alive) / spec.eta))]
                 if not alive:
@@ -199,12 +232,23 @@ class _Walk:
         return f"all {spec.rounds} rounds were made"
 
     def _close(
-        self, current: Regime, drawn: tuple[Move, ...], rungs: list[tuple[int, tuple[Regime, ...]]], chosen: Regime | None, chance: float, number: int
+        self,
+        current: Regime,
+        drawn: tuple[Move, ...],
+        rungs: list[tuple[int, tuple[Regime, ...]]],
+        chosen: Regime | None,
+        chance: float,
+        number: int,
     ) -> Regime:
         """Judge the best of a round; where the search stands then."""
         amount, probability, accepted = None, None, False
         if chosen is not None:
-            measured = effort(*({steps: found.costs for steps, found in self.outcomes[regime].items() if found.costs} for regime in (current, chosen)))
+            measured = effort(
+                *(
+                    {steps: found.costs for steps, found in self.outcomes[regime].items() if found.costs}
+                    for regime in (current, chosen)
+                )
+            )
             assert measured is not None  # both were trained on the last rung
             amount = spread(measured[1])
             probability = acceptance(self.spec, amount.mean)
@@ -230,7 +274,11 @@ class _Walk:
     def _evaluate(self, regimes: Sequence[Regime], steps: int, number: int, current: Regime) -> None:
         """Outcomes of all ``regimes`` on the rung of ``steps``. Raises _Stopped."""
         labels = tuple(regime.label for regime in regimes)
-        self.emit(events.RungStarted(number, self.spec.rounds, current.label, labels, steps, min(1.0, self._done / self._most())))
+        self.emit(
+            events.RungStarted(
+                number, self.spec.rounds, current.label, labels, steps, min(1.0, self._done / self._most())
+            )
+        )
         found = {regime: self.search.outcome(regime, steps) for regime in regimes}
         left = [regime for regime, outcome in found.items() if outcome is None]
         for regime in (regime for regime in regimes if found[regime] is not None):
@@ -260,15 +308,30 @@ class _Walk:
             functools.partial(_trial, str(self.search.directory.resolve()), steps), list(items), workers=self.workers, threads=self.search.threads,
             folder=self.search.directory / "ray", finished=lambda item: self._tell(items[item], steps),
         )  # fmt: skip
-        refused = {items[item]: Outcome((), None, values["message"]) for item, values in ended.items() if values["status"] == "refused"}
+        refused = {
+            items[item]: Outcome((), None, values["message"])
+            for item, values in ended.items()
+            if values["status"] == "refused"
+        }
         return {regime: refused.get(regime) or self.search.outcome(regime, steps) for regime in regimes}
 
     def _tell(self, regime: Regime, steps: int) -> None:
         """The ends of runs that were not watched: of an earlier sitting, or of a worker."""
         outcome = self.search.outcome(regime, steps)
         folder = self.search.folder(regime, steps).relative_to(self.search.directory)
-        for planned, run in zip(self.spec.comparison(regime, steps).runs(), outcome.runs if outcome else (), strict=False):
-            ended = (run.operator, run.label, run.seed, run.learning_rate, run.status, run.message, run.steps_done, run.final)
+        for planned, run in zip(
+            self.spec.comparison(regime, steps).runs(), outcome.runs if outcome else (), strict=False
+        ):
+            ended = (
+                run.operator,
+                run.label,
+                run.seed,
+                run.learning_rate,
+                run.status,
+                run.message,
+                run.steps_done,
+                run.final,
+            )
             self.emit(events.RunFinished(f"{folder}/{planned.name}", *ended, skipped=True))
 
     def _most(self) -> int:
@@ -284,7 +347,10 @@ def _trial(directory: str, steps: int, item: str) -> dict[str, Any]:
     """One regime on one rung, in a worker."""
     outcome = Search.open(directory).train(Regime.from_dict(json.loads(item)), steps, events.ignore, None)
     refused = outcome is not None and not outcome.runs
-    return {"status": "refused" if refused else "done" if outcome else "stopped", "message": outcome.message if outcome else None}
+    return {
+        "status": "refused" if refused else "done" if outcome else "stopped",
+        "message": outcome.message if outcome else None,
+    }
 
 
 def acceptance(spec: SearchSpec, amount: float) -> float:

@@ -71,12 +71,18 @@ class SearchSpec:
         for name in ("seeds", "kinds", "palette"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         # one name for one model
-        object.__setattr__(self, "model", replace(self.model, layers=tuple(canonical(spec) for spec in self.model.layers)))
+        object.__setattr__(
+            self, "model", replace(self.model, layers=tuple(canonical(spec) for spec in self.model.layers))
+        )
         for name in ("rounds", "width", "rungs"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("eta", self.eta >= 2, "at least 2")
         least = self.eta ** (self.rungs - 1)
-        self._require("rungs", self.training.steps >= least, f"few enough that the first has a step: {self.training.steps} steps allow {_most_rungs(self.training.steps, self.eta)}")
+        self._require(
+            "rungs",
+            self.training.steps >= least,
+            f"few enough that the first has a step: {self.training.steps} steps allow {_most_rungs(self.training.steps, self.eta)}",
+        )
         self._require("seeds", bool(self.seeds) and len(set(self.seeds)) == len(self.seeds), "at least one, each once")
         self._require("measure", self.measure in get_args(Measure), "'metric', 'loss' or 'steps'")
         self._require("rule", self.rule in get_args(Rule), "'threshold' or 'metropolis'")
@@ -84,8 +90,16 @@ class SearchSpec:
         self._require("temperature", math.isfinite(self.temperature) and self.temperature > 0, "an effort above 0")
         self._require("budget_seconds", self.budget_seconds is None or self.budget_seconds > 0, "positive, or None")
         if self.measure == "steps":
-            self._require("measure", self.task.metric == "accuracy", f"'metric' or 'loss' on a task measured by {self.task.metric}")
-            self._require("target", self.target in self.training.thresholds, f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}")
+            self._require(
+                "measure",
+                self.task.metric == "accuracy",
+                f"'metric' or 'loss' on a task measured by {self.task.metric}",
+            )
+            self._require(
+                "target",
+                self.target in self.training.thresholds,
+                f"one of training.thresholds, {', '.join(map(str, self.training.thresholds))}",
+            )
         self._require("kinds", bool(self.kinds), f"some of {', '.join(KINDS)}")
         check_kinds(self.kinds, "SearchSpec")
         for entry in self.palette:
@@ -104,7 +118,9 @@ class SearchSpec:
     def start(self) -> Regime:
         """Where the search begins."""
         own = None if self.model.dim % self.model.heads else self.model.dim // self.model.heads
-        return Regime(self.model.layers, self.training.learning_rate, None if self.model.head_dim == own else self.model.head_dim)
+        return Regime(
+            self.model.layers, self.training.learning_rate, None if self.model.head_dim == own else self.model.head_dim
+        )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -143,11 +159,27 @@ class SearchSpec:
         """``cost`` in words."""
         if self.measure == "steps":
             return f"steps to {self.target:g} accuracy"
-        return "error (1 - accuracy)" if self.measure == "metric" and self.task.metric == "accuracy" else "held-out loss"
+        return (
+            "error (1 - accuracy)" if self.measure == "metric" and self.task.metric == "accuracy" else "held-out loss"
+        )
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a folder to be this search, as JSON."""
-        names = ("rounds", "width", "rungs", "eta", "measure", "target", "rule", "threshold", "temperature", "kinds", "palette", "budget_seconds", "draw")
+        names = (
+            "rounds",
+            "width",
+            "rungs",
+            "eta",
+            "measure",
+            "target",
+            "rule",
+            "threshold",
+            "temperature",
+            "kinds",
+            "palette",
+            "budget_seconds",
+            "draw",
+        )
         values = {
             "task": self.task.config(),
             "model": self.model.to_dict(),
@@ -161,7 +193,14 @@ class SearchSpec:
     def to_dict(self) -> dict[str, Any]:
         """search.json, but for the machine; ``read_search`` reverses it."""
         described = {"task_description": self.task.describe(), "metric": self.task.metric, "measured": self.measured}
-        return {"schema": SCHEMA, "title": self.title, "command": self.command, **self.identity(), "training": self.training.to_dict(), **described}
+        return {
+            "schema": SCHEMA,
+            "title": self.title,
+            "command": self.command,
+            **self.identity(),
+            "training": self.training.to_dict(),
+            **described,
+        }
 
 
 def _most_rungs(steps: int, eta: int) -> int:
@@ -174,7 +213,9 @@ def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
     stored = stored_in(directory, FILE, SCHEMA, "search", "search")
     with understood("search", path):
         names = {field.name for field in dataclasses.fields(SearchSpec)} - {"task", "model", "training", "device"}
-        plain: dict[str, Any] = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
+        plain: dict[str, Any] = {
+            name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names
+        }
         task, model = tasks.from_config(stored["task"]), ModelConfig.from_dict(stored["model"])
         spec = SearchSpec(task, model, TrainConfig.from_dict(stored["training"]), device=stored["run_on"], **plain)
     return spec, stored

@@ -15,7 +15,9 @@ EXTRA = "search"
 def required(workers: int) -> None:
     """Raise ArgumentError, naming the extra, where Ray Tune is not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("ray", "pyarrow", "pandas")):
-        raise ArgumentError(f"search: {workers} workers need Ray Tune, which is not installed. Install it with pip install 'zonal[{EXTRA}]', or search with one worker.")
+        raise ArgumentError(
+            f"search: {workers} workers need Ray Tune, which is not installed. Install it with pip install 'zonal[{EXTRA}]', or search with one worker."
+        )
 
 
 @contextlib.contextmanager
@@ -23,7 +25,9 @@ def session(workers: int, threads: int) -> Iterator[None]:
     """Ray, for as long as the body runs: the caller's where there is one, else one of this machine with ``workers`` times ``threads`` cores."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # which is silent where verbose=0 asks for it
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without a share of a GPU still sees what this process sees
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # a worker without a share of a GPU still sees what this process sees
     import ray  # pyright: ignore[reportMissingImports]
 
     own = not ray.is_initialized()
@@ -37,7 +41,13 @@ def session(workers: int, threads: int) -> Iterator[None]:
 
 
 def each(
-    function: Callable[[str], dict[str, Any]], items: Sequence[str], *, workers: int, threads: int, folder: Path, finished: Callable[[str], None]
+    function: Callable[[str], dict[str, Any]],
+    items: Sequence[str],
+    *,
+    workers: int,
+    threads: int,
+    folder: Path,
+    finished: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Item → what ``function`` gave for it, ``workers`` at a time; items that were not reached (Ctrl-C) are left out.
 
@@ -72,7 +82,9 @@ def each(
     found: dict[str, dict[str, Any]] = {}
     for result in tuner.fit():
         if result.error is not None:
-            raise ZonalError(f"search: a worker ended with an error ({result.error}). What it had done is kept; run the same again to go on.")
+            raise ZonalError(
+                f"search: a worker ended with an error ({result.error}). What it had done is kept; run the same again to go on."
+            )
         if result.config and result.metrics and "status" in result.metrics:
             found[result.config["item"]] = result.metrics
     return found
