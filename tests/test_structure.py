@@ -55,7 +55,7 @@ LATE = {
 }
 
 LIMIT = 600
-LIMITS = {"zonal/mechanisms": 200, "zonal/kernels": 800}
+LIMITS = {"zonal/mechanisms": 230, "zonal/kernels": 800}
 
 
 def name_of(path: Path) -> str:
