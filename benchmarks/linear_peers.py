@@ -25,7 +25,7 @@ from torch import Tensor
 
 import zonal
 from benchmarks import common, peers
-from zonal import mechanisms, room, store
+from zonal import device_memory, mechanisms, store
 from zonal.errors import ArgumentError
 
 HEADS, DIM = 8, 32
@@ -281,7 +281,7 @@ def timed(
         "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features, "tokens": tokens, "causal": causal,
         "nearest": found.nearest,
     }  # fmt: skip
-    needed, left = found.room(tokens), room.free(device)
+    needed, left = found.room(tokens), device_memory.free(device)
     if left is not None and needed > left:
         refused = f"takes {needed / 2**30:.0f} GiB, and {left / 2**30:.0f} GiB are free"
         print(f"  T={tokens} {kind}: {refused}", flush=True)

@@ -33,7 +33,7 @@ FLOORS = {
     "names": 0,
     "typed": 0,
     "formula": 0,
-    "room": 0,
+    "device_memory": 0,
     "store": 0,
 }
 # neighbours on one floor, in this direction only
@@ -42,7 +42,7 @@ NEIGHBOURS = {
     ("store", "errors"),
     ("names", "errors"),
     ("typed", "errors"),
-    ("room", "errors"),
+    ("device_memory", "errors"),
     ("kernels", "data"),
     ("mechanisms", "features"),
 }

@@ -132,19 +132,19 @@ def test_distances_and_gradients(metric: Metric) -> None:
 def test_lift_is_the_score(metric: Metric, temperature: float) -> None:
     """h(scale a(q) . b(k)) = -d / temperature, with key heads that serve two query heads each; h is the C++ text, read as Python."""
     q, k = points()
-    lift, (a, b) = metric.lift(temperature), metric.lifted(q, k)
-    assert lift is not None
-    assert a.shape[-1] == b.shape[-1] == q.shape[-1] + lift.extra
-    x = lift.scale * (a @ b.repeat_interleave(2, 1).mT)
-    if lift.formula.cpp_value:
+    reduction, (a, b) = metric.dot_reduction(temperature), metric.reduced(q, k)
+    assert reduction is not None
+    assert a.shape[-1] == b.shape[-1] == q.shape[-1] + reduction.extra
+    x = reduction.scale * (a @ b.repeat_interleave(2, 1).mT)
+    if reduction.formula.cpp_value:
         words = {
             "x": x,
-            "c": lift.formula.constants,
+            "c": reduction.formula.constants,
             "root": torch.sqrt,
             "most": torch.maximum,
             "zero": torch.zeros_like(x),
         }
-        x = eval(lift.formula.cpp_value.replace("V{}", "zero"), words)
+        x = eval(reduction.formula.cpp_value.replace("V{}", "zero"), words)
     expected = NegativeDistance(metric, temperature).pair(q, k.repeat_interleave(2, 1))
     assert torch.allclose(x, expected, atol=1e-9)
     weight = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -172,12 +172,12 @@ def test_a_poisoned_key_poisons_itself_alone(metric: Metric, bad: float) -> None
 def test_no_keys(metric: Metric) -> None:
     q, k = (x.detach() for x in points(kv_heads=4))
     assert metric.pair(q, k[:, :, :0]).shape == (2, 4, 7, 0)
-    if metric.lift(1.0) is not None:
-        assert metric.lifted(q, k[:, :, :0])[0].isfinite().all()
+    if metric.dot_reduction(1.0) is not None:
+        assert metric.reduced(q, k[:, :, :0])[0].isfinite().all()
 
 
 def test_a_metric_without_a_dot_product() -> None:
-    assert Metric().lift(1.0) is None
+    assert Metric().dot_reduction(1.0) is None
     with pytest.raises(ArgumentError, match="eps must be > 0"):
         Euclidean(eps=0.0)
 

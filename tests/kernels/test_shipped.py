@@ -217,5 +217,7 @@ def test_every_shipped_family_runs_without_a_compiler(
 def test_every_link_is_known() -> None:
     """FORMULAS, which stand below links and metrics, are theirs."""
     found = [native.code_of(kind()) for kind in link.LINKS.values()]  # type: ignore[arg-type]
-    found += [lift.formula for kind in metric.METRICS.values() if (lift := kind().lift(1.0)) is not None]  # type: ignore[attr-defined]
+    found += [
+        reduction.formula for kind in metric.METRICS.values() if (reduction := kind().dot_reduction(1.0)) is not None
+    ]  # type: ignore[attr-defined]
     assert {replace(code, constants=()) for code in found if code is not None} == set(FORMULAS.values())

@@ -16,7 +16,7 @@ from zonal.algebra.score import Categorical, Cosine, Dot, NegativeDistance, Oper
 _KINDS = (Euclidean, SquaredEuclidean, Sphere, Hyperbolic, HilbertSchmidt, FisherRao)
 
 
-def doubt(score: Score, link: Link, dim: int | None) -> str | None:
+def indefinite_reason(score: Score, link: Link, dim: int | None) -> str | None:
     """Why l(S) among keys may have negative eigenvalues, for people, or None when it cannot. dim: numbers of a key, None = not known yet."""
     if isinstance(score, NegativeDistance):
         return _of_distance(score, link)
@@ -94,4 +94,4 @@ def _of_harmonics(link: Gegenbauer, unit: bool, dim: int | None) -> str | None:
     return None
 
 
-__all__ = ["doubt"]
+__all__ = ["indefinite_reason"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Blocks, Masses
+from zonal.algebra.anchor import Blocks, Marginals
 from zonal.algebra.operator import Bound
 from zonal.algebra.prior import Bias, Visibility
 
@@ -66,12 +66,12 @@ def evidence(
 
 def weights(
     bound: Bound, coefficients: Tensor, q: Tensor, k: Tensor, visibility: Visibility, bias: Bias, log_decay: Tensor | None = None,
-    masses: Masses | None = None,
+    marginals: Marginals | None = None,
 ) -> Tensor:  # fmt: skip
     """W (B, H, T, S) for prepared q (B, H, T, D) and k (B, H, S, D); key heads are already repeated for their queries.
 
     log_decay (B or 1, Hkv, S), 0 on padding: what an anchor that solves lets its past fade by; other anchors find it in ``bias``.
-    masses: of queries and keys, for anchors that couple queries.
+    marginals: the masses of queries and keys, for anchors that couple queries.
     """
     log = bound.link.log_space
     block, visible = evidence(bound, coefficients, q, k, visibility, bias)
@@ -85,7 +85,7 @@ def weights(
     }
     if log_decay is not None:
         log_decay = log_decay.repeat_interleave(bound.groups, 1) if bound.anchor.solves else None
-    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay, masses))
+    return bound.anchor.weights(Blocks(block, log, among, visible, visibility, params, q, k, log_decay, marginals))
 
 
 __all__ = ["evidence", "kernel", "paired", "weights"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zonal.algebra import ledger, slots
 from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
-from zonal.algebra.definite import doubt
+from zonal.algebra.definite import indefinite_reason
 from zonal.algebra.link import Exp, Identity, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
 from zonal.algebra.score import Dot, Params, Score
@@ -221,7 +221,7 @@ class Operator(nn.Module):
         decays = any(isinstance(p, Decay) for p in self.prior)
         if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
             return f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
-        indefinite = doubt(self.score, self.link, dim)
+        indefinite = indefinite_reason(self.score, self.link, dim)
         if indefinite is not None:
             return f"anchor {name} needs a positive definite kernel among keys, and {indefinite}"
         if not isinstance(anchor, Ridge):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator, Tags
-from zonal.algebra.anchor import Masses, Potentials
+from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.declaration import require_values
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import LEAK, Bound
 from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, visibility
 from zonal.errors import ArgumentError
-from zonal.execution.masses import masses_of
+from zonal.execution.marginals import marginals_of
 from zonal.kernels import transforms
 from zonal.memory.base import undeclared
 from zonal.memory.weights import check_weights, weighed
@@ -46,7 +46,7 @@ class Call:
     They are prepared when a path asks for them: a kernel that does so by itself takes ``raw`` (None once tokens have been replaced).
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
     it is also contained in ``bias``, but for anchors that solve. shared: raw queries and keys of one head that all heads share, before they were
-    spread over them; or None. masses: of queries and keys, for anchors that couple queries. causal: whether queries are tied to positions at all (declared or asked for).
+    spread over them; or None. marginals: the masses of queries and keys, for anchors that couple queries. causal: whether queries are tied to positions at all (declared or asked for).
     """
 
     operator: Operator
@@ -64,7 +64,7 @@ class Call:
     dtype: torch.dtype  # of the result
     head_dim: int  # of queries and keys as they came
     shared: tuple[Tensor, Tensor] | None = None
-    masses: Masses | None = None
+    marginals: Marginals | None = None
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -311,7 +311,7 @@ def prepare(
         dtype=out,
         head_dim=q.shape[3],
         shared=shared if shared[0] is not q else None,
-        masses=masses_of(
+        marginals=marginals_of(
             operator,
             seen,
             (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),

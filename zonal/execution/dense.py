@@ -19,7 +19,7 @@ def weights(call: Call) -> Tensor:
         call.visibility,
         call.bias,
         call.log_decay,
-        call.masses,
+        call.marginals,
     )
 
 

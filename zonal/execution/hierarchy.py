@@ -25,21 +25,21 @@ def hierarchy_refusal(call: Call) -> str | None:
 
 def hierarchical(call: Call) -> Tensor:
     """y (B, H, T, P) of a call that is not refused."""
-    anchor, masses = call.bound.anchor, call.masses
+    anchor, marginals = call.bound.anchor, call.marginals
     assert isinstance(anchor, Hierarchical)
-    assert masses is not None
+    assert marginals is not None
     tokens = call.shape[2]
     spans = anchor.spans(tokens)
     # whole smallest blocks; what is added is in none
     size = spans[0]
     fill = -tokens % size if size else 0
-    real = F.pad(present(masses.key), (0, fill))
+    real = F.pad(present(marginals.key), (0, fill))
     q, k, v = (
         torch.where(real[..., None], F.pad(x, (0, 0, 0, fill)), 0)
         for x in (call.q, call.expand(call.k), call.expand(call.v))
     )
-    bias = torch.zeros_like(masses.key) if call.bias.col is None else call.bias.col.to(masses.key)
-    bias = torch.where(real, F.pad(bias.expand_as(masses.key), (0, fill)), 0)
+    bias = torch.zeros_like(marginals.key) if call.bias.col is None else call.bias.col.to(marginals.key)
+    bias = torch.where(real, F.pad(bias.expand_as(marginals.key), (0, fill)), 0)
     q, k, v, bias, real = (x.unflatten(2, (-1, size)) if size else x.unsqueeze(2) for x in (q, k, v, bias, real))
     scores = torch.where(real[..., None, :], q @ k.mT + bias[..., None, :], ABSENT)
     y, total = scores.softmax(-1) @ v, scores.logsumexp(-1)

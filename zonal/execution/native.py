@@ -29,7 +29,7 @@ def refusal(call: Call) -> str | None:
     if reason is not None:
         return reason
     link, score = call.bound.link, call.bound.score
-    if not score.bilinear and score.lift is None:
+    if not score.bilinear and score.dot_reduction is None:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
     code = _code(link, score)
     if code is None:
@@ -40,7 +40,7 @@ def refusal(call: Call) -> str | None:
         return f"anchor {type(call.bound.anchor).__name__} is not in it"
     if not call.bias.empty and not _carried(call, code):
         return "log priors (decay, ALiBi, key biases but for finite ones of an exponential of a dot product on the CPU) are not in it"
-    extra = (0 if score.lift is None else score.lift.extra) + (not call.bias.empty)
+    extra = (0 if score.dot_reduction is None else score.dot_reduction.extra) + (not call.bias.empty)
     if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
         limits = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
         return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
@@ -97,21 +97,21 @@ _kept_code = functools.lru_cache(maxsize=256)(_with_domain)  # which a tracer ca
 
 def _code(link: Link, score: Score) -> Formula | None:
     """The link of a score; where the score is a map of a dot product, that map with the link exp after it."""
-    code, lift = code_of(link), score.lift
-    if lift is None or code is None:
+    code, reduction = code_of(link), score.dot_reduction
+    if reduction is None or code is None:
         return code
-    return lift.formula if code.log and not code.cpp_value and code.domain is None else None
+    return reduction.formula if code.log and not code.cpp_value and code.domain is None else None
 
 
 def tiled(call: Call) -> Tensor:
     """y (B, H, T, P) before the anchor's factor a head, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
     bound, seen = call.bound, call.visibility
-    code, lift = _code(bound.link, bound.score), bound.score.lift
+    code, reduction = _code(bound.link, bound.score), bound.score.dot_reduction
     assert code is not None
     heads, dim = call.shape[1], call.shape[4]
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
-    if lift is not None:
-        fused, (q, k), v = Fused(False, 0.0, lift.scale), bound.score.lifted(call.q, call.k), call.v
+    if reduction is not None:
+        fused, (q, k), v = Fused(False, 0.0, reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif not call.bias.empty:
         assert call.key_bias is not None
         fused, v = Fused(False, 0.0, 1.0), call.v

@@ -59,7 +59,7 @@ def without_kernel(call: Call) -> str | None:
     if score.bilinear:
         return native.refusal(call)
     reason = native_distance.refusal(call)
-    return reason if reason is None or score.lift is None else native.refusal(call)
+    return reason if reason is None or score.dot_reduction is None else native.refusal(call)
 
 
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:

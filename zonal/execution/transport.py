@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Masses, PlanAnchor, Potentials, Row
+from zonal.algebra.anchor import Marginals, PlanAnchor, Potentials, Row
 from zonal.algebra.anchor.plan import ABSENT, present, weighted
 from zonal.algebra.named import operator_of
 from zonal.algebra.prior import Bias, Intervals, Visibility, Window
@@ -58,11 +58,11 @@ def transported(call: Call) -> Tensor:
 
 
 def _by_passes(call: Call) -> Tensor:
-    anchor, masses = call.bound.anchor, call.masses
+    anchor, marginals = call.bound.anchor, call.marginals
     assert isinstance(anchor, PlanAnchor)
-    assert masses is not None
+    assert marginals is not None
     q, k, v = _present(call)
-    y = _Transport.apply(q, k, v, _column(call), masses.query, masses.key, call)
+    y = _Transport.apply(q, k, v, _column(call), marginals.query, marginals.key, call)
     return call.scaled(y)
 
 
@@ -97,30 +97,30 @@ def potentials(
         query_mass=query_mass, key_mass=key_mass, start=start,
     )  # fmt: skip
     anchor = call.bound.anchor
-    if not isinstance(anchor, PlanAnchor) or call.masses is None:
+    if not isinstance(anchor, PlanAnchor) or call.marginals is None:
         raise ArgumentError(
             f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan())."
         )
     q, k, _ = _present(call)
-    return _solved(_passes(call, q, k), anchor, call.masses, _column(call))
+    return _solved(_passes(call, q, k), anchor, call.marginals, _column(call))
 
 
 def _present(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with a key head for each query head; what takes no part is zero, so that nothing in it can spread."""
-    assert call.masses is not None
-    q = torch.where(present(call.masses.query)[..., None], call.q, 0)
-    there = present(call.masses.key)[..., None]
+    assert call.marginals is not None
+    q = torch.where(present(call.marginals.query)[..., None], call.q, 0)
+    there = present(call.marginals.key)[..., None]
     return q, torch.where(there, call.expand(call.k), 0), torch.where(there, call.expand(call.v), 0)
 
 
 def _column(call: Call) -> Tensor:
     """The key bias (B, H, S) in the computing type, zero without one."""
-    assert call.masses is not None
+    assert call.marginals is not None
     col = call.bias.col
     return (
-        torch.zeros_like(call.masses.key)
+        torch.zeros_like(call.marginals.key)
         if col is None
-        else col.to(call.masses.key).expand_as(call.masses.key).clamp_min(ABSENT)
+        else col.to(call.marginals.key).expand_as(call.marginals.key).clamp_min(ABSENT)
     )
 
 
@@ -275,13 +275,15 @@ def turned(seen: Visibility) -> Visibility:
     return Visibility(Intervals(lo, hi, torch.zeros_like(keys), keys - offset), now.lo.shape[0], None, seen.edges)
 
 
-def _solved(passes: _Passes, anchor: PlanAnchor, masses: Masses, col: Tensor) -> Potentials:
+def _solved(passes: _Passes, anchor: PlanAnchor, marginals: Marginals, col: Tensor) -> Potentials:
     per_key, per_query = (
         torch.ones_like(x[:1, :1, :1, None]).expand(*x.shape, 1) if x.numel() else x[..., None]
-        for x in (masses.key, masses.query)
+        for x in (marginals.key, marginals.query)
     )
     return anchor.potentials(
-        masses, lambda a, b: passes.rows(a, b + col, per_key)[1], lambda a, b: passes.columns(a, b + col, per_query)[1]
+        marginals,
+        lambda a, b: passes.rows(a, b + col, per_key)[1],
+        lambda a, b: passes.columns(a, b + col, per_query)[1],
     )
 
 
@@ -292,9 +294,9 @@ class _Transport(torch.autograd.Function):
     ) -> Tensor:
         anchor = call.bound.anchor
         assert isinstance(anchor, PlanAnchor)
-        assert call.masses is not None
+        assert call.marginals is not None
         passes = _passes(call, q, k)
-        at = _solved(passes, anchor, call.masses._replace(query=log_mu, key=log_nu), col)
+        at = _solved(passes, anchor, call.marginals._replace(query=log_mu, key=log_nu), col)
         a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
         y, log_m = passes.rows(a, b + col, v)
         there = present(log_mu)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zonal import room
+from zonal import device_memory
 from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.link import Link, SquaredAffine
 from zonal.features.base import NONE, Buffers, Claim, FeatureMap, Side, Source
@@ -140,7 +140,7 @@ class Nystrom(FeatureMap):
 
     def draw(self, source: Source) -> dict[str, Tensor]:
         # the kernel among landmarks, its eigenvectors and the whitening, in float64
-        room.require(
+        device_memory.require(
             "Nystrom.prepare",
             f"{self.count} landmarks for each of {source.heads} heads",
             3 * 8 * source.heads * self.count**2,

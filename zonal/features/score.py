@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zonal import room
+from zonal import device_memory
 from zonal.algebra.declaration import Derived, Move, require, require_whole
 from zonal.algebra.score import Params, Score, unit
 from zonal.errors import ArgumentError
@@ -140,7 +140,7 @@ class Features(Score):
             )
         size, vectors = self.features.dimension(dim), x[..., 0].numel()
         # twice: what they are made from is about as large
-        room.require(
+        device_memory.require(
             "attention", f"{size} features for each of {vectors} vectors, and the work of making them,", 2 * vectors * size * x.element_size(), x.device,
             "Use fewer features, or absorb shorter pieces into a memory.",
         )  # fmt: skip

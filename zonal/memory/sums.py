@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal import room
+from zonal import device_memory
 from zonal.algebra import Operator, definition
 from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
@@ -101,7 +101,7 @@ def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = 
 def _start(operator: Operator, form: Form) -> tuple[Tensor, Tensor]:
     size = features_of(operator, form.key_dim).dimension(operator.score.width(form.key_dim))
     width = form.value_dim + (1 if operator.tags.normalises else 0)
-    room.require(
+    device_memory.require(
         "Memory", f"sums over {size} features for {form.batch} sequences of {form.heads} heads", _state_bytes(operator, form), form.device,
         "Use fewer features or a smaller batch.",
     )  # fmt: skip

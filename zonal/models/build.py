@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from zonal import room
+from zonal import device_memory
 from zonal.models.causal_lm import CausalLM
 from zonal.models.config import ModelConfig
 from zonal.names import known_names
@@ -23,7 +23,7 @@ def build(config: ModelConfig, seed: int) -> CausalLM:
     Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory, before any is asked for.
     """
     with torch.random.fork_rng(devices=[]):
-        room.require(
+        device_memory.require(
             "build",
             f"the weights of a model of {len(config.layers)} layers of width {config.dim}",
             _weight_bytes(config),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import probe
-from zonal.algebra.anchor import BoundedPlan, Count, Masses, Plan, PlanAnchor, Raw, Row, TopK, UnbalancedPlan
+from zonal.algebra.anchor import BoundedPlan, Count, Marginals, Plan, PlanAnchor, Raw, Row, TopK, UnbalancedPlan
 from zonal.algebra.anchor.plan import weighted
 from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.operator import Operator
@@ -57,7 +57,7 @@ class _PlanProbe(Probe):
     """What an anchor with a plan sees: its own weights, for the masses (B, H, ·) of one head."""
 
     anchor: PlanAnchor
-    masses: Masses
+    marginals: Marginals
 
     @property
     def left(self) -> bool:
@@ -70,13 +70,13 @@ class _PlanProbe(Probe):
         return isinstance(self.anchor, Plan) or (isinstance(self.anchor, UnbalancedPlan) and self.anchor.rho[1] is None)
 
     def observe(self, log_kernel: Tensor) -> Observed:
-        block, (mu, nu, _) = log_kernel.double()[:, None], self.masses
+        block, (mu, nu, _) = log_kernel.double()[:, None], self.marginals
 
         def rows(a: Tensor, b: Tensor) -> Tensor:
             return (block + a[..., None] + b[..., None, :]).logsumexp(-1)
 
         at = self.anchor.potentials(
-            self.masses, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2)
+            self.marginals, rows, lambda a, b: (block + a[..., None] + b[..., None, :]).logsumexp(-2)
         )
         left = self.anchor.stepped(self.anchor.query_step, rows, mu, nu, at.query, at.key, True).potential[:, 0]
         right = weighted(nu, at.key)[:, 0]
@@ -142,8 +142,10 @@ def _probe(call: Call, head: int) -> Probe:
     """What the anchor sees of the kernel of one head."""
     anchor = call.bound.anchor
     if isinstance(anchor, PlanAnchor):
-        assert call.masses is not None
-        return _PlanProbe(anchor, Masses(call.masses.query[:, head : head + 1], call.masses.key[:, head : head + 1]))
+        assert call.marginals is not None
+        return _PlanProbe(
+            anchor, Marginals(call.marginals.query[:, head : head + 1], call.marginals.key[:, head : head + 1])
+        )
     if isinstance(anchor, Count):
         return probe.Kernel(-call.visibility.count(call.device)[0, 0].clamp_min(1).double().log())
     return probe.Kernel() if isinstance(anchor, Raw) else probe.Rows()

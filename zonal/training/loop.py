@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zonal import room
+from zonal import device_memory
 from zonal.errors import ArgumentError, NonFiniteError
 from zonal.evaluation.examination import Marks
 from zonal.evaluation.metrics import Accumulator, Cells, accumulate_in_pieces, evaluating
@@ -101,7 +101,7 @@ def _check_room(model: CausalLM, task: Task, config: TrainConfig, device: torch.
     sequences = config.batch_size // config.accumulate
     numbers = 3 * model.num_parameters() + sequences * task.length * model.config.dim * len(model.config.layers)
     size = 4 * numbers + 16 * config.batch_size * task.length
-    room.require(
+    device_memory.require(
         "train",
         f"a batch of {config.batch_size:,} sequences of {task.length:,} tokens and the optimiser",
         size,

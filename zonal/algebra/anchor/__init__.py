@@ -5,7 +5,7 @@ from zonal.algebra.anchor.base import (
     Blocks,
     Count,
     Koopman,
-    Masses,
+    Marginals,
     Potentials,
     Raw,
     Ridge,
@@ -24,6 +24,6 @@ ANCHORS: dict[str, type[Declaration]] = {
 }
 
 __all__ = [
-    "ANCHORS", "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Masses", "Plan", "PlanAnchor", "Potentials", "Raw", "Ridge", "Row",
+    "ANCHORS", "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Marginals", "Plan", "PlanAnchor", "Potentials", "Raw", "Ridge", "Row",
     "State", "SumAnchor", "TopK", "UnbalancedPlan",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ class Potentials(NamedTuple):
     error: float
 
 
-class Masses(NamedTuple):
+class Marginals(NamedTuple):
     """Logarithms of how much each query gives, (B, H, T), and each key receives, (B, H, S), in plans; ``plan.ABSENT``: takes no part. Those of each
     document sum to one. start: potentials that an iteration begins with, None = zero."""
 
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
     qk: (B, H, T, S) kernel, or its logarithm when ``log`` is True. kk: (B, H, S, S), for anchors that solve.
     visible: bool broadcastable to qk. visibility: the same as intervals. params: what the anchor learned.
     q (B, H, T, D), k (B, H, S, D): the prepared vectors, for anchors that solve; log_decay (B or 1, H, S) where their past fades.
-    masses: of queries and keys, for anchors that couple queries.
+    marginals: the masses of queries and keys, for anchors that couple queries.
     """
 
     qk: Tensor
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     log_decay: Tensor | None = None
-    masses: Masses | None = None
+    marginals: Marginals | None = None
 
 
 _NO_GAUGE = Derived("no gauge", "hence a factor a row of K is one of its output: no gauge")
@@ -582,7 +582,7 @@ __all__ = [
     "Blocks",
     "Count",
     "Koopman",
-    "Masses",
+    "Marginals",
     "Potentials",
     "Raw",
     "Ridge",

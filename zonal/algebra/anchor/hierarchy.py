@@ -55,8 +55,8 @@ class Hierarchical(Anchor):
         return (*spans, tokens)
 
     def weights(self, blocks: Blocks) -> Tensor:
-        assert blocks.masses is not None
-        real = present(blocks.masses.key)
+        assert blocks.marginals is not None
+        real = present(blocks.marginals.key)
         tokens = real.shape[-1]
         scores = torch.where(real[..., None, :] & real[..., :, None], blocks.qk, 0)
         place = torch.arange(tokens, device=real.device)

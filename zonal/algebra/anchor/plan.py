@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor.base import Anchor, Blocks, Masses, Potentials
+from zonal.algebra.anchor.base import Anchor, Blocks, Marginals, Potentials
 from zonal.algebra.declaration import Derived, Move, require, require_whole
 from zonal.errors import ConvergenceError, NonFiniteError
 
@@ -105,13 +105,13 @@ class PlanAnchor(Anchor):
         """g and its slope -dg/dl from l_s and log nu_s (B, H, S)."""
         raise NotImplementedError(f"{type(self).__name__}.key_step")
 
-    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         """g less the constant that f should have more of, and g less: the two rules in turn move it slowly, where masses are strong wishes."""
         raise NotImplementedError(f"{type(self).__name__}.centred")
 
     def weights(self, blocks: Blocks) -> Tensor:
-        assert blocks.masses is not None
-        masses = blocks.masses
+        assert blocks.marginals is not None
+        marginals = blocks.marginals
         log_kernel = torch.where(blocks.qk == float("-inf"), ABSENT, blocks.qk)
 
         def rows(a: Tensor, b: Tensor) -> Tensor:
@@ -121,19 +121,19 @@ class PlanAnchor(Anchor):
             return (log_kernel + a[..., None] + b[..., None, :]).logsumexp(-2)
 
         if self.gradient == "unrolled":
-            at = self.potentials(masses, rows, columns)
+            at = self.potentials(marginals, rows, columns)
             f, g = (
-                self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True).potential,
+                self.stepped(self.query_step, rows, marginals.query, marginals.key, at.query, at.key, True).potential,
                 at.key,
             )
         else:
             with torch.no_grad():
-                at = self.potentials(masses, rows, columns)
-            f, g = self._implicit(log_kernel, masses, at, rows, columns)
+                at = self.potentials(marginals, rows, columns)
+            f, g = self._implicit(log_kernel, marginals, at, rows, columns)
         log_weights = (
             log_kernel
-            + torch.where(present(masses.query), f, ABSENT)[..., None]
-            + weighted(masses.key, g)[..., None, :]
+            + torch.where(present(marginals.query), f, ABSENT)[..., None]
+            + weighted(marginals.key, g)[..., None, :]
         )
         return log_weights.exp()
 
@@ -154,7 +154,10 @@ class PlanAnchor(Anchor):
         return Step(torch.where(present(own), step.potential, 0), torch.where(present(own), step.slope, 0))
 
     def potentials(
-        self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+        self,
+        marginals: Marginals,
+        rows: Callable[[Tensor, Tensor], Tensor],
+        columns: Callable[[Tensor, Tensor], Tensor],
     ) -> Potentials:
         """Both rules in turn until they agree.
 
@@ -163,25 +166,28 @@ class PlanAnchor(Anchor):
 
         Raises: ConvergenceError at the limit of iterations, unless the declaration keeps what there is; NonFiniteError for scores that are no numbers.
         """
-        return _iterated(self, masses, rows, columns)
+        return _iterated(self, marginals, rows, columns)
 
     def _iterated(
-        self, masses: Masses, rows: Callable[[Tensor, Tensor], Tensor], columns: Callable[[Tensor, Tensor], Tensor]
+        self,
+        marginals: Marginals,
+        rows: Callable[[Tensor, Tensor], Tensor],
+        columns: Callable[[Tensor, Tensor], Tensor],
     ) -> Potentials:
-        start = masses.start
+        start = marginals.start
         f, g = (
-            (torch.zeros_like(masses.query), torch.zeros_like(masses.key))
+            (torch.zeros_like(marginals.query), torch.zeros_like(marginals.key))
             if start is None
-            else (start.query.to(masses.query), start.key.to(masses.key))
+            else (start.query.to(marginals.query), start.key.to(marginals.key))
         )
         if not f.numel() or not g.numel():
             return Potentials(f, g, 0, 0.0)
-        nu = masses.key.detach().exp()
+        nu = marginals.key.detach().exp()
         mixing, worst = _Mixing(nu), math.inf
         for iteration in range(1, self.limit + 1):
-            f = self.stepped(self.query_step, rows, masses.query, masses.key, f, g, True).potential
-            new = self.stepped(self.key_step, columns, masses.key, masses.query, g, f, False).potential
-            new = torch.where(present(masses.key), self.centred(masses, f, new), 0)
+            f = self.stepped(self.query_step, rows, marginals.query, marginals.key, f, g, True).potential
+            new = self.stepped(self.key_step, columns, marginals.key, marginals.query, g, f, False).potential
+            new = torch.where(present(marginals.key), self.centred(marginals, f, new), 0)
             error = slack(nu, g - new)
             worst = float(error.max())
             reach = torch.finfo(f.dtype).eps * (
@@ -205,19 +211,23 @@ class PlanAnchor(Anchor):
     def _implicit(
         self,
         log_kernel: Tensor,
-        masses: Masses,
+        marginals: Marginals,
         at: Potentials,
         rows: Callable[[Tensor, Tensor], Tensor],
         columns: Callable[[Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The potentials with the derivative of the fixed point: one Newton step whose matrix is a constant."""
-        first = self.stepped(self.query_step, rows, masses.query, masses.key, at.query, at.key, True)
+        first = self.stepped(self.query_step, rows, marginals.query, marginals.key, at.query, at.key, True)
         if not first.potential.requires_grad:
             return first.potential, at.key
-        second = self.stepped(self.key_step, columns, masses.key, masses.query, at.key, at.query, False)
+        second = self.stepped(self.key_step, columns, marginals.key, marginals.query, at.key, at.query, False)
         with torch.no_grad():
             plan = (
-                (log_kernel + weighted(masses.query, at.query)[..., None] + weighted(masses.key, at.key)[..., None, :])
+                (
+                    log_kernel
+                    + weighted(marginals.query, at.query)[..., None]
+                    + weighted(marginals.key, at.key)[..., None, :]
+                )
                 .double()
                 .exp()
             )
@@ -242,7 +252,7 @@ class PlanAnchor(Anchor):
 
 # how often it goes round depends on numbers, which a tracer does not have
 _iterated: Callable[
-    [PlanAnchor, Masses, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials
+    [PlanAnchor, Marginals, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]], Potentials
 ] = torch.compiler.disable(PlanAnchor._iterated)  # type: ignore[assignment]
 
 
@@ -301,7 +311,7 @@ class Plan(PlanAnchor):
     def key_step(self, met: Tensor, mass: Tensor) -> Step:
         return Step(-met, torch.ones_like(met))
 
-    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         return g
 
     def moves(self) -> tuple[Move, ...]:
@@ -369,11 +379,11 @@ class UnbalancedPlan(PlanAnchor):
         pull = -slope * met
         return Step(pull - (1 - slope) * mass if self.by_kernel else pull, torch.full_like(met, slope))
 
-    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         if not self.rho[0] or not self.rho[1]:
             return g  # one side is met exactly, or not at all
         # in float64: large rho magnify what rounding leaves
-        sides = ((masses.query, f, self.rho[0]), (masses.key, g, self.rho[1]))
+        sides = ((marginals.query, f, self.rho[0]), (marginals.key, g, self.rho[1]))
         # of the factors that the plan has beside its reference: a and b, or a / mu and b / nu
         factors = [
             potential + torch.where(present(mass), mass, 0) if self.by_kernel else potential
@@ -436,7 +446,7 @@ class BoundedPlan(PlanAnchor):
         )
         return Step(torch.maximum(lowest, highest.clamp_max(0)), ((lowest > 0) | (highest < 0)).to(met.dtype))
 
-    def centred(self, masses: Masses, f: Tensor, g: Tensor) -> Tensor:
+    def centred(self, marginals: Marginals, f: Tensor, g: Tensor) -> Tensor:
         return g
 
     def moves(self) -> tuple[Move, ...]:

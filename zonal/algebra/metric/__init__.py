@@ -1,7 +1,7 @@
 """Metrics: distances between query and key points, smooth where points coincide, with hand-written derivatives for tiles."""
 
 from zonal.algebra.declaration import Declaration
-from zonal.algebra.metric.base import Lift, Metric
+from zonal.algebra.metric.base import DotReduction, Metric
 from zonal.algebra.metric.curved import Hyperbolic, Sphere, from_ball, to_ball
 from zonal.algebra.metric.euclidean import Euclidean, HilbertSchmidt, SquaredEuclidean
 from zonal.algebra.metric.information import Fidelity, FisherRao, LeCam
@@ -28,13 +28,13 @@ METRICS: dict[str, type[Declaration]] = {
 
 __all__ = [
     "METRICS",
+    "DotReduction",
     "Euclidean",
     "Fidelity",
     "FisherRao",
     "HilbertSchmidt",
     "Hyperbolic",
     "LeCam",
-    "Lift",
     "Metric",
     "Product",
     "Riemannian",

@@ -9,7 +9,7 @@ from zonal.algebra.declaration import Declaration
 from zonal.formula import Formula, Term
 
 
-class Lift(NamedTuple):
+class DotReduction(NamedTuple):
     """A score that is no dot product as the tile kernels take it, under the link exp: log K = h(scale a(q) . b(k)).
 
     formula: has h, in log space. extra: how many numbers a and b have more than q and k.
@@ -23,8 +23,8 @@ class Lift(NamedTuple):
 class Metric(Declaration):
     """d(a, b) >= 0 on points of the last axis.
 
-    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot product says so with ``lift`` and
-    ``lifted``, and runs in the tile kernels where the distance kernel does not. One that is neither runs in torch's tiles.
+    A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot product says so with ``dot_reduction`` and
+    ``reduced``, and runs in the tile kernels where the distance kernel does not. One that is neither runs in torch's tiles.
     """
 
     slot = "metric"
@@ -93,13 +93,13 @@ class Metric(Declaration):
         """The weights (B, H, T, terms) of ``terms`` and the points (B, H, T, dim) that ``query`` made one of."""
         return q.new_ones(1, 1, 1, 1), q
 
-    def lift(self, temperature: float) -> Lift | None:
-        """How -d / temperature follows from the dot product of ``lifted`` vectors, or None."""
+    def dot_reduction(self, temperature: float) -> DotReduction | None:
+        """How -d / temperature follows from the dot product of ``reduced`` vectors, or None."""
         return None
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors a(q) and b(k): q (B, H, T, D), k (B, Hkv, S, D) -> (…, D + extra), differentiable."""
-        raise NotImplementedError(f"{type(self).__name__}.lifted")
+        raise NotImplementedError(f"{type(self).__name__}.reduced")
 
     def pair(self, q: Tensor, k: Tensor) -> Tensor:
         """All distances: q (..., T, D), k (..., S, D) -> (..., T, S)."""
@@ -126,4 +126,4 @@ def unit_vjp(direction: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
     return (grad - (grad * direction).sum(-1, keepdim=True) * direction) * inverse
 
 
-__all__ = ["Lift", "Metric", "unit", "unit_vjp"]
+__all__ = ["DotReduction", "Metric", "unit", "unit_vjp"]

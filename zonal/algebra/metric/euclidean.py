@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra.declaration import require
-from zonal.algebra.metric.base import Lift, Metric
+from zonal.algebra.metric.base import DotReduction, Metric
 from zonal.formula import FORMULAS, Term
 
 
@@ -77,11 +77,11 @@ class Euclidean(Metric):
     def terms(self, dim: int) -> tuple[Term, ...]:
         return (Term("euclidean", 0, dim, self.eps),)
 
-    def lift(self, temperature: float) -> Lift:
+    def dot_reduction(self, temperature: float) -> DotReduction:
         # both roots divided by the temperature: it goes into the scale and into eps
-        return Lift(replace(FORMULAS["euclidean"], constants=(self.eps / temperature,)), temperature**-2, 2)
+        return DotReduction(replace(FORMULAS["euclidean"], constants=(self.eps / temperature,)), temperature**-2, 2)
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return _squares_lifted(q, k)
 
 
@@ -103,10 +103,10 @@ class SquaredEuclidean(Metric):
     def terms(self, dim: int) -> tuple[Term, ...]:
         return (Term("squared", 0, dim),)
 
-    def lift(self, temperature: float) -> Lift:
-        return Lift(FORMULAS["exp"], -1 / temperature, 2)
+    def dot_reduction(self, temperature: float) -> DotReduction:
+        return DotReduction(FORMULAS["exp"], -1 / temperature, 2)
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return _squares_lifted(q, k)
 
 
@@ -146,10 +146,10 @@ class HilbertSchmidt(Metric):
         self.check(dim)
         return Euclidean(self.eps).terms(dim)
 
-    def lift(self, temperature: float) -> Lift:
-        return Euclidean(self.eps).lift(temperature)
+    def dot_reduction(self, temperature: float) -> DotReduction:
+        return Euclidean(self.eps).dot_reduction(temperature)
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         self.check(k.shape[-1])
         return _squares_lifted(q, k)
 

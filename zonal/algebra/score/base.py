@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zonal.algebra.declaration import Declaration, Derived, Move, require, require_whole, row
-from zonal.algebra.metric import Euclidean, Lift, Metric, Riemannian
+from zonal.algebra.metric import DotReduction, Euclidean, Metric, Riemannian
 from zonal.formula import Term
 
 Params = dict[str, Tensor]
@@ -157,13 +157,13 @@ class Score(Declaration):
         raise NotImplementedError(f"{type(self).__name__}.weighed")
 
     @property
-    def lift(self) -> Lift | None:
-        """How a score that is not ``bilinear`` follows from the dot product of ``lifted`` vectors, for the kernels; None: torch runs it."""
+    def dot_reduction(self) -> DotReduction | None:
+        """How a score that is not ``bilinear`` follows from the dot product of ``reduced`` vectors, for the kernels; None: torch runs it."""
         return None
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepared q (B, H, T, D) and k (B, Hkv, S, D) as the vectors of ``lift``."""
-        raise NotImplementedError(f"{type(self).__name__}.lifted")
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepared q (B, H, T, D) and k (B, Hkv, S, D) as the vectors of ``dot_reduction``."""
+        raise NotImplementedError(f"{type(self).__name__}.reduced")
 
     def learned(self, params: Params) -> dict[str, Any]:
         """What was learned and people can read, in plain lists, beside the temperature."""
@@ -447,11 +447,11 @@ class NegativeDistance(Score):
         return self.dot * q[..., q.shape[-1] - k.shape[-1] :] @ k.mT
 
     @property
-    def lift(self) -> Lift | None:
-        return self.metric.lift(self.temperature) if self.dot is None else None
+    def dot_reduction(self) -> DotReduction | None:
+        return self.metric.dot_reduction(self.temperature) if self.dot is None else None
 
-    def lifted(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.metric.lifted(q, k)
+    def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.metric.reduced(q, k)
 
     def pair_vjp(self, q: Tensor, k: Tensor, score: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         if self.dot is not None:

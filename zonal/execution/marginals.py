@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Hierarchical, Masses, PlanAnchor, Potentials
+from zonal.algebra.anchor import Hierarchical, Marginals, PlanAnchor, Potentials
 from zonal.algebra.anchor.plan import ABSENT
 from zonal.algebra.prior import Visibility
 from zonal.errors import ArgumentError
 
 
-def masses_of(
+def marginals_of(
     operator: Operator, seen: Visibility, shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype,
     query_mass: Tensor | None, key_mass: Tensor | None, start: Potentials | None,
-) -> Masses | None:  # fmt: skip
+) -> Marginals | None:  # fmt: skip
     """Log masses for (B, H, Hkv, T, S), those of each document summing to one; None for an operator whose queries do not depend on one another.
 
     A document (or a whole sequence) of which queries or keys have no mass at all takes no part.
@@ -88,7 +88,7 @@ def masses_of(
             raise ArgumentError(
                 f"attention: start.{name} must be finite potentials of shape {tuple(like.shape)}, received shape {tuple(potential.shape)}. Leave start out to begin at zero."
             )
-    return Masses(found[0], found[1], start)
+    return Marginals(found[0], found[1], start)
 
 
 def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -102,4 +102,4 @@ def _meeting(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor]:
     return seen.count(device) > 0, reached if seen.key_mask is None else reached & seen.key_mask[:, None]
 
 
-__all__ = ["masses_of"]
+__all__ = ["marginals_of"]

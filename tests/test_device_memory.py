@@ -6,49 +6,49 @@ import pytest
 import torch
 
 import zonal
-from zonal import features, room
+from zonal import device_memory, features
 from zonal import mechanisms as m
 from zonal.errors import InsufficientMemoryError, ZonalError
 
 
 @pytest.fixture
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free", lambda device: 1 << 30)
+    monkeypatch.setattr(device_memory, "free", lambda device: 1 << 30)
 
 
 def test_what_is_free_is_known_here() -> None:
-    left = room.free("cpu")
+    left = device_memory.free("cpu")
     assert left is None or left > 1 << 20
-    assert room.free("meta") is None
+    assert device_memory.free("meta") is None
 
 
 def test_what_the_system_says(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      42 kB\n")
-    assert room._available(meminfo) == [42 * 1024]
-    assert room._available(tmp_path / "none") == []
+    assert device_memory._available(meminfo) == [42 * 1024]
+    assert device_memory._available(tmp_path / "none") == []
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
-    assert room._left(tmp_path) == [100]
+    assert device_memory._left(tmp_path) == [100]
     (tmp_path / "memory.max").write_text("max\n")
-    assert room._left(tmp_path) == []
-    assert room._left(tmp_path / "none") == []
+    assert device_memory._left(tmp_path) == []
+    assert device_memory._left(tmp_path / "none") == []
 
 
 @pytest.mark.usefixtures("small_machine")
 def test_both_numbers_are_said() -> None:
-    room.require("call", "things", 1 << 29, "cpu", "Use fewer.")
+    device_memory.require("call", "things", 1 << 29, "cpu", "Use fewer.")
     with pytest.raises(
         InsufficientMemoryError, match=r"^call: things take 3\.0 GiB, and 1\.0 GiB of memory are free\. Use fewer\.$"
     ) as caught:
-        room.require("call", "things", 3 << 30, "cpu", "Use fewer.")
+        device_memory.require("call", "things", 3 << 30, "cpu", "Use fewer.")
     assert isinstance(caught.value, ZonalError)
     assert isinstance(caught.value, MemoryError)
 
 
 def test_small_calls_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free", lambda device: pytest.fail("it asked"))
-    room.require("call", "things", 1 << 20, "cpu", "")
+    monkeypatch.setattr(device_memory, "free", lambda device: pytest.fail("it asked"))
+    device_memory.require("call", "things", 1 << 20, "cpu", "")
 
 
 @pytest.mark.usefixtures("small_machine")
