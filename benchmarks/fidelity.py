@@ -25,8 +25,8 @@ from zonal.evaluation import spread
 from zonal.features import FeatureMap, average_error, distil, fidelity, mercer_bound, sample, square
 from zonal.features.fidelity import (
     INPUTS,
-    Fidelity,
     Inputs,
+    OutputFidelity,
     Readout,
     Sample,
     feature_kernel,
@@ -95,7 +95,7 @@ def point(
         "family": found.family, "label": found.label, "m": features.dimension(dim), "flops": features.flops(dim), "positive": features.positive,
         "claim": features.claim.kind,
     }  # fmt: skip
-    results: dict[bool, list[Fidelity]] = {causal: [] for causal in modes}
+    results: dict[bool, list[OutputFidelity]] = {causal: [] for causal in modes}
     for seed, (measured, seen) in enumerate(data):
         kernel = None
         for causal in modes:

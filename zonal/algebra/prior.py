@@ -170,7 +170,7 @@ class Intervals(NamedTuple):
 Rule = tuple[int, int, tuple[Prior, ...], bool, bool]  # queries, keys, priors, causal, include_self
 
 
-class Rows(NamedTuple):
+class KeyRange(NamedTuple):
     """Some neighbouring queries: keys [first, last) any of them may see, [common, until) all of them may; edge: the first one's hi, where each next
     one sees one more, else None. The key mask may forbid more."""
 
@@ -245,17 +245,17 @@ class Visibility:
             return self.rule is not None and not any(isinstance(prior, Window) for prior in self.rule[2])
         return bool((self.lo <= self.segment_start).all())
 
-    def rows(self, start: int, stop: int) -> "Rows":
+    def rows(self, start: int, stop: int) -> "KeyRange":
         """What the interval rule says of the queries [start, stop), as plain numbers; in a traced graph, which has none, nothing is known of it."""
         if torch.compiler.is_compiling():
-            return Rows(0, self.keys, self.keys, 0, None)
+            return KeyRange(0, self.keys, self.keys, 0, None)
         lo, hi = self.lo[start:stop], self.hi[start:stop]
         open_ = hi > lo
         if not bool(open_.any()):
-            return Rows(0, 0, 0, 0, None)
+            return KeyRange(0, 0, 0, 0, None)
         edge = hi - torch.arange(start, stop)
         straight = int(edge[0]) if bool((edge == edge[0]).all()) else None
-        return Rows(
+        return KeyRange(
             int(lo[open_].min()),
             int(hi[open_].max()),
             int(lo.max()),

@@ -52,7 +52,7 @@ class _Carried(torch.autograd.Function):
         return later, first, (later * states * keep).flatten(3).sum(-1)
 
 
-class Rows(NamedTuple):
+class FadingRows(NamedTuple):
     """What the tokens of blocks add to A: keys z (B, Hkv, n, C, r) times weight (B, Hkv, n, C), and unit vectors number direction (B or 1, 1, n, C)
     times back (B, Hkv, n, C)."""
 
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def factorise(rows: Rows, start: Tensor, sight: Sight | None) -> Factor:
+def factorise(rows: FadingRows, start: Tensor, sight: Sight | None) -> Factor:
     """The factor of blocks that start from A_0 = start (B, Hkv, n, r, r). Without sight their queries see A_0 alone."""
     inverse = positive_inverse(start, "attention")
     if sight is None:
@@ -176,7 +176,7 @@ def fading(call: Call, tokens: Tokens, begun: FadingStatistics, block: int | Non
     gram = _Carried.apply(ended.mT @ zb, begun.gram, keep)
     level = _Carried.apply(given_back(direction, back * left, r), begun.level, keep)
     start = gram + torch.diag_embed(rho[..., None] * level)
-    rows = Rows(zb, weight, direction, rho[..., None] * back * weight)
+    rows = FadingRows(zb, weight, direction, rho[..., None] * back * weight)
     sight = None if size == 1 and not call.include_self else Sight(groups, size, 0 if call.include_self else -1)
     factor = factorise(rows, start, sight)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Anchor, PlanAnchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
-from zonal.algebra.prior import Bias, Rows, Visibility
+from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution import native, native_distance
@@ -161,7 +161,7 @@ def _score(parts: Parts, q: Tensor, k: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _tile(
-    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: Rows, scratch: _Scratch,
+    parts: Parts, q: Tensor, k: Tensor, c: Tensor, bias: Bias, span: tuple[int, int, int, int], rows: KeyRange, scratch: _Scratch,
     least: Tensor | None = None,
 ) -> _Tile:  # fmt: skip
     """least: what the rows' entries of K (or log K) may not be below, (B, H, t, 1)."""
@@ -215,7 +215,7 @@ def _least(
     c: Tensor,
     bias: Bias,
     span: tuple[int, int],
-    rows: Rows,
+    rows: KeyRange,
     block: int,
     scratch: _Scratch,
 ) -> Tensor | None:

@@ -5,7 +5,7 @@ from typing import Any
 from zonal.algebra import slots
 from zonal.algebra.declaration import from_config
 from zonal.features.base import Claim, FeatureMap, repeat_heads
-from zonal.features.fidelity import Fidelity, average_error, fidelity, mercer_bound, sample
+from zonal.features.fidelity import OutputFidelity, average_error, fidelity, mercer_bound, sample
 from zonal.features.fit import SquareFit, fit_square, row_weights
 from zonal.features.fusion import Hadamard, SharedHadamard, Sketched, TensorProduct
 from zonal.features.harmonic import Harmonics
@@ -42,8 +42,43 @@ def features_from_config(config: dict[str, Any]) -> FeatureMap:
 
 
 __all__ = [
-    "FEATURES", "Anchors", "Claim", "FeatureMap", "Features", "Fidelity", "Fourier", "Hadamard", "Harmonics", "LearnedExp", "LowRankSquare", "Nystrom", "Polynomial",
-    "PositiveRandom", "Quadrature", "RandomMaclaurin", "SharedHadamard", "Sketched", "Slay", "SquareFit", "Stationary", "SymmetricPowers", "TensorProduct",
-    "TensorSketch", "average_error", "distil", "feature_map", "features_from_config", "fidelity", "fit_square", "harmonics", "mercer_bound", "moments",
-    "quadrature", "repeat_heads", "row_weights", "sample", "square", "taylor_exp",
+    "FEATURES",
+    "Anchors",
+    "Claim",
+    "FeatureMap",
+    "Features",
+    "Fourier",
+    "Hadamard",
+    "Harmonics",
+    "LearnedExp",
+    "LowRankSquare",
+    "Nystrom",
+    "OutputFidelity",
+    "Polynomial",
+    "PositiveRandom",
+    "Quadrature",
+    "RandomMaclaurin",
+    "SharedHadamard",
+    "Sketched",
+    "Slay",
+    "SquareFit",
+    "Stationary",
+    "SymmetricPowers",
+    "TensorProduct",
+    "TensorSketch",
+    "average_error",
+    "distil",
+    "feature_map",
+    "features_from_config",
+    "fidelity",
+    "fit_square",
+    "harmonics",
+    "mercer_bound",
+    "moments",
+    "quadrature",
+    "repeat_heads",
+    "row_weights",
+    "sample",
+    "square",
+    "taylor_exp",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ _PEAK = 0.9
 _DEGREES = 64
 
 
-class Fidelity(NamedTuple):
+class OutputFidelity(NamedTuple):
     """error: |y - y*| / |y*| over all rows. negative: share of visible kernel values below 0. unsafe: share of rows whose sum + delta is <= 0."""
 
     error: float
@@ -84,7 +84,7 @@ def kernel_fidelity(
     causal: bool = True,
     delta: float = 0.0,
     readout: Readout | None = None,
-) -> Fidelity:
+) -> OutputFidelity:
     """``fidelity`` of kernel values (H, T, T) that were made some other way. readout: what both outputs (H, T, P) go through before they are compared."""
     read = readout or (lambda y: y)
     x = (data.q @ data.k.mT).clamp(-1, 1)
@@ -93,12 +93,12 @@ def kernel_fidelity(
     visible = torch.ones_like(approximate).tril() if causal else torch.ones_like(approximate)
     sums = (approximate * visible).sum(-1) + delta
     negative = float(((approximate < 0) & (visible > 0)).sum() / visible.sum())
-    return Fidelity(float((got - wanted).norm() / wanted.norm()), negative, float((sums <= 0).double().mean()))
+    return OutputFidelity(float((got - wanted).norm() / wanted.norm()), negative, float((sums <= 0).double().mean()))
 
 
 def fidelity(
     features: FeatureMap, buffers: Buffers, data: Sample, kernel: Link, *, causal: bool = True, delta: float = 0.0
-) -> Fidelity:
+) -> OutputFidelity:
     """Row-normalised outputs of ``features`` against those of ``kernel`` on the same q, k, v. Dense, (H, T, T): T up to a few thousand.
 
     Nothing is clamped: a row that a signed map spoils shows in the error, and in ``unsafe``.
@@ -134,8 +134,8 @@ def mercer_bound(kernel: Link, dim: int, size: int) -> float:
 
 __all__ = [
     "INPUTS",
-    "Fidelity",
     "Inputs",
+    "OutputFidelity",
     "Sample",
     "average_error",
     "feature_kernel",

@@ -35,7 +35,7 @@ from zonal.training.environment import (
 from zonal.training.folder import claimed
 from zonal.training.loop import train
 from zonal.training.parallel import run_in_processes
-from zonal.training.plan import Plan, Timing, decide_steps, estimate, measure
+from zonal.training.plan import StepPlan, Timing, decide_steps, estimate, measure
 from zonal.training.record import FILE as RECORD
 from zonal.training.record import RunResult
 from zonal.training.spec import FILE, ComparisonSpec, PlannedRun, read_comparison
@@ -62,13 +62,13 @@ class Comparison:
     def __init__(self, directory: str | Path, spec: ComparisonSpec):
         self.directory = Path(directory)
         self.spec = spec
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.threads: int | None = None
         stored = claimed(self.directory, FILE, "compare", "comparison", spec, read_comparison)
         if stored is not None:
             with understood("compare", self.directory / FILE):
                 timings = {name: Timing(**times) for name, times in stored["plan"]["timings"].items()}
-                self.plan = Plan(stored["steps"], timings, stored["plan"]["estimated_seconds"])
+                self.plan = StepPlan(stored["steps"], timings, stored["plan"]["estimated_seconds"])
                 self.threads = stored["device"]["threads"]
                 check_threads("comparison.json", self.threads)
 

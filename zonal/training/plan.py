@@ -44,7 +44,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What was decided, and from which measurements; part of comparison.json, so that a resume decides nothing again."""
 
     steps: int
@@ -122,14 +122,14 @@ def estimate(spec: ComparisonSpec, timings: dict[str, Timing], steps: int, jobs:
     return total if jobs == 1 else total * CROWDING / jobs + WORKER_SECONDS
 
 
-def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float, jobs: int) -> Plan:
+def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float, jobs: int) -> StepPlan:
     """The number of updates of every run.
 
     Raises: ArgumentError when the budget does not allow ten updates; it says what budget would.
     """
     most = spec.training.steps
     if spec.budget_seconds is None:
-        return Plan(most, timings, estimate(spec, timings, most, jobs))
+        return StepPlan(most, timings, estimate(spec, timings, most, jobs))
     left = spec.budget_seconds * SAFETY - spent
     least = min(10, most)
     if estimate(spec, timings, least, jobs) > left:
@@ -146,4 +146,4 @@ def decide_steps(spec: ComparisonSpec, timings: dict[str, Timing], spent: float,
             low = middle
         else:
             high = middle - 1
-    return Plan(low, timings, estimate(spec, timings, low, jobs))
+    return StepPlan(low, timings, estimate(spec, timings, low, jobs))

@@ -427,10 +427,10 @@ def waves(x, c, n: tl.constexpr):
 # ---- on the host ----
 
 
-class Call(NamedTuple):
+class DistanceCall(NamedTuple):
     """A call's part that forward and backward share. Notes are of queries and keys; weights (B, H, T, terms), contiguous."""
 
-    tiles: tiles.Call
+    tiles: tiles.TileCall
     metric: Metric
     query_notes: Tensor
     key_notes: Tensor
@@ -482,11 +482,11 @@ def call(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     spec: DistanceSpec,
-) -> Call:
+) -> DistanceCall:
     """Prepare a call's kernels."""
     metric = metric_of(spec)
     prepared = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules)
-    return Call(prepared, metric, noted(q, metric), noted(k, metric), weights.float().contiguous())
+    return DistanceCall(prepared, metric, noted(q, metric), noted(k, metric), weights.float().contiguous())
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
@@ -502,11 +502,11 @@ def choose(kernel: str, q: Tensor, v: Tensor, metric: Metric) -> tiles.Tiling:
     )
 
 
-def constants(call: Call, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
+def constants(call: DistanceCall, tiling: tiles.Tiling, v: Tensor) -> dict[str, Any]:
     """What both passes' kernels are compiled for."""
     return {
         "metric": call.metric, "traits": call.tiles.traits, "QUERIES": tiling.queries, "KEYS": tiling.keys, "VALUE_WIDTH": padded(v.shape[3]),
     }  # fmt: skip
 
 
-__all__ = ["Call", "Metric", "Part", "call", "choose", "constants", "metric_of", "noted"]
+__all__ = ["DistanceCall", "Metric", "Part", "call", "choose", "constants", "metric_of", "noted"]

@@ -314,7 +314,14 @@ def forward(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, call: tiles.Call, y: Tensor, factor: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Tensor,
+    coefficients: Tensor,
+    call: tiles.TileCall,
+    y: Tensor,
+    factor: Tensor,
 ) -> None:
     """Fill y and factor for few queries: each program takes some of the keys for all query heads that share them."""
     batch, heads, queries, _ = q.shape
@@ -343,7 +350,7 @@ def splits_of(programs: int, keys: int, block: int) -> tuple[int, int]:
     return (tiles.ceil_div(keys, length) if length else 1), length
 
 
-def combine(totals: Tensor, masses: Tensor, tops: Tensor, y: Tensor, factor: Tensor, call: tiles.Call) -> None:
+def combine(totals: Tensor, masses: Tensor, tops: Tensor, y: Tensor, factor: Tensor, call: tiles.TileCall) -> None:
     """Fill y and factor from sums of splits, as ``decode_kernel`` has them."""
     *rows, splits, value_dim = totals.shape
     tiles.launch(

@@ -17,8 +17,8 @@ from zonal.kernels.cpp.ridge_library import Before, Gradients
 from zonal.kernels.triton import ridge_state, tiles
 from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on
 from zonal.kernels.triton.ridge_state import (
-    Call,
     Known,
+    RidgeCall,
     choose,
     given_of,
     given_places,
@@ -249,7 +249,9 @@ def backward(
     return Gradients(dq * scale.float()[:, None, None], shortened(dz[..., :dim], k, limit), dv, dscale, drho, memory)
 
 
-def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, power: int) -> tuple[Tensor, Tensor]:
+def row_solves(
+    call: RidgeCall, found: Known, dy: Tensor, q: Tensor, scale: Tensor, power: int
+) -> tuple[Tensor, Tensor]:
     """x and u, (power + 1, B, H, T, r), of every query."""
     shape, lines = call.shape, q.shape[0] * q.shape[1]
     xs, us = (
@@ -277,7 +279,7 @@ def row_solves(call: Call, found: Known, dy: Tensor, q: Tensor, scale: Tensor, p
     return xs, us
 
 
-def with_next(call: Call, dz: Tensor, dearlier: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def with_next(call: RidgeCall, dz: Tensor, dearlier: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(gradients of keys with what they get as the key before another, that of the key before the first)."""
     if call.before is None:
         given = F.pad(dearlier, (0, 0, 0, 1))

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     size: Any
 
 
-class Rows(NamedTuple):
+class PreparedKeys(NamedTuple):
     """What the keys of a call become, float32 (B, Hkv, S, …): z and h, e of V's width, and for powers past 0 the key before each, a and p.
 
     Widths are padded with zeros to powers of two, so that the kernels know them: then a row's address takes one register.
@@ -263,7 +263,7 @@ def factor_kernel(
     v, rows, near, rest, roots, start, cut, table, shape, SHIFTED: tl.constexpr, ROWS: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one block (``Rows``). near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read again.
+    """The rows of one block (``PreparedKeys``). near, rest, roots: room for Z P, V - Z W^T and L^-1, which other threads of the program read again.
 
     cut (lines, blocks): the first key that is not finite; it and what follows are zeros here.
     """
@@ -374,7 +374,7 @@ def places(
     return Places(table.to(device), hi.to(torch.int32).to(device), opens)
 
 
-class Call(NamedTuple):
+class RidgeCall(NamedTuple):
     """A call's part that forward and backward share. before (B or 1, S): 1 + the key before each, 0 = what came before the call; None: the one beside it."""
 
     places: Places
@@ -410,7 +410,7 @@ def choose(shape: Shape) -> Tiling:
 
 
 def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor | None:
-    """``Call.before``: padding is passed over, and a document's first key has none before it."""
+    """``RidgeCall.before``: padding is passed over, and a document's first key has none before it."""
     if key_mask is None and opens is None:
         return None
     if key_mask is None:
@@ -425,7 +425,7 @@ def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Before, power: int,
     limit: float, documents: int,
-) -> Call:  # fmt: skip
+) -> RidgeCall:  # fmt: skip
     """What the kernels of a call are told; arguments as ``ridge_library.forward`` has them."""
     heads, queries, dim = q.shape[1:]
     kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
@@ -447,7 +447,7 @@ def prepare(
     wide = padded(dim)
     size = wide * (wide * (2 if power else 1) + padded(width))
     shape = Shape(heads, heads // kv_heads, queries, keys, dim, width, seen.table.shape[1], size)
-    return Call(
+    return RidgeCall(
         seen,
         shape,
         block,
@@ -460,7 +460,7 @@ def prepare(
     )
 
 
-def carry(call: Call, state: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> None:
+def carry(call: RidgeCall, state: Tensor, initial: Tensor | None, final: Tensor | None, reverse: bool) -> None:
     """What blocks bring into what lies before or after them, in place."""
     tiles.launch(
         carry_kernel,
@@ -475,11 +475,11 @@ class Known(NamedTuple):
     """start (B, Hkv, blocks, size) float32: P, W and A at each block's start; rows: its keys'; cut (B, Hkv, blocks): the first key that is not finite."""
 
     start: Tensor
-    rows: Rows
+    rows: PreparedKeys
     cut: Tensor
 
 
-def known(call: Call, rho: Tensor, before: Before) -> Known:
+def known(call: RidgeCall, rho: Tensor, before: Before) -> Known:
     """All that rows are read from."""
     state, start, z, v = call.state(torch.float64), call.state(torch.float32), call.z, call.v
     programs = call.lines * call.shape.blocks
@@ -505,7 +505,7 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
     moved = after = None
     if call.shifted:
         moved, after = (torch.empty(z.shape, dtype=torch.float32, device=z.device) for _ in range(2))
-    rows = Rows(z, half, gain, call.earlier, moved, after)
+    rows = PreparedKeys(z, half, gain, call.earlier, moved, after)
     roots = torch.empty(programs, call.block, call.block, dtype=torch.float32, device=z.device)
     cut = torch.zeros(state.shape[:3], dtype=torch.int32, device=z.device)
     tiles.launch(
@@ -519,9 +519,9 @@ def known(call: Call, rho: Tensor, before: Before) -> Known:
 
 
 __all__ = [
-    "Call",
     "Known",
-    "Rows",
+    "PreparedKeys",
+    "RidgeCall",
     "Shape",
     "carry",
     "given_of",

@@ -178,7 +178,7 @@ def forward(
     return y, factor, final
 
 
-def row_factors(call: sums_state.Call, q: Tensor, before: Tensor | None, spec: SumsSpec) -> Tensor:
+def row_factors(call: sums_state.SumsCall, q: Tensor, before: Tensor | None, spec: SumsSpec) -> Tensor:
     """(B, H, T) float32: room for the row anchor's, else what each row is multiplied by."""
     shape = q.shape[:3]
     if spec.anchor == "row":

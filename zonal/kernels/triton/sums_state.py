@@ -388,10 +388,10 @@ class Fade(NamedTuple):
     steps: Tensor | None
 
 
-class Call(NamedTuple):
+class SumsCall(NamedTuple):
     """A call's part that forward and backward share. weights (H, 3): what powers 0, 1, 2 of the score count."""
 
-    tile: tiles.Call
+    tile: tiles.TileCall
     form: Layout
     borders: Borders
     weights: Tensor
@@ -431,7 +431,7 @@ class Call(NamedTuple):
 
 
 def absorb(
-    call: Call,
+    call: SumsCall,
     sums: Tensor,
     x: Tensor,
     rows: Tensor,
@@ -460,7 +460,7 @@ def absorb(
         )  # fmt: skip
 
 
-def carry(call: Call, sums: Tensor, reverse: bool) -> None:
+def carry(call: SumsCall, sums: Tensor, reverse: bool) -> None:
     """Parts into sums, in place."""
     tiles.launch(
         carry_kernel,
@@ -474,7 +474,7 @@ def carry(call: Call, sums: Tensor, reverse: bool) -> None:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
     segment_start: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
-) -> Call:  # fmt: skip
+) -> SumsCall:  # fmt: skip
     """What the kernels of a call are told."""
     form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
     chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
@@ -484,7 +484,9 @@ def prepare(
     )
     tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))
     weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
-    return Call(tile, form, found, weights, spec.anchor == "row", fade_of(log_decay, key_bias, q.shape[2], k, found))
+    return SumsCall(
+        tile, form, found, weights, spec.anchor == "row", fade_of(log_decay, key_bias, q.shape[2], k, found)
+    )
 
 
 def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: Tensor, found: Borders) -> Fade:
@@ -512,7 +514,7 @@ def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: 
     return Fade(rows, numbers(of_keys, running[..., behind] - of_keys), steps)
 
 
-def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
+def known(call: SumsCall, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | None) -> Tensor:
     """The sums at every border, (B, Hkv, count + 1, size)."""
     sums = call.empty(k)
     sums[:, :, 0] = (
@@ -525,10 +527,10 @@ def known(call: Call, k: Tensor, v: Tensor, scale: Tensor, initial: Tensor | Non
 
 
 __all__ = [
-    "Call",
     "Fade",
     "Place",
     "Strips",
+    "SumsCall",
     "absorb",
     "absorb_kernel",
     "carry",

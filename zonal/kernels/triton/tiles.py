@@ -28,7 +28,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
-class Rows(NamedTuple):
+class Strided(NamedTuple):
     """A tensor of 3 or 4 axes (batch, head, row, column): where it starts, and its strides in elements."""
 
     start: Any
@@ -398,11 +398,11 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def rows_of(x: Tensor) -> Rows:
+def rows_of(x: Tensor) -> Strided:
     """A tensor (B, H, rows, columns) as kernels take it; copied if a tile of it would span 2^31 elements."""
     if max(x.stride()[2:]) >= _WIDEST_STRIDE:
         x = x.contiguous()
-    return Rows(x, *x.stride())
+    return Strided(x, *x.stride())
 
 
 def widths(tiling: Tiling, q: Tensor, v: Tensor) -> dict[str, int]:
@@ -472,7 +472,7 @@ def sizes(spec: TileSpec, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     )
 
 
-class Call(NamedTuple):
+class TileCall(NamedTuple):
     """A call's part that forward and backward share.
 
     q_inverse (B, H, T), k_inverse (B, Hkv, S): 1 / max(norm, eps) when scores normalise. key_mask (B, S) uint8. key_counts (B, S + 1)
@@ -498,9 +498,9 @@ def call(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     spec: TileSpec,
-) -> Call:
+) -> TileCall:
     """Prepare a call's kernels."""
-    return Call(
+    return TileCall(
         functions(spec.link),
         traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),
         sizes(spec, q, k, v),
