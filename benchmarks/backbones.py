@@ -1,9 +1,11 @@
-"""Mamba-2 and Mamba-3 against transformers' Mamba-2 with the same weights on a CPU, forward and with backward; the recurrence alone; a decoder's step.
+"""Mamba-2 and Mamba-3 against transformers' Mamba-2 with the same weights on a CPU, forward and with backward; the
+recurrence alone; a decoder's step.
 
-The peer is ``Mamba2Mixer`` of transformers as it runs without CUDA, at the widths of Echo's models (50M: 448, 180M: 768) and of a
-small one. Both layers spend their time in the same two projections and in the recurrence between them; ``scan`` times the
-recurrence alone: transformers' ``mamba2_chunk_scan`` against ``zonal.attention`` on equal inputs. The share of a forward that two
-bare matrix products of the projections' shapes take is ``projections``: what no implementation can go below.
+The peer is ``Mamba2Mixer`` of transformers as it runs without CUDA, at the widths of Echo's models (50M: 448, 180M:
+768) and of a small one. Both layers spend their time in the same two projections and in the recurrence between them;
+``scan`` times the recurrence alone: transformers' ``mamba2_chunk_scan`` against ``zonal.attention`` on equal inputs.
+The share of a forward that two bare matrix products of the projections' shapes take is ``projections``: what no
+implementation can go below.
 """
 
 import argparse
@@ -36,7 +38,8 @@ def peer(width: int, state: int) -> Any:
         from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     except ImportError as error:
         raise ArgumentError(
-            f"bench: backbones are measured against transformers, which is not installed ({error}). pip install transformers."
+            f"bench: backbones are measured against transformers, which is not installed ({error}). pip install "
+            "transformers."
         ) from error
     config = Mamba2Config(
         hidden_size=width, num_heads=2 * width // 64, head_dim=64, n_groups=1, state_size=state, num_hidden_layers=1
@@ -45,7 +48,9 @@ def peer(width: int, state: int) -> Any:
 
 
 def gate(layer: Mamba2, other: Any, width: int) -> dict[str, float]:
-    """Errors of the layer against the peer in float64: outputs and the gradient of the input, on a length with ragged blocks."""
+    """Errors of the layer against the peer in float64: outputs and the gradient of the input, on a length with ragged
+    blocks.
+    """
     x = torch.randn(1, 777, width, requires_grad=True)
     exact = x.detach().double().requires_grad_()
     expected = Mamba2(width, state=layer.sizes.state).double()
@@ -91,7 +96,8 @@ def scans(layer: Mamba2, other: Any, gradients: bool) -> tuple[Callable[[], obje
     def ours() -> Tensor:
         step = F.softplus(raw + bias)
         y = zonal.attention(
-            sizes.by_head(c.flatten(2)), sizes.by_head(b.flatten(2)), (x * step.unsqueeze(-1)).transpose(1, 2), operator, causal=True,
+            sizes.by_head(c.flatten(2)), sizes.by_head(b.flatten(2)), (x * step.unsqueeze(-1)).transpose(1, 2),
+            operator, causal=True,
             log_decay=-(step * rate).transpose(1, 2),
         )  # fmt: skip
         return y.transpose(1, 2)
@@ -143,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     device = common.prepare(options)
     if device.type != "cpu":
         raise ArgumentError(
-            "bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use --device cpu."
+            "bench: backbones are measured on a CPU; the peer's own kernels are for CUDA and not part of it. Use "
+            "--device cpu."
         )
     import transformers
 
@@ -164,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(measured(width, state, gradients, errors, device, 3 if options.quick else 7))
         print(line(rows[-1]), flush=True)
         common.report(
-            options.out, "backbones", __doc__ or "", {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
+            options.out, "backbones", __doc__ or "",
+            {"B": 1, "T": LENGTH, "head_dim": 64, "expand": 2, "groups": 1, "dtype": "float32"}, rows,
             {"errors": errors, "transformers": transformers.__version__}, start,
         )  # fmt: skip
     return 0
@@ -211,7 +219,8 @@ def line(row: dict[str, object]) -> str:
         else ""
     )
     return (
-        f"width {row['width']}, state {row['state']}, {kind}: layer {ratio('layer')} of transformers, scan alone {ratio('scan')}, "
+        f"width {row['width']}, state {row['state']}, {kind}: layer {ratio('layer')} of transformers, scan alone "
+        f"{ratio('scan')}, "
         f"Mamba-3 {ratio('mamba3')}, bare projections {ratio('projections')}{step}"
     )
 

@@ -21,7 +21,9 @@ from zonal.training import load_model
 
 
 def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k (B, H, T, d) and v (B, H, T, P) as each attention layer hands them to its operator, key heads repeated. tokens (B, T)."""
+    """q, k (B, H, T, d) and v (B, H, T, P) as each attention layer hands them to its operator, key heads repeated.
+    tokens (B, T).
+    """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     found: list[dict[str, Tensor]] = []
     handles: list[Any] = []
@@ -41,7 +43,8 @@ def of_layers(model: CausalLM, tokens: Tensor) -> list[tuple[Tensor, Tensor, Ten
     for layer in layers:
         handles.append(layer.register_forward_pre_hook(lambda module, inputs: found.append({})))
         for name, module, heads in (
-            ("query", layer.query, layer.heads), ("key", layer.key, layer.kv_heads), ("value", layer.value, layer.kv_heads),
+            ("query", layer.query, layer.heads), ("key", layer.key, layer.kv_heads),
+            ("value", layer.value, layer.kv_heads),
             ("query", layer.query_norm, layer.heads), ("key", layer.key_norm, layer.kv_heads),
         ):  # fmt: skip
             if module is not None:
@@ -89,12 +92,15 @@ def transformers(call: str, path: Path) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ArgumentError(
-            f"{call}: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip install transformers gguf accelerate"
+            f"{call}: {path} is a model of Hugging Face, which the package transformers reads ({error}). pip "
+            "install transformers gguf accelerate"
         ) from error
 
 
 def recording(found: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers that puts what each layer attends with into a list, key heads repeated, and attends as ever."""
+    """An attention function for transformers that puts what each layer attends with into a list, key heads repeated,
+    and attends as ever.
+    """
 
     def attend(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **others: Any
@@ -108,9 +114,11 @@ def recording(found: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple
 
 
 def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k (2, H, T, d) after their positions and v (2, H, T, P) of each layer of a Hugging Face causal model, key heads repeated.
+    """q, k (2, H, T, d) after their positions and v (2, H, T, P) of each layer of a Hugging Face causal model, key
+    heads repeated.
 
-    path: the folder of a model, or a GGUF file. The tokens are two neighbouring stretches from the middle of the embedded novel.
+    path: the folder of a model, or a GGUF file. The tokens are two neighbouring stretches from the middle of the
+        embedded novel.
 
     Raises: ArgumentError when the package transformers is missing or cannot read the model.
     """
@@ -131,9 +139,11 @@ def of_transformers(path: Path, length: int) -> list[tuple[Tensor, Tensor, Tenso
 def samples(path: Path, length: int, layers: Collection[int] | None = None) -> list[tuple[str, Sample, Sample]]:
     """(name, data to measure on, other data of the same kind) for each layer of a model or for the tensors of a file.
 
-    path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or a model of Hugging
-    Face (its folder, or a GGUF file): on two stretches of the embedded novel. Or a safetensors file with q, k, v, (H, T, d) each: its first
-    half is measured, its second half is what fits may look at. layers: which of a model's, from 1; default: all.
+    path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or
+        a model of Hugging
+    Face (its folder, or a GGUF file): on two stretches of the embedded novel. Or a safetensors file with q, k, v, (H,
+    T, d) each: its first half is measured, its second half is what fits may look at. layers: which of a model's, from
+    1; default: all.
 
     Raises: FileFormatError for anything else, ArgumentError for layers that it does not have.
     """
@@ -156,7 +166,8 @@ def samples(path: Path, length: int, layers: Collection[int] | None = None) -> l
         tokens = next(iter(registry.from_config(config["identity"]["task"]).evaluation_batches(2))).tokens[:2, :length]
         if tokens.shape[0] < 2:
             raise ArgumentError(
-                "bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the model's task gave fewer."
+                "bench fidelity: two evaluation sequences are required, one to measure on and one for fits; the "
+                "model's task gave fewer."
             )
         found, name = of_layers(model, tokens), path.resolve().name
     wanted = range(1, len(found) + 1) if layers is None else layers
@@ -187,7 +198,8 @@ def _tensors(path: Path) -> tuple[Tensor, Tensor, Tensor] | None:
         raise FileFormatError(f"bench fidelity: {path} cannot be read as safetensors ({error}).") from error
     if q.dim() != 3 or q.shape != k.shape or v.shape[:2] != q.shape[:2] or q.shape[1] < 4:
         raise FileFormatError(
-            f"bench fidelity: q, k, v must be (H, T >= 4, d) with equal H and T, {path} has {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+            f"bench fidelity: q, k, v must be (H, T >= 4, d) with equal H and T, {path} has {tuple(q.shape)}, "
+            f"{tuple(k.shape)}, {tuple(v.shape)}."
         )
     return q, k, v
 

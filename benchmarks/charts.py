@@ -1,4 +1,6 @@
-"""The page of a benchmark: curves and bars with every number in a table beside them, one HTML file with plotly inside."""
+"""The page of a benchmark: curves and bars with every number in a table beside them, one HTML file with plotly
+inside.
+"""
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,7 +100,9 @@ def series(
     text: Callable[[float], str],
     looks: Mapping[str, style.Look],
 ) -> list[dict[str, Any]]:
-    """One curve a name, a point a value of ``x``: the mean over rows that share both, with their spread. looks: of names that have one; others get those that are left."""
+    """One curve a name, a point a value of ``x``: the mean over rows that share both, with their spread. looks: of
+    names that have one; others get those that are left.
+    """
     found: dict[str, dict[Any, list[float]]] = {}
     for row in rows:
         found.setdefault(name(row), {}).setdefault(row[x], []).append(y(row))
@@ -112,7 +116,8 @@ def series(
         ]
         made.append(
             {
-                "name": label, "x": list(points), "y": [total.mean for total in totals], "sd": [total.deviation or 0 for total in totals], "text": texts,
+                "name": label, "x": list(points), "y": [total.mean for total in totals],
+                "sd": [total.deviation or 0 for total in totals], "text": texts,
                 "light": look.light, "dark": look.dark, "symbol": look.symbol, "dash": look.dash,
             }
         )  # fmt: skip
@@ -120,11 +125,13 @@ def series(
 
 
 def chart(
-    title: str, about: str, x: str, y: str, series: list[dict[str, Any]], *, kind: str = "line", share: bool = True, shown: bool = False,
+    title: str, about: str, x: str, y: str, series: list[dict[str, Any]], *, kind: str = "line", share: bool = True,
+    shown: bool = False,
     axis: str | None = None, span: tuple[float, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A chart and its table. share: y runs from 0 to 1, else it is drawn logarithmically, unless ``span`` says from where to where. axis: of x, ``category``,
-    ``linear`` or ``log``; None chooses. shown: the table stands open."""
+    """A chart and its table. share: y runs from 0 to 1, else it is drawn logarithmically, unless ``span`` says from
+    where to where. axis: of x, ``category``, ``linear`` or ``log``; None chooses. shown: the table stands open.
+    """
     ticks = list(dict.fromkeys(value for one in series for value in one["x"]))
     rows = [
         (one["name"], [dict(zip(one["x"], one["text"], strict=True)).get(value, formats.MISSING) for value in ticks])
@@ -132,7 +139,8 @@ def chart(
     ]
     axis = axis or ("category" if kind == "bar" or 0 in ticks else "log")
     return {
-        "title": title, "about": about, "x": x, "y": y, "series": series, "kind": kind, "share": share, "open": shown, "ticks": ticks, "rows": rows,
+        "title": title, "about": about, "x": x, "y": y, "series": series, "kind": kind, "share": share, "open": shown,
+        "ticks": ticks, "rows": rows,
         "axis": axis, "range": span,
     }  # fmt: skip
 
@@ -145,11 +153,14 @@ def html(
     charts: Sequence[dict[str, Any]],
     value: Mapping[str, Any],
 ) -> str:
-    """The page as one string. findings: its headline, line by line. value: what the benchmark wrote, for its circumstances."""
+    """The page as one string. findings: its headline, line by line. value: what the benchmark wrote, for its
+    circumstances.
+    """
     kept = [{name: chart[name] for name in ("x", "y", "kind", "share", "series", "axis", "range")} for chart in charts]
     circumstances = f"{device(value['device'])}; {value['date']}; 1-minute load per core {value['load_per_core']}."
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE).render(
-        title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings, circumstances=circumstances,
+        title=title, heading=heading, about=about, css=asset("page.css").decode(), charts=charts, findings=findings,
+        circumstances=circumstances,
         payload=script_json(kept), plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""What every benchmark shares: a correctness gate, interleaved timing, quantiles, and results as JSON with their circumstances.
+"""What every benchmark shares: a correctness gate, interleaved timing, quantiles, and results as JSON with their
+circumstances.
 
-A benchmark is a file with ``main(argv) -> int``. It checks what it times against the float64 definition first, times its
-subject and a named peer in turns in one process, and writes ratios of the two (below 1: the subject is faster).
+A benchmark is a file with ``main(argv) -> int``. It checks what it times against the float64 definition first, times
+its subject and a named peer in turns in one process, and writes ratios of the two (below 1: the subject is faster).
 """
 
 import argparse
@@ -110,7 +111,10 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def gate(name: str, got: Tensor, reference: Tensor, tolerance: float) -> float:
-    """The error of ``got`` relative to the largest entry of a float64 reference. Raises: GateError when it exceeds the tolerance."""
+    """The error of ``got`` relative to the largest entry of a float64 reference.
+
+    Raises: GateError when it exceeds the tolerance.
+    """
     if got.shape != reference.shape:
         raise GateError(f"{name}: shape {tuple(got.shape)}, the reference has {tuple(reference.shape)}")
     if not reference.numel():
@@ -134,8 +138,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of several pieces of work, in turns, after one warm-up each.
 
-    At least ``rounds`` rounds while ``budget`` seconds last, more of them for short work, and one round in any case. Work that
-    takes more than ``cap`` seconds once is not run again: its only (cold) time stands.
+    At least ``rounds`` rounds while ``budget`` seconds last, more of them for short work, and one round in any case.
+    Work that takes more than ``cap`` seconds once is not run again: its only (cold) time stands.
     """
     times: dict[str, list[float]] = {}
     warm: dict[str, Work] = {}
@@ -164,13 +168,16 @@ def compare(subject: Work, peer: Work, device: torch.device, *, pairs: int = 7, 
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Device, versions, date, and how busy the machine was when asked (1-minute load per core; above about 1 something else ran)."""
+    """Device, versions, date, and how busy the machine was when asked (1-minute load per core; above about 1 something
+    else ran).
+    """
     described = describe_device(device, torch.get_num_threads())
     load = (
         os.getloadavg()[0] / max(described["cores"], 1) if device.type == "cpu" and hasattr(os, "getloadavg") else None
     )
     return {
-        "device": described, "versions": versions(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": described, "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_per_core": None if load is None else round(load, 2),
     }  # fmt: skip
 
@@ -202,13 +209,17 @@ def report(
 
 
 def kept(out: str, resume: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows that ``out`` holds of the same settings, to go on from; none without ``resume``. Raises: ArgumentError for rows of other settings."""
+    """The rows that ``out`` holds of the same settings, to go on from; none without ``resume``.
+
+    Raises: ArgumentError for rows of other settings.
+    """
     if not resume or not Path(out).is_file():
         return []
     found = store.read_json(out)
     if found["settings"] != json.loads(json.dumps(dict(settings))):
         raise ArgumentError(
-            f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was made with, or another --out."
+            f"bench: --resume goes on from {out}, which holds results of other settings. Give the options it was "
+            "made with, or another --out."
         )
     return found["rows"]
 

@@ -1,10 +1,13 @@
-"""What a pre-trained model's perplexity becomes when its attention is converted: exactly, and as the REWA paper writes it (its experiment 1).
+"""What a pre-trained model's perplexity becomes when its attention is converted: exactly, and as the REWA paper writes
+it (its experiment 1).
 
-Windows of the same tokens through one set of weights, with another operator in all layers each time: transformers' own attention; the
-exact form, a dot product with three closed gates beside it; softmax of the cosine, (x - 1)/tau; and the paper's exp(-arccos(x)/tau), tau = sqrt(2) tau_T, once
-with tau_T = sqrt(d) as a layer's scores are divided, once with the tau_T of each head that makes typical cosines weigh what typical products did, once with the paper's one
-witness, keys in the place of queries. Where the temperature is a head's own, factors of 1/2, 1, 2 and 4 are tried on other tokens, and the best is taken. The error of
-attention is the Frobenius norm of the difference of T x T matrices, a head. Then the gates are opened by a few steps of training, beside as many factors of queries.
+Windows of the same tokens through one set of weights, with another operator in all layers each time: transformers' own
+attention; the exact form, a dot product with three closed gates beside it; softmax of the cosine, (x - 1)/tau; and the
+paper's exp(-arccos(x)/tau), tau = sqrt(2) tau_T, once with tau_T = sqrt(d) as a layer's scores are divided, once with
+the tau_T of each head that makes typical cosines weigh what typical products did, once with the paper's one witness,
+keys in the place of queries. Where the temperature is a head's own, factors of 1/2, 1, 2 and 4 are tried on other
+tokens, and the best is taken. The error of attention is the Frobenius norm of the difference of T x T matrices, a head.
+Then the gates are opened by a few steps of training, beside as many factors of queries.
 """
 
 import argparse
@@ -80,7 +83,8 @@ def attention_weights(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
 
 
 class Subject:
-    """A model of transformers whose attention is exchanged form by form; calibration: tokens (B, T) by which temperatures are chosen.
+    """A model of transformers whose attention is exchanged form by form; calibration: tokens (B, T) by which
+    temperatures are chosen.
 
     Raises: ArgumentError for a model whose layers have no maps ``q_proj`` and ``k_proj``.
     """
@@ -92,7 +96,8 @@ class Subject:
         ]
         if not self.layers:
             raise ArgumentError(
-                f"{CALL}: a model whose layers of attention have maps q_proj and k_proj is required, such as Llama, received {type(model).__name__}."
+                f"{CALL}: a model whose layers of attention have maps q_proj and k_proj is required, such as "
+                f"Llama, received {type(model).__name__}."
             )
         self.queries = [layer.q_proj.weight for layer in self.layers]
         self.scales = [float(layer.scaling) for layer in self.layers]
@@ -150,7 +155,9 @@ class Subject:
 
     @torch.no_grad()
     def errors(self, form: str) -> Row:
-        """||A - A_softmax||_F over layers and heads on the calibration tokens, from the queries and keys of the model as it came."""
+        """||A - A_softmax||_F over layers and heads on the calibration tokens, from the queries and keys of the model
+        as it came.
+        """
         self.put(form)
         off, whole = [], []
         for (q, k, _), scale, operator in zip(
@@ -161,26 +168,38 @@ class Subject:
             whole.append(meant.norm(dim=(-2, -1)))
         error, size = torch.stack(off).flatten(), torch.stack(whole).flatten()
         return {
-            "part": "attention", "form": form, "error": float(error.mean()), "least": float(error.min()), "most": float(error.max()), "relative": float((error / size).mean()),
-            "matrices": error.numel(), "tokens": self.calibration.shape[1],
-        }  # fmt: skip
+            "part": "attention",
+            "form": form,
+            "error": float(error.mean()),
+            "least": float(error.min()),
+            "most": float(error.max()),
+            "relative": float((error / size).mean()),
+            "matrices": error.numel(),
+            "tokens": self.calibration.shape[1],
+        }
 
 
 def windows(text: str, tokenizer: Callable[[str], Any], count: int, length: int) -> Tensor:
-    """(count, length) tokens from places evenly spread over a text. Raises: ArgumentError for a text that is too short."""
+    """(count, length) tokens from places evenly spread over a text.
+
+    Raises: ArgumentError for a text that is too short.
+    """
     rows = []
     for index in range(count):
         start = text.find(" ", len(text) * index // count) + 1
         rows.append(tokenizer(text[start : len(text) * (index + 1) // count][: 12 * length])["input_ids"][:length])
     if min(map(len, rows)) < length:
         raise ArgumentError(
-            f"{CALL}: texts that hold {count} windows of {length} tokens are required. Ask for fewer (--windows) or shorter ones (--length)."
+            f"{CALL}: texts that hold {count} windows of {length} tokens are required. Ask for fewer (--windows) "
+            "or shorter ones (--length)."
         )
     return torch.tensor(rows)
 
 
 def differences(base: Tensor, other: Tensor, draws: int = 2000) -> tuple[float, float, float]:
-    """Perplexity of ``other`` less that of ``base``, nats a token of the same windows (n,); and the central 95 % over windows drawn again."""
+    """Perplexity of ``other`` less that of ``base``, nats a token of the same windows (n,); and the central 95 % over
+    windows drawn again.
+    """
     drawn = torch.randint(len(base), (draws, len(base)), generator=torch.Generator().manual_seed(0))
     spread = (other[drawn].mean(1).exp() - base[drawn].mean(1).exp()).sort().values
     return (
@@ -281,12 +300,20 @@ def trained(subject: Subject, parameters: Sequence[nn.Parameter], tokens: Tensor
 def show(row: Row) -> str:
     """One line for who watches."""
     if row["part"] == "attention":
-        return f"{row['form']:<28}||A - A_softmax||_F {row['error']:8.4f} ({row['least']:.4f} to {row['most']:.4f}), {row['relative']:.3f} of ||A_softmax||_F"
-    return f"{row['form']:<28}{row['text']:<12}perplexity {row['perplexity']:9.3f}  {row['difference']:+9.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
+        return (
+            f"{row['form']:<28}||A - A_softmax||_F {row['error']:8.4f} ({row['least']:.4f} to "
+            f"{row['most']:.4f}), {row['relative']:.3f} of ||A_softmax||_F"
+        )
+    return (
+        f"{row['form']:<28}{row['text']:<12}perplexity {row['perplexity']:9.3f}  {row['difference']:+9.4f} "
+        f"({row['low']:+.4f} to {row['high']:+.4f})"
+    )
 
 
 def summarised(rows: Sequence[Row], error: float) -> dict[str, Any]:
-    """The largest difference of perplexity of each form, and its mean error of attention, beside what the paper predicts."""
+    """The largest difference of perplexity of each form, and its mean error of attention, beside what the paper
+    predicts.
+    """
     worst: dict[str, float] = {}
     for row in rows:
         if row["part"] == "perplexity":
@@ -317,20 +344,30 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     forms = list(dict.fromkeys(row["form"] for row in changed))
     made = [
         page.Table(
-            "Perplexity without training", f"Predicted: a difference of less than {PREDICTED['perplexity difference']}. In brackets the difference, and the central 95 % of it over windows drawn again.",
-            ["form", *texts], [[form, *(cell(found[form, text, "perplexity"]) for text in texts)] for form in forms],
+            "Perplexity without training",
+            f"Predicted: a difference of less than {PREDICTED['perplexity difference']}. In brackets the "
+            "difference, and the central 95 % of it over windows drawn again.",
+            ["form", *texts],
+            [[form, *(cell(found[form, text, "perplexity"]) for text in texts)] for form in forms],
         ),
         page.Table(
-            "Error of attention", f"$\\lVert A - A_{{\\text{{softmax}}}} \\rVert_F$ of a head's matrix, over all layers and heads. Predicted: less than {PREDICTED['attention error']}.",
+            "Error of attention",
+            f"$\\lVert A - A_{{\\text{{softmax}}}} \\rVert_F$ of a head's matrix, over all layers and heads. "
+            f"Predicted: less than {PREDICTED['attention error']}.",
             ["form", "mean", "least", "most", "part of the norm"],
-            [[row["form"], *(f"{row[name]:.3g}" for name in ("error", "least", "most", "relative"))] for row in rows if row["part"] == "attention"],
+            [
+                [row["form"], *(f"{row[name]:.3g}" for name in ("error", "least", "most", "relative"))]
+                for row in rows
+                if row["part"] == "attention"
+            ],
         ),
-    ]  # fmt: skip
+    ]
     learned = [row for row in rows if row["part"] == "trained" and "text" in row]
     if learned:
         arms = {row["form"]: row for row in learned}
         about = "; ".join(
-            f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of {texts[0]}, Adam, rate {row['rate']:g}"
+            f"{form}: {row['parameters']} numbers, {row['steps']} steps of {row['length']} tokens of {texts[0]}, "
+            f"Adam, rate {row['rate']:g}"
             for form, row in arms.items()
         )
         made.append(
@@ -355,7 +392,8 @@ def write_page(options: argparse.Namespace) -> None:
         else ""
     )
     about = [
-        f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of {settings['length']} tokens of each text.{quantised}"
+        f"{settings['model']}, {settings['parameters']:,} parameters; {settings['windows']} windows of "
+        f"{settings['length']} tokens of each text.{quantised}"
     ]
     about += [paragraph.replace("\n", " ") for paragraph in value["about"].split("\n\n")]
     command = " ".join(
@@ -377,7 +415,9 @@ def write_page(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark and write its JSON and page; 0 when the exact form keeps the perplexity to what is predicted."""
+    """Run the benchmark and write its JSON and page; 0 when the exact form keeps the perplexity to what is
+    predicted.
+    """
     parser = common.parser(__doc__ or "", "convert")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="folder of a model of Hugging Face, or a GGUF file")
@@ -460,7 +500,8 @@ def main(argv: list[str] | None = None) -> int:
         write_page(options)
     summary = summarised(rows, error)
     print(
-        f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: {'holds' if summary['exact_holds'] else 'MISSED'}"
+        f"the exact form's perplexity is within {PREDICTED['perplexity difference']}: "
+        f"{'holds' if summary['exact_holds'] else 'MISSED'}"
     )
     return 0 if summary["exact_holds"] else 1
 

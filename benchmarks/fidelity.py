@@ -1,9 +1,12 @@
-"""How near feature maps come to spherical Yat attention: features a token against the relative l2 error of row-normalised outputs.
+"""How near feature maps come to spherical Yat attention: features a token against the relative l2 error of
+row-normalised outputs.
 
-Every map is measured on data of known form, or on the queries and keys of a trained model, against the float64 definition. Lines of
-reference: the mean of all visible values, and the least error that any map of so many features can have that does not look at the data.
-The file is written after every panel, and `--resume` goes on from it. `--preset slay-table10` repeats the protocol of the paper's ablation
-beside the numbers it prints.
+Every map is measured on data of known form, or on the queries and keys of a trained model, against the float64
+definition. Lines of
+reference: the mean of all visible values, and the least error that any map of so many features can have that does not
+    look at the data.
+The file is written after every panel, and `--resume` goes on from it. `--preset slay-table10` repeats the protocol of
+the paper's ablation beside the numbers it prints.
 """
 
 import argparse
@@ -92,7 +95,8 @@ def point(
     features: FeatureMap = found.features
     dim = data[0][0].q.shape[-1]
     row: dict[str, Any] = {
-        "family": found.family, "label": found.label, "m": features.dimension(dim), "flops": features.flops(dim), "positive": features.positive,
+        "family": found.family, "label": found.label, "m": features.dimension(dim), "flops": features.flops(dim),
+        "positive": features.positive,
         "claim": features.claim.kind,
     }  # fmt: skip
     results: dict[bool, list[OutputFidelity]] = {causal: [] for causal in modes}
@@ -107,7 +111,8 @@ def point(
     for causal, of_seeds in results.items():
         total = spread([result.error for result in of_seeds])
         row["causal" if causal else "bidirectional"] = {
-            "error": _short(total.mean), "sd": _short(total.deviation), "negative": _short(max(result.negative for result in of_seeds)),
+            "error": _short(total.mean), "sd": _short(total.deviation),
+            "negative": _short(max(result.negative for result in of_seeds)),
             "unsafe": _short(max(result.unsafe for result in of_seeds)),
         }  # fmt: skip
     return row
@@ -201,7 +206,8 @@ def sweep(
         for candidate in candidates(about["dim"], about["eps"], samples[0][1], options.learn > 0):
             rows.append({**name, **point(candidate, samples, about["eps"], options.learn, options.modes)})
         print(
-            f"\nd = {about['dim']}, eps = {about['eps']:g}, {about['input']}, T = {about['length']} ({time.perf_counter() - began:.0f} s)"
+            f"\nd = {about['dim']}, eps = {about['eps']:g}, {about['input']}, T = {about['length']} "
+            f"({time.perf_counter() - began:.0f} s)"
         )
         print(listing(rows[1:], rows[0], options.modes), flush=True)
         found[_called(about)] = rows
@@ -229,13 +235,15 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for name, dim, eps, size, error in CLAIMS:
         fitting = [
             row for row in rows
-            if row["family"] != "reference" and (row["input"], row["dim"], row["eps"]) == ("iid", dim, eps) and row["m"] <= size and row["positive"] and "causal" in row
+            if row["family"] != "reference" and (row["input"], row["dim"], row["eps"]) == ("iid", dim,
+            eps) and row["m"] <= size and row["positive"] and "causal" in row
         ]  # fmt: skip
         if fitting:
             best = min(fitting, key=lambda row: row["causal"]["error"])
             said.append(
                 {
-                    "claim": name, "dim": dim, "eps": eps, "m_at_most": size, "error_at_most": error, "map": f"{best['family']}, {best['label']}", "m": best["m"],
+                    "claim": name, "dim": dim, "eps": eps, "m_at_most": size, "error_at_most": error,
+                    "map": f"{best['family']}, {best['label']}", "m": best["m"],
                     "error": best["causal"]["error"], "met": best["causal"]["error"] <= error,
                 }
             )  # fmt: skip
@@ -271,7 +279,8 @@ def listing(rows: Sequence[dict[str, Any]], reference: dict[str, Any], modes: Se
 def repeat_table_10(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The paper's ablation: T, R, D and P as printed; one layer of width 256 with 8 heads and random tied projections.
 
-    The paper states neither eps, causality, biases nor inputs: eps = 0.01, normal inputs, both masks, without and with biases are ours.
+    The paper states neither eps, causality, biases nor inputs: eps = 0.01, normal inputs, both masks, without and with
+    biases are ours.
     """
     rows: list[dict[str, Any]] = []
     width, heads, eps = 256, 8, options.eps[0]
@@ -314,7 +323,9 @@ def repeat_table_10(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def layer(width: int, heads: int, length: int, seed: int, biases: bool) -> tuple[Sample, Readout]:
-    """A layer's q, k, v for normal inputs, and its output projection; all weights uniform within 1/sqrt(width), as torch's linear layers start."""
+    """A layer's q, k, v for normal inputs, and its output projection; all weights uniform within 1/sqrt(width), as
+    torch's linear layers start.
+    """
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(length, width, generator=draw, dtype=torch.float64)
 
@@ -367,7 +378,10 @@ def main(argv: list[str] | None = None) -> int:
         "--checkpoint",
         type=Path,
         default=None,
-        help="measure on q, k, v of a trained model (checkpoint or folder of a run, Hugging Face folder, GGUF file) or of a safetensors file",
+        help=(
+            "measure on q, k, v of a trained model (checkpoint or folder of a run, Hugging Face folder, GGUF "
+            "file) or of a safetensors file"
+        ),
     )
     parser.add_argument("--layers", default=None, help="with --checkpoint: which layers, from 1 (default: all)")
     parser.add_argument("--preset", choices=("slay-table10",), default=None, help="repeat a published protocol")
@@ -390,7 +404,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ArgumentError("bench fidelity: errors are measured in float64 on the cpu; leave --device out.")
     if options.preset and (options.resume or options.checkpoint or options.picture):
         raise ArgumentError(
-            "bench fidelity: --preset has data of its own and is measured as a whole; leave --resume, --checkpoint and --picture out."
+            "bench fidelity: --preset has data of its own and is measured as a whole; leave --resume, "
+            "--checkpoint and --picture out."
         )
     options.dims = numbers("--dims", options.dims, int, 1)
     options.eps = numbers("--eps", options.eps or ("0.01" if options.preset else "0.001,0.01,0.1,1"), float, 0)
@@ -414,8 +429,10 @@ def main(argv: list[str] | None = None) -> int:
     start = common.circumstances(torch.device("cpu"))
     errors = gate()
     settings = {
-        "dims": options.dims, "eps": options.eps, "inputs": options.inputs, "T": options.length, "heads": options.heads, "seeds": options.seeds,
-        "learn": options.learn, "preset": options.preset, "checkpoint": None if options.checkpoint is None else options.checkpoint.name, "dtype": "float64",
+        "dims": options.dims, "eps": options.eps, "inputs": options.inputs, "T": options.length, "heads": options.heads,
+        "seeds": options.seeds,
+        "learn": options.learn, "preset": options.preset,
+        "checkpoint": None if options.checkpoint is None else options.checkpoint.name, "dtype": "float64",
     }  # fmt: skip
 
     def keep(rows: list[dict[str, Any]]) -> None:
@@ -431,7 +448,8 @@ def main(argv: list[str] | None = None) -> int:
     keep(rows)
     for claim in claims(rows):
         print(
-            f"{'kept' if claim['met'] else 'BROKEN'}: {claim['claim']}, d = {claim['dim']}, eps = {claim['eps']:g}, iid, causal: {claim['error']:.3g} with m = {claim['m']} "
+            f"{'kept' if claim['met'] else 'BROKEN'}: {claim['claim']}, d = {claim['dim']}, eps = "
+            f"{claim['eps']:g}, iid, causal: {claim['error']:.3g} with m = {claim['m']} "
             f"({claim['map']}); at most {claim['error_at_most']:g} with m <= {claim['m_at_most']} is promised"
         )
     page = (

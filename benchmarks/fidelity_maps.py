@@ -1,4 +1,6 @@
-"""The feature maps that `zonal bench fidelity` measures, in families that differ in size, and the protocol of SLAY's table 10."""
+"""The feature maps that `zonal bench fidelity` measures, in families that differ in size, and the protocol of SLAY's
+table 10.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,7 +59,10 @@ def _slay_factors(slay: Slay) -> Iterator[tuple[str, Slay]]:
 
 
 def candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Candidate]:
-    """Every map of at most 6000 features. ``seen``: data of the same kind as what is measured, for maps that look at it."""
+    """Every map of at most 6000 features.
+
+    ``seen``: data of the same kind as what is measured, for maps that look at it.
+    """
     for found in _candidates(dim, eps, seen, learn):
         low_rank = found.features
         if isinstance(low_rank, LowRankSquare) and (
@@ -123,14 +128,19 @@ def _candidates(dim: int, eps: float, seen: Sample, learn: bool) -> Iterator[Can
 
 # relative l2 that the paper prints: (T, {row: value}) by scale
 TABLE_10 = {
-    "small": (128, {"SLAY: Laplace only": 0.5870, "SLAY: anchors": 0.6626, "SLAY: Hadamard, shared": 0.8237, "SLAY: Nystrom": 22.9072, "SLAY: TensorSketch": 474075.1562, "SLAY: random Maclaurin": 2195912.75}),
-    "medium": (256, {"SLAY: Laplace only": 0.5417, "SLAY: anchors": 0.5667, "SLAY: Hadamard, shared": 0.6609, "SLAY: Nystrom": 61.6529, "SLAY: TensorSketch": 214115.9844, "SLAY: random Maclaurin": 1715766.75}),
-    "large": (512, {"SLAY: Laplace only": 0.4850, "SLAY: anchors": 0.4939, "SLAY: Hadamard, shared": 0.6793, "SLAY: Nystrom": 28.1970, "SLAY: TensorSketch": 461739.0312, "SLAY: random Maclaurin": 1772757.5}),
+    "small": (128, {"SLAY: Laplace only": 0.5870, "SLAY: anchors": 0.6626, "SLAY: Hadamard, shared": 0.8237,
+    "SLAY: Nystrom": 22.9072, "SLAY: TensorSketch": 474075.1562, "SLAY: random Maclaurin": 2195912.75}),
+    "medium": (256, {"SLAY: Laplace only": 0.5417, "SLAY: anchors": 0.5667, "SLAY: Hadamard, shared": 0.6609,
+    "SLAY: Nystrom": 61.6529, "SLAY: TensorSketch": 214115.9844, "SLAY: random Maclaurin": 1715766.75}),
+    "large": (512, {"SLAY: Laplace only": 0.4850, "SLAY: anchors": 0.4939, "SLAY: Hadamard, shared": 0.6793,
+    "SLAY: Nystrom": 28.1970, "SLAY: TensorSketch": 461739.0312, "SLAY: random Maclaurin": 1772757.5}),
 }  # fmt: skip
 
 
 def table_10(scale: str, eps: float, dim: int) -> Iterator[Candidate]:
-    """The rows of one block of the paper's table, and after them what the same data gives with exact polynomial features."""
+    """The rows of one block of the paper's table, and after them what the same data gives with exact polynomial
+    features.
+    """
     for family, slay in _slay_factors(replace(Slay.preset(scale), eps=eps)):
         if family in TABLE_10[scale][1]:
             yield Candidate(family, scale, slay)

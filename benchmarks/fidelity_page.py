@@ -1,4 +1,6 @@
-"""The chart of `zonal bench fidelity`: one HTML file in the style of the reports, with plotly inside and every number in a table."""
+"""The chart of `zonal bench fidelity`: one HTML file in the style of the reports, with plotly inside and every number
+in a table.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -140,7 +142,8 @@ def html(rows: Sequence[dict[str, Any]]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(_TEMPLATE).render(
-        css=asset("page.css").decode(), masks=masks, rows=points, paper=any("paper" in row for row in points), payload=script_json(payload),
+        css=asset("page.css").decode(), masks=masks, rows=points, paper=any("paper" in row for row in points),
+        payload=script_json(payload),
         plotly=base64.b64encode(asset("plotly-basic-4.1.1.min.js.gz")).decode(),
     )  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""The picture of `zonal bench fidelity` for the documentation: small charts on shared axes as one SVG, made from the rows alone."""
+"""The picture of `zonal bench fidelity` for the documentation: small charts on shared axes as one SVG, made from the
+rows alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,8 @@ CURVES = (
 )
 # half the height of a marker is about 4
 _MARKERS = {
-    "circle": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z", "square": "M-3.5 -3.5H3.5V3.5H-3.5Z", "diamond": "M0 -5L5 0L0 5L-5 0Z", "triangle-up": "M0 -4.6L4.6 3.6H-4.6Z",
+    "circle": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z", "square": "M-3.5 -3.5H3.5V3.5H-3.5Z",
+    "diamond": "M0 -5L5 0L0 5L-5 0Z", "triangle-up": "M0 -4.6L4.6 3.6H-4.6Z",
     "triangle-down": "M0 4.6L4.6 -3.6H-4.6Z", "cross": "M-1.5 -4.5H1.5V-1.5H4.5V1.5H1.5V4.5H-1.5V1.5H-4.5V-1.5H-1.5Z",
     "star": "M0 -5.4L1.5 -1.7L5.4 -1.6L2.3 .9L3.3 4.7L0 2.5L-3.3 4.7L-2.3 .9L-5.4 -1.6L-1.5 -1.7Z",
 }  # fmt: skip
@@ -96,7 +99,10 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[tuple[str,
 
 
 def svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The picture. rows: as the benchmark writes them, causal. Raises: ArgumentError when they hold nothing that it shows."""
+    """The picture. rows: as the benchmark writes them, causal.
+
+    Raises: ArgumentError when they hold nothing that it shows.
+    """
     lines = chosen(rows)
     require(
         bool(lines), "bench fidelity: no panel of these rows is one that the picture shows: causal, eps = 0.01 or 1."
@@ -137,13 +143,19 @@ def _panel(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _text(
     x: float, y: float, words: str, *, anchor: str = "start", colour: str = _INK, weight: str = "400", size: int = 12
 ) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}" font-size="{size}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}" '
+        f'font-size="{size}">{escape(words)}</text>'
+    )
 
 
 def _marker(curve: Curve, x: float, y: float, filled: bool) -> str:
     look = style.LOOKS[curve.look]
     fill = look.light if filled else "#ffffff"
-    return f'<path transform="translate({x:.1f} {y:.1f})" d="{_MARKERS[look.symbol]}" fill="{fill}" stroke="{look.light}" stroke-width="1.4"/>'
+    return (
+        f'<path transform="translate({x:.1f} {y:.1f})" d="{_MARKERS[look.symbol]}" fill="{fill}" '
+        f'stroke="{look.light}" stroke-width="1.4"/>'
+    )
 
 
 def _stroke(curve: Curve) -> str:

@@ -1,14 +1,17 @@
-"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding, sums over features, ridge read-outs; bfloat16, causal.
+"""The Triton kernels against FlashAttention on a CUDA GPU: forward, with backward, packed documents, decoding, sums
+over features, ridge read-outs; bfloat16, causal.
 
     python -m benchmarks.gpu [--quick] [--list] [--minutes 9]
 
-H d = 2048 and B T = 16k (T = 32k: B = 1), so that every multiprocessor has work; decoding is one query on S keys, four query heads a key
-head. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` held to its FlashAttention backend on the same tensors
-in the same process (packed documents: ``torch.nn.attention.varlen``). Both are called from Python, queued one run after the other and timed
-in turns by CUDA events; backward includes the gradient of what the link learns. Rates count the useful operations, 4 d a visible pair forward and 10 d
-backward, for both sides, and are given as shares of a bfloat16 matrix product measured in the same process; decoding as shares of a copy.
-Sums over features and ridge read-outs run in time linear in the tokens, on the chunked path; their rates, too, count what a path over all pairs would do.
-Output and gradients are checked against the dense path in float64 before anything is timed.
+H d = 2048 and B T = 16k (T = 32k: B = 1), so that every multiprocessor has work; decoding is one query on S keys, four
+query heads a key head. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` held to its
+FlashAttention backend on the same tensors in the same process (packed documents: ``torch.nn.attention.varlen``). Both
+are called from Python, queued one run after the other and timed in turns by CUDA events; backward includes the gradient
+of what the link learns. Rates count the useful operations, 4 d a visible pair forward and 10 d backward, for both
+sides, and are given as shares of a bfloat16 matrix product measured in the same process; decoding as shares of a copy.
+Sums over features and ridge read-outs run in time linear in the tokens, on the chunked path; their rates, too, count
+what a path over all pairs would do. Output and gradients are checked against the dense path in float64 before anything
+is timed.
 """
 
 import argparse
@@ -112,7 +115,8 @@ class Case:
     def short(self) -> "Case":
         """The same kind of call, small enough for the dense path in float64."""
         return replace(
-            self, tokens=1 if self.keys else _GATE_SUMS if self.operator in SUMS else _GATE_TOKENS, keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
+            self, tokens=1 if self.keys else _GATE_SUMS if self.operator in SUMS else _GATE_TOKENS,
+            keys=_GATE_KEYS if self.keys else 0, gradients=not self.keys, batch=1,
             documents=min(self.documents, 5), width=_GATE_HEADS * self.dim,
         )  # fmt: skip
 
@@ -213,7 +217,9 @@ class Work:
 
 
 def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
-    """Errors of outputs against the dense path in float64 for each kind of row at ragged lengths; gradients are checked alike."""
+    """Errors of outputs against the dense path in float64 for each kind of row at ragged lengths; gradients are checked
+    alike.
+    """
     errors: dict[str, float] = {}
     for case in dict.fromkeys(case.short for case in cases):
         name, work = str(case), Work.of(case, device)
@@ -236,7 +242,10 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
 
 
 def compared(subject: common.Work, peer: common.Work, device: torch.device, budget: float) -> common.Compared:
-    """Pairs in turns. A sample is as many runs as last some milliseconds: between them the host works ahead of the device, as in a model."""
+    """Pairs in turns.
+
+    A sample is as many runs as last some milliseconds: between them the host works ahead of the device, as in a model.
+    """
     subject(), peer()
     runs = min(50, max(1, math.ceil(5e-3 / common.once(peer, device))))
 
@@ -266,7 +275,9 @@ def peak_bytes(work: common.Work, device: torch.device) -> int:
 
 
 def peaks(device: torch.device, order: int = 8192) -> dict[str, float]:
-    """What the device reaches here: operations a second of a bfloat16 matrix product, bytes a second read and written by a copy."""
+    """What the device reaches here: operations a second of a bfloat16 matrix product, bytes a second read and written
+    by a copy.
+    """
     a, b = (torch.randn(order, order, device=device, dtype=torch.bfloat16) for _ in range(2))
     target = torch.empty_like(a)
     product = common.interleaved({"product": lambda: torch.mm(a, b, out=target)}, device, rounds=20, budget=1.0)[
@@ -302,13 +313,22 @@ def measured(case: Case, device: torch.device, peak: dict[str, float], budget: f
 def required(device: torch.device) -> str | None:
     """What is missing on this machine and what to do about it, or None."""
     wanted = "a CUDA device of compute capability 8.0 or later was required"
-    elsewhere = "Run it where there is one; `--list` prints the rows anywhere, and `python -m benchmarks.tiled` measures the CPU's kernel."
+    elsewhere = (
+        "Run it where there is one; `--list` prints the rows anywhere, and `python -m benchmarks.tiled` "
+        "measures the CPU's kernel."
+    )
     if device.type != "cuda":
         return f"bench gpu: {wanted}, received --device {device}. {elsewhere}"
     if not torch.cuda.is_available():
-        return f"bench gpu: {wanted}, and torch {torch.__version__} sees none (it must be a CUDA build, with a driver). {elsewhere}"
+        return (
+            f"bench gpu: {wanted}, and torch {torch.__version__} sees none (it must be a CUDA build, with a "
+            f"driver). {elsewhere}"
+        )
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"bench gpu: {wanted}, and {torch.cuda.get_device_name(device)} has {torch.cuda.get_device_capability(device)}. {elsewhere}"
+        return (
+            f"bench gpu: {wanted}, and {torch.cuda.get_device_name(device)} has "
+            f"{torch.cuda.get_device_capability(device)}. {elsewhere}"
+        )
     return None
 
 
@@ -347,7 +367,8 @@ def main(argv: list[str] | None = None) -> int:
     errors = gate(device, cases)
     peak = peaks(device)
     print(
-        f"{peak['matmul_flops'] / 1e12:.0f} TFLOP/s in a bfloat16 product, {peak['copy_bytes'] / 1e12:.2f} TB/s in a copy",
+        f"{peak['matmul_flops'] / 1e12:.0f} TFLOP/s in a bfloat16 product, {peak['copy_bytes'] / 1e12:.2f} TB/s "
+        "in a copy",
         flush=True,
     )
     rows: list[dict[str, Any]] = []
@@ -361,7 +382,8 @@ def main(argv: list[str] | None = None) -> int:
             rates = f"{100 * row['share']:.0f}% of the device against {100 * row['flash_share']:.0f}%"
             memory = f"{row['peak_bytes'] / 1e6:.0f} MB against {row['flash_peak_bytes'] / 1e6:.0f}"
             print(
-                f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of FlashAttention  {case} ({rates}; {memory})",
+                f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of FlashAttention  {case} "
+                f"({rates}; {memory})",
                 flush=True,
             )
     finally:

@@ -1,10 +1,12 @@
-"""Ridge and Koopman read-outs, token-exact, against torch's fused attention: compiled kernels, forward, with backward, and decoding.
+"""Ridge and Koopman read-outs, token-exact, against torch's fused attention: compiled kernels, forward, with backward,
+and decoding.
 
-B = 1, H = 8, values of 64 numbers, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` with
-heads of 64 and as many tokens in the same process: a replacement, not the same function. Decoding reads and extends a memory of so many
-tokens token by token; its peer is fused attention of one query over as many keys and values, and for a row with "flat" the same steps
-after 1024 tokens, so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's bytes stand beside
-those of the keys and values it replaces.
+B = 1, H = 8, values of 64 numbers, causal, float32. The peer of every ratio is
+``torch.nn.functional.scaled_dot_product_attention`` with heads of 64 and as many tokens in the same process: a
+replacement, not the same function. Decoding reads and extends a memory of so many tokens token by token; its peer is
+fused attention of one query over as many keys and values, and for a row with "flat" the same steps after 1024 tokens,
+so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's bytes stand beside those of
+the keys and values it replaces.
 """
 
 import argparse
@@ -146,7 +148,9 @@ class Work:
 
 
 def gate(cases: list[Case]) -> dict[str, float]:
-    """Errors of output and gradients, and of steps, against the float64 definition, for each kind of row at 777 tokens."""
+    """Errors of output and gradients, and of steps, against the float64 definition, for each kind of row at 777
+    tokens.
+    """
     errors: dict[str, float] = {}
     for dim, power in dict.fromkeys((case.dim, case.power) for case in cases):
         work = Work(Case(dim, power, 777, True))
@@ -216,14 +220,16 @@ def main(argv: list[str] | None = None) -> int:
         held = case.bound is None or ratio["median"] <= case.bound
         missed += [] if held else [str(case)]
         goal = "" if case.bound is None else f"; at most {case.bound}: {'holds' if held else 'MISSED'}"
-        time = f"{common.milliseconds(row['against_peer']['subject']['median'] / (STEPS if case.decodes else 1))}{' a token' if case.decodes else ''}"
+        seconds = row["against_peer"]["subject"]["median"]
+        time = f"{common.milliseconds(seconds / STEPS)} a token" if case.decodes else common.milliseconds(seconds)
         kept = (
             f"; a memory of {row['memory_bytes'] / 1e3:.0f} kB in place of {row['keys_and_values_bytes'] / 1e3:.0f}"
             if case.decodes
             else ""
         )
         print(
-            f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} ({time}{kept}){goal}",
+            f"{ratio['median']:.4f} [{ratio['low']:.4f}-{ratio['high']:.4f}] of {case.peer}  {case} "
+            f"({time}{kept}){goal}",
             flush=True,
         )
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}

@@ -1,10 +1,11 @@
-"""Sums over features in time linear in the tokens against torch's fused attention: compiled kernel, forward and with backward.
+"""Sums over features in time linear in the tokens against torch's fused attention: compiled kernel, forward and with
+backward.
 
-B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on the same tensors
-in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2 is linear. Decoding is a loop of
-steps, each of which takes the memory that the one before it returned, from a memory of 16k tokens on; its peer is as many calls of fused
-attention over 16k keys and values. "flat" is the same loop after a million tokens, and its peer that loop after a thousand. Memory is what a
-call takes at its peak beyond its inputs.
+B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on
+the same tensors in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2
+is linear. Decoding is a loop of steps, each of which takes the memory that the one before it returned, from a memory of
+16k tokens on; its peer is as many calls of fused attention over 16k keys and values. "flat" is the same loop after a
+million tokens, and its peer that loop after a thousand. Memory is what a call takes at its peak beyond its inputs.
 """
 
 import argparse
@@ -110,7 +111,9 @@ class Work:
         return work
 
     def steps(self, tokens: int = 1) -> list[tuple[Tensor, ...]]:
-        """Queries, keys and values of the first tokens, so many at a time, each contiguous as a layer's projections leave them."""
+        """Queries, keys and values of the first tokens, so many at a time, each contiguous as a layer's projections
+        leave them.
+        """
         return [
             tuple(x[:, :, t : t + tokens].contiguous() for x in (self.q, self.k, self.v))
             for t in range(0, STEPS * tokens, tokens)
@@ -251,7 +254,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         memory = f"{row['peak_bytes'] / 1e6:.0f} MB for an output of {row['output_bytes'] / 1e6:.0f}"
         print(
-            f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; {memory}){goal}",
+            f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}] of {case.peer}  {case} ({time}; "
+            f"{memory}){goal}",
             flush=True,
         )
     summary = {"errors": errors, "bounds": sum(case.bound is not None for case in cases), "missed": missed}

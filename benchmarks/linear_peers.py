@@ -1,10 +1,12 @@
-"""Attention of other libraries whose cost grows linearly with T, and the exact Yat forms beside them: f(q, k, v, causal) -> y, all (B, H, T, D).
+"""Attention of other libraries whose cost grows linearly with T, and the exact Yat forms beside them: f(q, k, v,
+causal) -> y, all (B, H, T, D).
 
-Each comes with a float64 definition of what it computes, T x T and slow, and is checked against it: random features against the same
-features multiplied out, not against the softmax they approximate (that error is printed, and is no error of the library).
-Beside each stand operators of this library, checked against their dense float64 form: the one that is nearest to what the peer computes,
-and squared-affine attention. All are timed in one process in turns, with causal ``torch.nn.functional.scaled_dot_product_attention`` as the
-common measure. The file is written after every row, and `--resume` goes on from it.
+Each comes with a float64 definition of what it computes, T x T and slow, and is checked against it: random features
+against the same features multiplied out, not against the softmax they approximate (that error is printed, and is no
+error of the library). Beside each stand operators of this library, checked against their dense float64 form: the one
+that is nearest to what the peer computes, and squared-affine attention. All are timed in one process in turns, with
+causal ``torch.nn.functional.scaled_dot_product_attention`` as the common measure. The file is written after every row,
+and `--resume` goes on from it.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from zonal.errors import ArgumentError
 HEADS, DIM = 8, 32
 FEATURES = 256  # of Performer, whose own default is D log D: 110 for D = 32
 SQUARED = "squared_affine"
-# Performer's: added to every feature, and (causal) to every sum of the keys' features; the second is far from nothing for the first tokens
+# Performer's: added to every feature, and (causal) to every sum of the keys' features; the second is far from nothing
+# for the first tokens
 FAVOR_EPS, FAVOR_SUM_EPS = 1e-4, 1e-6
 # linear-attention-transformer's least denominator
 LEAST = 1e-3
@@ -39,9 +42,11 @@ LEAST = 1e-3
 
 @dataclass(frozen=True)
 class LinearPeer:
-    """features: numbers a key becomes for each of its heads; None: none, all pairs are visited. definition: what it computes, for float64.
+    """features: numbers a key becomes for each of its heads; None: none, all pairs are visited. definition: what it
+    computes, for float64.
 
-    nearest: the operator of this library that is nearest to it. room: bytes it takes at its peak for so many tokens, where that is many.
+    nearest: the operator of this library that is nearest to it. room: bytes it takes at its peak for so many tokens,
+        where that is many.
     """
 
     peer: peers.Peer
@@ -69,7 +74,8 @@ def _visible(queries: int, causal: bool, bucket: int = 1) -> Tensor:
 def performer() -> LinearPeer:
     """Performer's FAVOR+: positive random features of the softmax kernel, orthogonal, drawn once from a fixed seed.
 
-    Its causal form for a CPU keeps the T/128 x features x D running sums of a chunk; its other one is a CUDA kernel of another package.
+    Its causal form for a CPU keeps the T/128 x features x D running sums of a chunk; its other one is a CUDA kernel of
+    another package.
     """
     library = _quietly_imported("performer_pytorch", "performer-pytorch")
 
@@ -109,8 +115,10 @@ def performer() -> LinearPeer:
 
 
 def linear_attention_transformer(bucket: int) -> LinearPeer:
-    """softmax(q) times exp(k) as features. bucket: its blind spot, the past is summed for buckets of this many tokens and the own
-    bucket is not seen; 1 is the library's default, sees the own token too, and keeps a D x D sum for every token."""
+    """softmax(q) times exp(k) as features. bucket: its blind spot, the past is summed for buckets of this many tokens
+    and the own bucket is not seen; 1 is the library's default, sees the own token too, and keeps a D x D sum for every
+    token.
+    """
     library = _quietly_imported(
         "linear_attention_transformer.linear_attention_transformer", "linear-attention-transformer"
     )
@@ -127,7 +135,8 @@ def linear_attention_transformer(bucket: int) -> LinearPeer:
 
     how = f"causal_linear_attn(bucket_size={bucket}), linear_attn"
     return LinearPeer(
-        peers.Peer("linear-attention-transformer", version("linear-attention-transformer"), how, attend), DIM, definition, "linear",
+        peers.Peer("linear-attention-transformer", version("linear-attention-transformer"), how, attend), DIM,
+        definition, "linear",
         room=lambda tokens: 3 * 4 * HEADS * tokens // bucket * DIM * DIM,
     )  # fmt: skip
 
@@ -196,7 +205,9 @@ def gate_subject(spec: str, causal: bool) -> float:
 
 
 def softmax_error(found: LinearPeer, causal: bool) -> float:
-    """Mean distance from softmax attention as a share of its mean size, for q and k of unit variance over 1024 tokens."""
+    """Mean distance from softmax attention as a share of its mean size, for q and k of unit variance over 1024
+    tokens.
+    """
     q, k, v = draw(1024)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
     return float((found.peer.attend(q, k, v, causal) - exact).norm(dim=-1).mean() / exact.norm(dim=-1).mean())
@@ -266,7 +277,8 @@ def main(argv: list[str] | None = None) -> int:
                 common.report(out, "linear_peers", __doc__ or "", settings, rows, {}, start)
             if name == "performer" and not options.quick:
                 print(
-                    f"  distance from softmax: {softmax_error(found, True):.2f} causal, {softmax_error(found, False):.2f} bidirectional",
+                    f"  distance from softmax: {softmax_error(found, True):.2f} causal, "
+                    f"{softmax_error(found, False):.2f} bidirectional",
                     flush=True,
                 )
     return 0
@@ -275,10 +287,13 @@ def main(argv: list[str] | None = None) -> int:
 def timed(
     name: str, found: LinearPeer, tokens: int, causal: bool, device: torch.device, budget: float
 ) -> dict[str, Any]:
-    """A row: seconds of all, and ratios of the peer to causal SDPA and of this library's operators to the peer, pair by pair."""
+    """A row: seconds of all, and ratios of the peer to causal SDPA and of this library's operators to the peer, pair by
+    pair.
+    """
     kind = "causal" if causal else "bidirectional"
     row = {
-        "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features, "tokens": tokens, "causal": causal,
+        "peer": name, "peer_version": found.peer.version, "peer_how": found.peer.how, "features": found.features,
+        "tokens": tokens, "causal": causal,
         "nearest": found.nearest,
     }  # fmt: skip
     needed, left = found.room(tokens), device_memory.free(device)
@@ -288,7 +303,8 @@ def timed(
         return {**row, "refused": refused}
     q, k, v = draw(tokens)
     works: dict[str, common.Work] = {
-        "peer": lambda: found.peer.attend(q, k, v, causal), "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "peer": lambda: found.peer.attend(q, k, v, causal),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }  # fmt: skip
     for spec in dict.fromkeys((found.nearest, SQUARED)):
         works[spec] = functools.partial(zonal.attention, q, k, v, mechanisms.resolve(spec), causal=causal)
@@ -304,11 +320,13 @@ def timed(
         for spec, found_ratio in to_peer.items()
     )
     print(
-        f"  T={tokens} {kind}: {common.milliseconds(common.Quantiles.of(times['peer']).median)}, {to_sdpa.median:.3g} [{to_sdpa.low:.3g}-{to_sdpa.high:.3g}] "
+        f"  T={tokens} {kind}: {common.milliseconds(common.Quantiles.of(times['peer']).median)}, "
+        f"{to_sdpa.median:.3g} [{to_sdpa.low:.3g}-{to_sdpa.high:.3g}] "
         f"of causal SDPA ({to_sdpa.runs} rounds); {words}", flush=True,
     )  # fmt: skip
     return {
-        **row, "seconds": {name: asdict(common.Quantiles.of(seconds)) for name, seconds in times.items()}, "against_sdpa": asdict(to_sdpa),
+        **row, "seconds": {name: asdict(common.Quantiles.of(seconds)) for name, seconds in times.items()},
+        "against_sdpa": asdict(to_sdpa),
         "zonal_against_peer": {spec: asdict(found_ratio) for spec, found_ratio in to_peer.items()},
     }  # fmt: skip
 

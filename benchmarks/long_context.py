@@ -1,10 +1,13 @@
-"""Small models trained on 512 tokens, read on 32k: perplexity by position, time and memory of ways to meet fewer keys (experiment 5 of the REWA paper).
+"""Small models trained on 512 tokens, read on 32k: perplexity by position, time and memory of ways to meet fewer keys
+(experiment 5 of the REWA paper).
 
-Each model reads whole stretches of held-out text, in one call, with its own attention and with the same weights restricted to a window, to the 256 largest of
-a row, met exactly (at a part of the length, since torch selects them) or found by hash tables, and, for softmax, to a window and the first tokens of the
-text (local + global, in blocks of fused attention). Time and memory are of one layer's attention on its own queries, keys and values of such a stretch, against torch's fused softmax attention on the same, the prefix
-read at once and one token after it. Times are processor time, the least of a few turns; memory is what the process grows by at its peak. First of all, every way is
-compared with the dense definition in float64.
+Each model reads whole stretches of held-out text, in one call, with its own attention and with the same weights
+restricted to a window, to the 256 largest of a row, met exactly (at a part of the length, since torch selects them) or
+found by hash tables, and, for softmax, to a window and the first tokens of the text (local + global, in blocks of fused
+attention). Time and memory are of one layer's attention on its own queries, keys and values of such a stretch, against
+torch's fused softmax attention on the same, the prefix read at once and one token after it. Times are processor time,
+the least of a few turns; memory is what the process grows by at its peak. First of all, every way is compared with the
+dense definition in float64.
 """
 
 import argparse
@@ -56,7 +59,9 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """length: of the text that is read; exact: of that on which the largest are met exactly; lengths: those that are timed; window, first: keys of local + global."""
+    """length: of the text that is read; exact: of that on which the largest are met exactly; lengths: those that are
+    timed; window, first: keys of local + global.
+    """
 
     length: int = 32768
     exact: int = 4096
@@ -72,7 +77,9 @@ QUICK = Sizes(length=512, exact=256, lengths=(128, 512), window=64, first=8, str
 
 
 def local_global(q: Tensor, k: Tensor, v: Tensor, window: int, first: int) -> Tensor:
-    """softmax(q . k / sqrt D) over the ``window`` keys up to a query's own and the ``first`` of all, for the last T of S positions, by blocks of fused attention."""
+    """softmax(q . k / sqrt D) over the ``window`` keys up to a query's own and the ``first`` of all, for the last T of
+    S positions, by blocks of fused attention.
+    """
     before, rows = k.shape[2] - q.shape[2], []
     for t0 in range(0, q.shape[2], window):
         t1 = min(t0 + window, q.shape[2])
@@ -99,7 +106,9 @@ def ways(operator: Operator, sizes: Sizes) -> dict[str, tuple[Operator, str]]:
 
 
 class Local(nn.Module):
-    """A layer of softmax attention that meets a window and the first keys only: its own projections around ``local_global``."""
+    """A layer of softmax attention that meets a window and the first keys only: its own projections around
+    ``local_global``.
+    """
 
     def __init__(self, layer: Attention, sizes: Sizes) -> None:
         super().__init__()
@@ -131,7 +140,9 @@ class Subject:
 
     @torch.no_grad()
     def gate(self) -> float:
-        """The worst error of any way against the definition, on 300 tokens; the hashed one with a window that has every key."""
+        """The worst error of any way against the definition, on 300 tokens; the hashed one with a window that has every
+        key.
+        """
         small, worst = dataclasses.replace(self.sizes, window=64, first=5, search=LSH(window=300)), 0.0
         q, k, v = torch.randn(
             3, 1, self.layers[0].heads, 300, self.layers[0].key_dim, generator=torch.Generator().manual_seed(0)
@@ -189,7 +200,9 @@ def read(
 
 
 class Reader:
-    """A layer's attention in one way: ``prefix`` at once, then ``step`` after step of one token. nbytes: of what it holds between steps."""
+    """A layer's attention in one way: ``prefix`` at once, then ``step`` after step of one token. nbytes: of what it
+    holds between steps.
+    """
 
     def __init__(self, prefix: Callable[[], object], step: Callable[[], object], nbytes: int) -> None:
         self.prefix, self.step, self.nbytes = prefix, step, nbytes
@@ -263,8 +276,10 @@ def timed(subject: Subject, tokens: Tensor, kept: Sequence[Row]) -> Iterator[Row
         least = {way: (min(reader.seconds), min(reader.step_seconds)) for way, reader in made.items()}
         for way, reader in made.items():
             row = {
-                "part": "time", "model": subject.name, "way": way, "tokens": length, "prefix_seconds": least[way][0], "to_fused": least[way][0] / least[FUSED][0], "peak_bytes": reader.peak,
-                "step_seconds": least[way][1], "step_to_fused": least[way][1] / least[FUSED][1], "held_bytes": reader.nbytes,
+                "part": "time", "model": subject.name, "way": way, "tokens": length, "prefix_seconds": least[way][0],
+                "to_fused": least[way][0] / least[FUSED][0], "peak_bytes": reader.peak,
+                "step_seconds": least[way][1], "step_to_fused": least[way][1] / least[FUSED][1],
+                "held_bytes": reader.nbytes,
             }  # fmt: skip
             if way == FOUND:
                 operator = ways(subject.own[-1], subject.sizes)[FOUND][0]
@@ -280,9 +295,11 @@ def show(row: Row) -> str:
             + "  ".join(f"to {stop}: {math.exp(nats):.3f}" for stop, nats in row["nats"].items())
         )
     return (
-        f"{row['model']:<9}{row['way']:<17}{row['tokens']:>6} tokens  {row['prefix_seconds'] / row['tokens'] * 1e6:9.2f} µs a token, {row['to_fused']:6.2f} of fused, {row['peak_bytes'] / 1e6:8.1f} MB; "
-        f"a step {row['step_seconds'] * 1e6:8.1f} µs, {row['step_to_fused']:6.2f}, {row['held_bytes'] / 1e6:.2f} MB held"
-        + (f"; mass {row['mass']:.3f}" if "mass" in row else "")
+        f"{row['model']:<9}{row['way']:<17}{row['tokens']:>6} tokens  "
+        f"{row['prefix_seconds'] / row['tokens'] * 1e6:9.2f} µs a token, {row['to_fused']:6.2f} of fused, "
+        f"{row['peak_bytes'] / 1e6:8.1f} MB; "
+        f"a step {row['step_seconds'] * 1e6:8.1f} µs, {row['step_to_fused']:6.2f}, {row['held_bytes'] / 1e6:.2f} "
+        "MB held" + (f"; mass {row['mass']:.3f}" if "mass" in row else "")
     )
 
 
@@ -306,7 +323,9 @@ def perplexity(rows: Sequence[Row], model: str, way: str, text: str, stop: str) 
 
 
 def summarised(rows: Sequence[Row], errors: Mapping[str, float]) -> dict[str, Any]:
-    """Perplexity at the farthest positions, time to fused attention at the greatest length and how memory grows, by model and way."""
+    """Perplexity at the farthest positions, time to fused attention at the greatest length and how memory grows, by
+    model and way.
+    """
     reads, times = ([row for row in rows if row["part"] == part] for part in ("read", "time"))
     stop = max((stop for row in reads for stop in row["nats"]), key=int, default="0")
     far: dict[str, dict[str, float]] = {}
@@ -357,8 +376,10 @@ def tables(rows: Sequence[Row]) -> list[page.Table]:
     ]
     body = [
         [
-            row["model"], row["way"], str(row["tokens"]), f"{row['prefix_seconds'] / row['tokens'] * 1e6:.2f}", f"{row['to_fused']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}", f"{row['step_seconds'] * 1e6:.0f}",
-            f"{row['step_to_fused']:.2f}", f"{row['held_bytes'] / 1e6:.2f}", f"{row['mass']:.3f}" if "mass" in row else "",
+            row["model"], row["way"], str(row["tokens"]), f"{row['prefix_seconds'] / row['tokens'] * 1e6:.2f}",
+            f"{row['to_fused']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}", f"{row['step_seconds'] * 1e6:.0f}",
+            f"{row['step_to_fused']:.2f}", f"{row['held_bytes'] / 1e6:.2f}",
+            f"{row['mass']:.3f}" if "mass" in row else "",
         ]
         for row in times
     ]  # fmt: skip

@@ -1,9 +1,11 @@
-"""What merging tokens costs in accuracy and gains in speed: a vision transformer on Fashion-MNIST, at shares of 0 to 60% of its tokens.
+"""What merging tokens costs in accuracy and gains in speed: a vision transformer on Fashion-MNIST, at shares of 0 to
+60% of its tokens.
 
-Two models from the same initial weights see the same images in the same order: one is trained on all tokens, the other on a share that is drawn anew for
-every update. Both are tested with each share merged away, spread over the layers (even) or at once before the second (early). Speed is that of classifying
-on the device given, by schedule and share, in turns with the model that merges nothing; it is the same for both models.
-Training goes on where it was stopped: run the same command again.
+Two models from the same initial weights see the same images in the same order: one is trained on all tokens, the other
+on a share that is drawn anew for every update. Both are tested with each share merged away, spread over the layers
+(even) or at once before the second (early). Speed is that of classifying on the device given, by schedule and share, in
+turns with the model that merges nothing; it is the same for both models. Training goes on where it was stopped: run the
+same command again.
 """
 
 import argparse
@@ -112,7 +114,8 @@ def train(name: str, images: Images, sizes: Sizes, folder: Path, every: int = 10
         if progress.step % every == 0 or progress.step == sizes.steps:
             save_checkpoint(path, model, optimiser, progress, identity)
             print(
-                f"{name}: {progress.step} of {sizes.steps} updates, loss {total.item() / count:.3f}, {progress.seconds:.0f} s",
+                f"{name}: {progress.step} of {sizes.steps} updates, loss {total.item() / count:.3f}, "
+                f"{progress.seconds:.0f} s",
                 flush=True,
             )
     return model.eval(), progress
@@ -137,7 +140,8 @@ def accuracy(model: VisionEncoder, images: Images, merge: MergeSchedule, size: i
 
 @torch.no_grad()
 def gate(model: VisionEncoder, images: Images, sizes: Sizes) -> float:
-    """The largest error of layers on merged tokens as they run here, against the dense definition in float64 on the same buckets.
+    """The largest error of layers on merged tokens as they run here, against the dense definition in float64 on the
+    same buckets.
 
     The buckets are given: which of two pairs that are equally alike is joined may differ with the last digit.
     """
@@ -163,8 +167,10 @@ def speeds(model: VisionEncoder, images: Images, sizes: Sizes, device: torch.dev
     for label, (name, share, _) in cases.items():
         seconds, whole = found[label], found[f"{name} 0.0"]
         yield {
-            "part": "speed", "schedule": name, "share": share, "tokens": list(SCHEDULES[name](share, sizes.layers).counts(model.config.tokens)),
-            "seconds": dataclasses.asdict(common.Quantiles.of(seconds)), "images_per_second": len(pixels) / min(seconds),
+            "part": "speed", "schedule": name, "share": share,
+            "tokens": list(SCHEDULES[name](share, sizes.layers).counts(model.config.tokens)),
+            "seconds": dataclasses.asdict(common.Quantiles.of(seconds)),
+            "images_per_second": len(pixels) / min(seconds),
             "speedup": common.Quantiles.of([a / b for a, b in zip(whole, seconds, strict=True)]).median,
         }  # fmt: skip
 
@@ -204,7 +210,10 @@ def show(row: Row) -> str:
     """One line for who watches."""
     if row["part"] == "accuracy":
         return f"accuracy  trained on {row['model']:<14} {row['schedule']:<6}{row['share']:4.0%}  {row['accuracy']:.4f}"
-    return f"speed     {row['schedule']:<6}{row['share']:4.0%}  {row['images_per_second']:8.0f} images/s  {row['speedup']:.2f}x  tokens {row['tokens']}"
+    return (
+        f"speed     {row['schedule']:<6}{row['share']:4.0%}  {row['images_per_second']:8.0f} images/s  "
+        f"{row['speedup']:.2f}x  tokens {row['tokens']}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,7 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--data",
         default=str(FASHION_MNIST),
-        help="folder of Fashion-MNIST, or of another set laid out as MNIST (default: %(default)s, where the Debian package is)",
+        help=(
+            "folder of Fashion-MNIST, or of another set laid out as MNIST (default: %(default)s, where the "
+            "Debian package is)"
+        ),
     )
     parser.add_argument("--work", default="runs/merging", help="folder of the checkpoints (default: %(default)s)")
     parser.add_argument("--train-only", action="store_true", help="stop after training")

@@ -37,20 +37,40 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
 
     return [
         page.chart(
-            "What it costs", "Accuracy on the 10,000 test images by the share of tokens that is gone in the last layer: spread over the layers (even), or at once before the second (early). "
-            "One model is trained on all tokens and merges at the test alone; the other meets a share drawn anew for every update.",
-            "merged away", "accuracy", page.series(right, model, "gone", lambda row: row["accuracy"], points, _LOOKS), axis="category", span=span, shown=True,
+            "What it costs",
+            "Accuracy on the 10,000 test images by the share of tokens that is gone in the last layer: spread "
+            "over the layers (even), or at once before the second (early). "
+            "One model is trained on all tokens and merges at the test alone; the other meets a share drawn anew "
+            "for every update.",
+            "merged away",
+            "accuracy",
+            page.series(right, model, "gone", lambda row: row["accuracy"], points, _LOOKS),
+            axis="category",
+            span=span,
+            shown=True,
         ),
         page.chart(
-            "What it gains", "Images a second, the best of several rounds. Merging itself takes part of what fewer tokens save.",
-            "merged away", "images a second", page.series(times, lambda row: row["schedule"], "gone", lambda row: row["images_per_second"], formats.number, {}), axis="category",
-            span=(0.0, 1.1 * max(row["images_per_second"] for row in times)), shown=True,
+            "What it gains",
+            "Images a second, the best of several rounds. Merging itself takes part of what fewer tokens save.",
+            "merged away",
+            "images a second",
+            page.series(
+                times, lambda row: row["schedule"], "gone", lambda row: row["images_per_second"], formats.number, {}
+            ),
+            axis="category",
+            span=(0.0, 1.1 * max(row["images_per_second"] for row in times)),
+            shown=True,
         ),
         page.chart(
-            "Accuracy against speed", "The same, one against the other: times faster than without merging.",
-            "times faster", "accuracy", page.series(right, model, "speedup", lambda row: row["accuracy"], points, _LOOKS), axis="linear", span=span,
+            "Accuracy against speed",
+            "The same, one against the other: times faster than without merging.",
+            "times faster",
+            "accuracy",
+            page.series(right, model, "speedup", lambda row: row["accuracy"], points, _LOOKS),
+            axis="linear",
+            span=span,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def findings(summary: Mapping[str, Any]) -> list[str]:
@@ -73,11 +93,16 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
     """Write the page of what the benchmark wrote."""
     sizes, summary = value["settings"], value["summary"]
     about = (
-        f"A vision transformer of {summary['parameters']:,} parameters on Fashion-MNIST: patches of {sizes['patch']}, {sizes['layers']} layers of width {sizes['dim']}, {sizes['steps']} updates "
-        f"of {sizes['batch']} images, one seed. A difference below about half a point is within what another seed or another set of test images would change."
+        f"A vision transformer of {summary['parameters']:,} parameters on Fashion-MNIST: patches of "
+        f"{sizes['patch']}, {sizes['layers']} layers of width {sizes['dim']}, {sizes['steps']} updates "
+        f"of {sizes['batch']} images, one seed. A difference below about half a point is within what another "
+        "seed or another set of test images would change."
     )
     if (load := value["load_per_core"] or 0) > _BUSY:
-        about += f" Other work shared the cores (a load of {load:g} a core when it began): a machine of its own does more images a second. What is compared was timed in turns."
+        about += (
+            f" Other work shared the cores (a load of {load:g} a core when it began): a machine of its own "
+            "does more images a second. What is compared was timed in turns."
+        )
     page.write(
         path,
         page.html(

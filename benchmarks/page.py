@@ -22,7 +22,11 @@ def write(
     """Write the page of the JSON ``value``; ``command`` runs it again."""
     device, versions = value["device"], value["versions"]
     load = f", load {value['load_per_core']:g} a core when it began" if value["load_per_core"] is not None else ""
-    circumstances = f"{device['name']}, {device['threads']} thread{'s' * (device['threads'] != 1)}{load}; {', '.join(f'{name} {version}' for name, version in versions.items() if version)}; {value['date'][:10]}."
+    circumstances = (
+        f"{device['name']}, {device['threads']} thread{'s' * (device['threads'] != 1)}{load}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items() if version)}; "
+        f"{value['date'][:10]}."
+    )
     lines = [
         f"# {title}",
         "",

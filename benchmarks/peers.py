@@ -1,8 +1,9 @@
 """Other libraries that compute the same attention, behind one signature: f(q, k, v, causal) -> y, all (B, H, T, D).
 
-KeOps reduces a symbolic formula of q_i, k_j and v_j without writing the T x T matrix. FlexAttention compiles a softmax kernel around
-a function of the score; log K as that function makes it exactly K under row sums. What a library needs once (compiling, tables of
-blocks) is made at the first call of a shape and kept, so that it stays outside of what is timed.
+KeOps reduces a symbolic formula of q_i, k_j and v_j without writing the T x T matrix. FlexAttention compiles a softmax
+kernel around a function of the score; log K as that function makes it exactly K under row sums. What a library needs
+once (compiling, tables of blocks) is made at the first call of a shape and kept, so that it stays outside of what is
+timed.
 """
 
 import functools
@@ -26,8 +27,9 @@ from zonal.data import cache
 EPS: float = mechanisms.yat().link.eps  # type: ignore[attr-defined]
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
-# KeOps builds for any x86 as it comes. These let the compiler use this machine's vectors and add a dot product in another order.
-# Not -ffast-math: the library it makes would switch subnormal numbers off for the whole process, the subject included.
+# KeOps builds for any x86 as it comes. These let the compiler use this machine's vectors and add a dot product in
+# another order. Not -ffast-math: the library it makes would switch subnormal numbers off for the whole process, the
+# subject included.
 KEOPS_FLAGS = "-march=native -fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 # keys of a block before the diagonal are summed without a mask
 KEOPS_BLOCK = 64
@@ -63,7 +65,8 @@ def _need_compiler(who: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _keops_blocks(heads: int, tokens: int, causal: bool) -> list[tuple[Tensor, ...]]:
-    """KeOps' sparsity patterns over heads x tokens flattened: of what is seen whole, and (causal) of the diagonal blocks.
+    """KeOps' sparsity patterns over heads x tokens flattened: of what is seen whole, and (causal) of the diagonal
+    blocks.
 
     A pattern: queries of each block, how many key ranges it has, the key ranges, then the same for the blocks of keys.
     """
@@ -92,10 +95,10 @@ def _keops_blocks(heads: int, tokens: int, causal: bool) -> list[tuple[Tensor, .
 def keops_yat() -> Peer:
     """Yat by KeOps: sum_j K_ij (v_j, 1), then the division by the last column.
 
-    x is written as a product of a 1 x D matrix with a vector and K v as an outer product: their code is plain sums, which a compiler
-    turns into vectors. The usual (q_i | k_j) and K * v_j run a chain of double-precision fused multiply-adds, many times slower.
-    A causal call is two reductions, each with its block-sparse pattern: whole blocks before the diagonal, and diagonal blocks
-    times step(i - j).
+    x is written as a product of a 1 x D matrix with a vector and K v as an outer product: their code is plain sums,
+    which a compiler turns into vectors. The usual (q_i | k_j) and K * v_j run a chain of double-precision fused
+    multiply-adds, many times slower. A causal call is two reductions, each with its block-sparse pattern: whole blocks
+    before the diagonal, and diagonal blocks times step(i - j).
     """
     _need_compiler("KeOps")
     digest = hashlib.sha256(KEOPS_FLAGS.encode()).hexdigest()[:8]
@@ -142,7 +145,10 @@ def _block_mask(tokens: int) -> Any:
 
 
 def _flex(body: Callable[..., Tensor], how: str) -> Peer:
-    """A peer of ``body(flex_attention, q, k, v, block_mask)``. Each needs code of its own: what torch compiles is kept by code, up to 8 programs."""
+    """A peer of ``body(flex_attention, q, k, v, block_mask)``.
+
+    Each needs code of its own: what torch compiles is kept by code, up to 8 programs.
+    """
     _need_compiler("FlexAttention")
     flex_attention = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
     # one program a length: with symbolic lengths it is slower, and a score function may not hold a number

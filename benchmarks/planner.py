@@ -1,11 +1,11 @@
 """How often the planner's choice is the best path, or near it, on a grid of 76 calls.
 
-Every path that can run a call is checked against the float64 definition (on short calls), then timed; the planner's choice
-counts as good when it takes at most 1.3 times as long as the best path. The peer of each ratio is that best path. Operators that declare a search
-are checked where it meets every key, and timed on independent numbers.
+Every path that can run a call is checked against the float64 definition (on short calls), then timed; the planner's
+choice counts as good when it takes at most 1.3 times as long as the best path. The peer of each ratio is that best
+path. Operators that declare a search are checked where it meets every key, and timed on independent numbers.
 
-A path is left out where it has been more than five times slower, on a smaller call of the same operator, than a path whose time
-grows no faster, and where it would need more than the memory limit.
+A path is left out where it has been more than five times slower, on a smaller call of the same operator, than a path
+whose time grows no faster, and where it would need more than the memory limit.
 """
 
 import argparse
@@ -36,7 +36,8 @@ _GROWTH = {"dense": 2, "tiled": 2, "chunked": 1, "streaming": 1, "sparse": 1}
 SPECS = ("softmax", "sko", "squared_affine", "linear", "ska(power=0)", "retention", "yat", "rewa")
 # with a search for the largest entries of a row
 SEARCHED: dict[str, Callable[[], zonal.Operator]] = {
-    "softmax, searched": lambda: mechanisms.softmax().replace(anchor=TopK(64, LSH())), "rewa, searched": lambda: mechanisms.rewa().replace(anchor=TopK(64, LSH())),
+    "softmax, searched": lambda: mechanisms.softmax().replace(anchor=TopK(64, LSH())),
+    "rewa, searched": lambda: mechanisms.rewa().replace(anchor=TopK(64, LSH())),
 }  # fmt: skip
 # (batch, heads, key heads, queries, keys, dim, causal, gradients): one row serves several operators
 SHAPES = {
@@ -55,7 +56,8 @@ SHAPES = {
 }
 EXTRA = (
     ("softmax", "8192"), ("sko", "decode, short"), ("squared_affine", "16, training"), ("linear", "8192"),
-    *((spec, name) for spec in SEARCHED for name in ("tiny", "512, bidirectional", "2048")), ("softmax, searched", "8192"), ("softmax, searched", "1024, training"),
+    *((spec, name) for spec in SEARCHED for name in ("tiny", "512, bidirectional", "2048")),
+    ("softmax, searched", "8192"), ("softmax, searched", "1024, training"),
 )  # fmt: skip
 
 
@@ -76,7 +78,10 @@ class Case:
 
     def __str__(self) -> str:
         kv = f"/{self.kv_heads}" if self.kv_heads != self.heads else ""
-        return f"{self.spec} B{self.batch} H{self.heads}{kv} T{self.queries} S{self.keys} d{self.dim}{'' if self.causal else ' bidirectional'}{' +grad' if self.gradients else ''}"
+        return (
+            f"{self.spec} B{self.batch} H{self.heads}{kv} T{self.queries} S{self.keys} "
+            f"d{self.dim}{'' if self.causal else ' bidirectional'}{' +grad' if self.gradients else ''}"
+        )
 
 
 def grid() -> list[Case]:
@@ -138,7 +143,8 @@ class Inputs:
 def check(device: torch.device, longest: int = 300) -> None:
     """The gate: each path of each operator against the definition in float64, on the short calls of the grid.
 
-    In float64 every row; in float32 all but the worst hundredth of the rows, where a sum of features may divide by a kernel near zero.
+    In float64 every row; in float32 all but the worst hundredth of the rows, where a sum of features may divide by a
+    kernel near zero.
     """
     for case in grid():
         if case.batch * case.queries * case.keys > longest * longest:
@@ -208,9 +214,12 @@ def measured(cases: list[Case], device: torch.device, budget: float) -> Iterator
         hopeless.add(case, seconds)
         best = min(seconds, key=lambda path: seconds[path])
         yield {
-            "case": str(case), "name": case.name, "operator": case.spec, "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads,
-            "queries": case.queries, "keys": case.keys, "dim": case.dim, "causal": case.causal, "gradients": case.gradients,
-            "chosen": chosen.path, "best": best, "ratio": seconds[chosen.path] / seconds[best], "good": seconds[chosen.path] <= WITHIN * seconds[best],
+            "case": str(case), "name": case.name, "operator": case.spec, "batch": case.batch, "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "queries": case.queries, "keys": case.keys, "dim": case.dim, "causal": case.causal,
+            "gradients": case.gradients,
+            "chosen": chosen.path, "best": best, "ratio": seconds[chosen.path] / seconds[best],
+            "good": seconds[chosen.path] <= WITHIN * seconds[best],
             "seconds": {path: vars(common.Quantiles.of(values)) for path, values in times.items()},
             "estimated_seconds": {estimate.path: estimate.seconds for estimate in chosen.estimates},
             "not_timed": skipped,
@@ -256,7 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         "worst_ratio": worst,
     }
     print(
-        f"the choice is within {WITHIN}x of the best path on {share:.1%} of {len(rows)} calls (required {REQUIRED:.0%}); worst {worst:.2f}x"
+        f"the choice is within {WITHIN}x of the best path on {share:.1%} of {len(rows)} calls (required "
+        f"{REQUIRED:.0%}); worst {worst:.2f}x"
     )
     constants = plan.calibration.constants_for(device)
     settings = {"budget_seconds": options.budget, "constants": constants.to_dict(), "constants_note": constants.note}

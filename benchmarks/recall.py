@@ -1,9 +1,11 @@
-"""What SKA remembers, how much, for how long, and at what cost: the value it returns by K, capacity, distractors, exactness, bytes.
+"""What SKA remembers, how much, for how long, and at what cost: the value it returns by K, capacity, distractors,
+exactness, bytes.
 
-Memories are not trained: keys are random directions of length 1, values random signs, and an answer is the stored value with the largest
-dot product with what was read, so nothing is learned and chance is one over the number of pairs. The exception is "trained": decoders of one
-layer without a convolution, trained to name the word j after a given one, one model for each operator, offset and seed.
-Every curve is a mean over independent draws. A cache of keys and values stands beside, in recall, bytes and time.
+Memories are not trained: keys are random directions of length 1, values random signs, and an answer is the stored value
+with the largest dot product with what was read, so nothing is learned and chance is one over the number of pairs. The
+exception is "trained": decoders of one layer without a convolution, trained to name the word j after a given one, one
+model for each operator, offset and seed. Every curve is a mean over independent draws. A cache of keys and values
+stands beside, in recall, bytes and time.
 """
 
 import argparse
@@ -116,7 +118,9 @@ def gate() -> float:
 
 
 def which(sizes: Sizes) -> Iterator[Row]:
-    """Which value a memory of 24 pairs returns when it is asked with a key: the share of questions by offset from the key's own."""
+    """Which value a memory of 24 pairs returns when it is asked with a key: the share of questions by offset from the
+    key's own.
+    """
     count, rank = 24, 64
     keys, values = drawn(sizes.draws, count, rank, 1)
     places = torch.arange(6, 18)
@@ -136,7 +140,9 @@ def which(sizes: Sizes) -> Iterator[Row]:
 
 
 def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
-    """Decoders of one layer without a convolution (of two for "K=1, then K=1"), trained to name the word ``offset`` after the one asked for."""
+    """Decoders of one layer without a convolution (of two for "K=1, then K=1"), trained to name the word ``offset``
+    after the one asked for.
+    """
     models = {f"SKA K={power}": (f"ska(power={power})",) for power in (*POWERS, 3)}
     models |= {
         "SKA K=1, then K=1": ("ska(power=1)",) * 2,
@@ -185,13 +191,16 @@ def capacity(sizes: Sizes) -> Iterator[Row]:
                 memory = absorbed(operator, keys, values)
                 answers = named(memory.read(scale * keys[:, :, asked]), values)
                 yield {
-                    "part": "capacity", "operator": name, "rank": rank, "pairs": count, "recall": float((answers == asked + shift).float().mean()),
+                    "part": "capacity", "operator": name, "rank": rank, "pairs": count,
+                    "recall": float((answers == asked + shift).float().mean()),
                     "bytes": memory.nbytes // sizes.draws, "cache_bytes": 4 * count * (rank + values.shape[-1]),
                 }  # fmt: skip
 
 
 def alike(sizes: Sizes) -> Iterator[Row]:
-    """Recall of 32 pairs (r = 64) whose keys are alike: each a mix of a random direction and one that all share, with so large a cosine on average."""
+    """Recall of 32 pairs (r = 64) whose keys are alike: each a mix of a random direction and one that all share, with
+    so large a cosine on average.
+    """
     pairs, rank = 32, 64
     for cosine in sizes.cosines:
         keys, values = drawn(sizes.draws, pairs, rank, 6)
@@ -226,7 +235,9 @@ def distractors(sizes: Sizes) -> Iterator[Row]:
 
 
 def exactness(sizes: Sizes) -> Iterator[Row]:
-    """Recall of the key that stood so many tokens ago, in a sequence of 128, exact to the token and with the paper's chunks."""
+    """Recall of the key that stood so many tokens ago, in a sequence of 128, exact to the token and with the paper's
+    chunks.
+    """
     rank, tokens = 128, 128
     keys, values = drawn(sizes.draws, tokens, rank, 4)
     for name, operator in {
@@ -293,7 +304,9 @@ def show(row: Row) -> str:
 
 
 def summarised(rows: list[Row]) -> dict[str, Any]:
-    """The findings in numbers: the offset that each K returns, the pairs that each rank holds, bytes against a cache."""
+    """The findings in numbers: the offset that each K returns, the pairs that each rank holds, bytes against a
+    cache.
+    """
     shares = [row for row in rows if row["part"] == "which"]
     returned = {
         name: max((row for row in shares if row["operator"] == name), key=lambda row: row["share"])["offset"]

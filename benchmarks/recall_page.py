@@ -1,4 +1,6 @@
-"""The page of `zonal bench recall`: what SKA remembers, how much, for how long, at what cost; one HTML file with plotly inside and every number in a table."""
+"""The page of `zonal bench recall`: what SKA remembers, how much, for how long, at what cost; one HTML file with plotly
+inside and every number in a table.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -38,52 +40,98 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     share = formats.number
     found = [
         page.chart(
-            "K shifts the read-out", "A memory of 24 pairs is asked with a key. Which value comes back: the key's own (offset 0), or one stored later? K = 0 recalls, "
+            "K shifts the read-out",
+            "A memory of 24 pairs is asked with a key. Which value comes back: the key's own (offset 0), or one "
+            "stored later? K = 0 recalls, "
             "K = 1 is an induction head, K = 2 reads one further: no filter, a shift.",
-            "offset of the value that is returned", "share of questions", _curves(of("which"), operator, "offset", lambda row: row["share"], share), kind="bar", shown=True,
+            "offset of the value that is returned",
+            "share of questions",
+            _curves(of("which"), operator, "offset", lambda row: row["share"], share),
+            kind="bar",
+            shown=True,
         ),
         page.chart(
-            "The same, trained", "Decoders of one layer (two where two are named) without a convolution, trained to name the word j after the one asked for; a model for each bar and seed.",
-            "offset j that was trained", "accuracy", _curves(of("trained"), operator, "offset", lambda row: row["accuracy"], share), kind="bar", shown=True,
+            "The same, trained",
+            "Decoders of one layer (two where two are named) without a convolution, trained to name the word j "
+            "after the one asked for; a model for each bar and seed.",
+            "offset j that was trained",
+            "accuracy",
+            _curves(of("trained"), operator, "offset", lambda row: row["accuracy"], share),
+            kind="bar",
+            shown=True,
         ),
-    ]  # fmt: skip
+    ]
     ranks = sorted({row["rank"] for row in of("capacity")})
     for rank in ranks:
         own = [row for row in of("capacity") if row["rank"] == rank]
         found.append(
             page.chart(
-                f"How much: r = {rank}", "Recall of the value K after the key's own by the number of pairs, with keys that are equally long. What is held grows with r; each further K asks for more room.",
-                "pairs", "recall", _curves(own, operator, "pairs", lambda row: row["recall"], share),
+                f"How much: r = {rank}",
+                "Recall of the value K after the key's own by the number of pairs, with keys that are equally "
+                "long. What is held grows with r; each further K asks for more room.",
+                "pairs",
+                "recall",
+                _curves(own, operator, "pairs", lambda row: row["recall"], share),
             )
-        )  # fmt: skip
+        )
     found.append(
         page.chart(
-            "Keys that are alike", "Recall of 32 pairs (r = 64) by the mean cosine of their keys, each of which has a part of one direction that all share. A fit takes that part out; a sum "
+            "Keys that are alike",
+            "Recall of 32 pairs (r = 64) by the mean cosine of their keys, each of which has a part of one "
+            "direction that all share. A fit takes that part out; a sum "
             "returns what keys have in common. On keys of random directions the two hold about as many pairs.",
-            "cosine", "recall", _curves(of("alike"), operator, "cosine", lambda row: row["recall"], share), shown=True,
+            "cosine",
+            "recall",
+            _curves(of("alike"), operator, "cosine", lambda row: row["recall"], share),
+            shown=True,
         )
-    )  # fmt: skip
+    )
     found += [
         page.chart(
-            f"For how long: distractors of length {length:g}", "Recall of 16 pairs (r = 64) after so many further keys and values that nobody asks for. Short keys hardly enter the fit: "
+            f"For how long: distractors of length {length:g}",
+            "Recall of 16 pairs (r = 64) after so many further keys and values that nobody asks for. Short keys "
+            "hardly enter the fit: "
             "a layer that shortens what need not be kept keeps the rest.",
-            "distractors", "recall", _curves([row for row in of("distractors") if row["length"] == length], operator, "distractors", lambda row: row["recall"], share),
+            "distractors",
+            "recall",
+            _curves(
+                [row for row in of("distractors") if row["length"] == length],
+                operator,
+                "distractors",
+                lambda row: row["recall"],
+                share,
+            ),
         )
         for length in sorted({row["length"] for row in of("distractors")}, reverse=True)
-    ]  # fmt: skip
+    ]
     found.append(
         page.chart(
-            "What exactness buys", "Recall of the key that stood so many tokens ago (K = 0, r = 128, 128 tokens). In chunks, a query sees only whole chunks before its own, so the nearest past is missing.",
-            "tokens ago", "recall", _curves(of("exactness"), operator, "distance", lambda row: row["recall"], share), shown=True,
+            "What exactness buys",
+            "Recall of the key that stood so many tokens ago (K = 0, r = 128, 128 tokens). In chunks, a query "
+            "sees only whole chunks before its own, so the nearest past is missing.",
+            "tokens ago",
+            "recall",
+            _curves(of("exactness"), operator, "distance", lambda row: row["recall"], share),
+            shown=True,
         )
-    )  # fmt: skip
+    )
     found.append(
         page.chart(
-            "What exactness costs", "Forward and backward of four heads of r = 32, one sequence.", "tokens", "seconds",
-            _curves(of("times"), lambda row: f"{row['operator']}, K={row['power']}" if row["operator"] != "softmax" else "softmax", "tokens", lambda row: row["seconds"]["median"], lambda value: f"{value * 1e3:.3g} ms"),
-            share=False, shown=True,
+            "What exactness costs",
+            "Forward and backward of four heads of r = 32, one sequence.",
+            "tokens",
+            "seconds",
+            _curves(
+                of("times"),
+                lambda row: f"{row['operator']}, K={row['power']}" if row["operator"] != "softmax" else "softmax",
+                "tokens",
+                lambda row: row["seconds"]["median"],
+                lambda value: f"{value * 1e3:.3g} ms",
+            ),
+            share=False,
+            shown=True,
         )
-    )  # fmt: skip
+    )
     own = [row for row in of("capacity") if row["operator"] == "SKA K=1"]
     bytes_ = _curves(own, lambda row: f"SKA K=1, r={row['rank']}", "pairs", lambda row: row["bytes"], formats.bytes_)
     bytes_ += _curves(
@@ -92,7 +140,8 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
     found.append(
         page.chart(
             "At what cost: bytes a head",
-            "A memory of SKA is as large after one pair as after a million; a cache of keys and values grows. Values of 64 numbers, float32.",
+            "A memory of SKA is as large after one pair as after a million; a cache of keys and values grows. "
+            "Values of 64 numbers, float32.",
             "pairs",
             "bytes",
             bytes_,
@@ -130,7 +179,8 @@ def findings(summary: Mapping[str, Any], rows: list[Row]) -> list[str]:
         ]
         shares = sorted(sizes[1][rank] / sizes[0][rank] for rank in sizes[0])
         lines.append(
-            f"Plain sums of v k, in {shares[0]:.0%} to {shares[-1]:.0%} of its bytes, hold while keys are random: {sums}."
+            f"Plain sums of v k, in {shares[0]:.0%} to {shares[-1]:.0%} of its bytes, hold while keys are "
+            f"random: {sums}."
         )
     if summary["alike_at_0.5"]:
         fit, plain = (
@@ -138,7 +188,8 @@ def findings(summary: Mapping[str, Any], rows: list[Row]) -> list[str]:
             for start in ("SKA", "sums")
         )
         lines.append(
-            f"What the fit is for are keys that are alike: of 32 pairs at a mean cosine of 0.5, K = 0 recalls {fit}, the sums {plain}."
+            "What the fit is for are keys that are alike: of 32 pairs at a mean cosine of 0.5, K = 0 recalls "
+            f"{fit}, the sums {plain}."
         )
     return lines
 

@@ -1,9 +1,11 @@
-"""SKO by tiles against torch's fused softmax attention, the dense recurrence and the library's dense path, T = 512 … 8k, forward and with backward.
+"""SKO by tiles against torch's fused softmax attention, the dense recurrence and the library's dense path, T = 512 …
+8k, forward and with backward.
 
-B = 1, H = 8, d = 64, causal, float32, degrees 2–5: the setting of the issue every kernel here is measured in. The peers are
-``torch.nn.functional.scaled_dot_product_attention`` (another function, the speed to reach) and the recurrence as the SKO paper
-writes it: every Gegenbauer polynomial as a full T x T matrix. The dense path is the definition by Horner's rule, whose place the
-tiles take from T = 512 on. Memory is what a call allocates at its peak beyond its inputs.
+B = 1, H = 8, d = 64, causal, float32, degrees 2–5: the setting of the issue every kernel here is measured in. The peers
+are ``torch.nn.functional.scaled_dot_product_attention`` (another function, the speed to reach) and the recurrence as
+the SKO paper writes it: every Gegenbauer polynomial as a full T x T matrix. The dense path is the definition by
+Horner's rule, whose place the tiles take from T = 512 on. Memory is what a call allocates at its peak beyond its
+inputs.
 """
 
 import argparse
@@ -150,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row)
             print(line(row), flush=True)
     common.report(
-        options.out, "recurrence", __doc__ or "", {"B": 1, "H": HEADS, "d": DIM, "degrees": DEGREES, "dtype": "float32", "causal": True},
+        options.out, "recurrence", __doc__ or "",
+        {"B": 1, "H": HEADS, "d": DIM, "degrees": DEGREES, "dtype": "float32", "causal": True},
         rows, {"errors": errors}, start,
     )  # fmt: skip
     return 0
@@ -173,7 +176,10 @@ def line(row: dict[str, object]) -> str:
         for name in ("tiled", "sdpa", "recurrence", "dense")
         if name + "_peak_bytes" in row
     )
-    return f"T={row['T']} {kind}: {ratio('against_sdpa')} of SDPA, {ratio('against_recurrence')} of the recurrence, {ratio('against_dense')} of dense; peak {peaks}"
+    return (
+        f"T={row['T']} {kind}: {ratio('against_sdpa')} of SDPA, {ratio('against_recurrence')} of the "
+        f"recurrence, {ratio('against_dense')} of dense; peak {peaks}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""MesaNet, Gated KalmaNet and Gated DeltaNet against Mamba-2 of the same width on a CPU, forward and with backward; a decoder's step; memory.
+"""MesaNet, Gated KalmaNet and Gated DeltaNet against Mamba-2 of the same width on a CPU, forward and with backward; a
+decoder's step; memory.
 
-All layers have heads of 64 keys and 64 channels. The ridge layer of this library, ``ska(power=0)``, is timed beside them: it solves
-exactly what two of them solve by iteration. Parameters differ (Mamba-2 is twice as wide inside) and stand in each row.
+All layers have heads of 64 keys and 64 channels. The ridge layer of this library, ``ska(power=0)``, is timed beside
+them: it solves exactly what two of them solve by iteration. Parameters differ (Mamba-2 is twice as wide inside) and
+stand in each row.
 """
 
 import argparse
@@ -96,7 +98,10 @@ def line(row: dict[str, object]) -> str:
         assert isinstance(found, dict)
         return f"{found['ratio']['median']:.2f} ({found['subject']['median'] * 1e3:.1f} ms)"
 
-    return f"width {row['width']}, {row['layer']}: of Mamba-2, forward {part('forward')}, with backward {part('training')}, {STEPS} tokens decoded {part('decoding')}"
+    return (
+        f"width {row['width']}, {row['layer']}: of Mamba-2, forward {part('forward')}, with backward "
+        f"{part('training')}, {STEPS} tokens decoded {part('decoding')}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

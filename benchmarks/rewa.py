@@ -1,9 +1,11 @@
-"""Attention by distance (REWA) by its compiled kernel, against torch's fused attention and against distance maps in torch.
+"""Attention by distance (REWA) by its compiled kernel, against torch's fused attention and against distance maps in
+torch.
 
 B = 1, H = 8, points of 32 + 32 + 32 numbers, values of 96, causal, float32. The peer ``sdpa`` is
-``torch.nn.functional.scaled_dot_product_attention`` of heads of 96 in the same process: a replacement, not the same function. The peer
-``maps`` is the same function written down in torch: three T x T maps of distances, their weighed sum and a softmax, with torch's autograd.
-Backward includes the gradient of the weights. Memory is what a call takes at its peak beyond its inputs.
+``torch.nn.functional.scaled_dot_product_attention`` of heads of 96 in the same process: a replacement, not the same
+function. The peer ``maps`` is the same function written down in torch: three T x T maps of distances, their weighed sum
+and a softmax, with torch's autograd. Backward includes the gradient of the weights. Memory is what a call takes at its
+peak beyond its inputs.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from zonal import mechanisms
 HEADS, PART = 8, 32
 PARTS = (PART, PART, PART)
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
-    "rewa": lambda: mechanisms.rewa(PARTS), "rewa(dot)": lambda: mechanisms.rewa(PARTS, dot=0.1), "rewa_oscillatory": lambda: mechanisms.rewa_oscillatory(parts=PARTS),
+    "rewa": lambda: mechanisms.rewa(PARTS), "rewa(dot)": lambda: mechanisms.rewa(PARTS, dot=0.1),
+    "rewa_oscillatory": lambda: mechanisms.rewa_oscillatory(parts=PARTS),
 }  # fmt: skip
 
 
@@ -42,14 +45,18 @@ class Case:
     memory: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.operator}, T={self.tokens}, {'forward+backward' if self.gradients else 'forward'}, against {self.peer}"
+        return (
+            f"{self.operator}, T={self.tokens}, {'forward+backward' if self.gradients else 'forward'}, "
+            f"against {self.peer}"
+        )
 
 
 def table() -> list[Case]:
     """Forward and with backward: against fused attention, against the maps, then the other operators, and at length."""
     both = (False, True)
     return [
-        *(Case(tokens=tokens, gradients=gradients, bound=2.5 if tokens == 4096 else None) for tokens in (1024, 4096) for gradients in both),
+        *(Case(tokens=tokens, gradients=gradients, bound=2.5 if tokens == 4096 else None) for tokens in (1024,
+        4096) for gradients in both),
         *(Case(tokens=4096, gradients=gradients, peer="maps", bound=0.2, memory=0.1) for gradients in both),
         *(Case(operator, 4096, gradients) for operator in OPERATORS if operator != "rewa" for gradients in both),
         *(Case(tokens=16384, gradients=gradients) for gradients in both),
@@ -127,7 +134,9 @@ class Work:
 
 
 def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
-    """Errors of output and gradients against the float64 definition, for each operator at up to 777 tokens; of the maps as well, whose digits are fewer."""
+    """Errors of output and gradients against the float64 definition, for each operator at up to 777 tokens; of the maps
+    as well, whose digits are fewer.
+    """
     errors: dict[str, float] = {}
     for case in cases:
         short = replace(case, tokens=min(case.tokens, 777), gradients=True, bound=None, memory=None)

@@ -1,9 +1,12 @@
-"""The sparse path: the largest keys of each query found by hash tables, against exact attention by tiles and torch's fused attention.
+"""The sparse path: the largest keys of each query found by hash tables, against exact attention by tiles and torch's
+fused attention.
 
-Clustered inputs have queries and keys around 128 common centres, at two widths; unclustered ones are independent normal numbers. What is lost is measured on
-some rows against all keys: the part of the attention mass and of the exact largest. Part ``speed`` keeps 256 keys a row, by tables chosen for each input; part
-``tables`` varies how many tables there are and how many keys are kept, the ablation of section 8.2 of the REWA paper; part ``torch`` is one call without the
-compiled kernel. All are timed in turns in one process. First of all the path is compared with the dense definition, with a window that has every key.
+Clustered inputs have queries and keys around 128 common centres, at two widths; unclustered ones are independent normal
+numbers. What is lost is measured on some rows against all keys: the part of the attention mass and of the exact
+largest. Part ``speed`` keeps 256 keys a row, by tables chosen for each input; part ``tables`` varies how many tables
+there are and how many keys are kept, the ablation of section 8.2 of the REWA paper; part ``torch`` is one call without
+the compiled kernel. All are timed in turns in one process. First of all the path is compared with the dense definition,
+with a window that has every key.
 """
 
 import functools
@@ -99,25 +102,34 @@ def row(
     """What every row says. times: ``sparse``, and what it is compared with."""
     _, heads, tokens, dim = inputs[0].shape
     return {
-        "part": part, "operator": name, "inputs": kind, "tokens": tokens, "heads": heads, "dim": dim, "top": top, "search": asdict(search),
+        "part": part, "operator": name, "inputs": kind, "tokens": tokens, "heads": heads, "dim": dim, "top": top,
+        "search": asdict(search),
         "seconds": {which: asdict(seconds) for which, seconds in times.items()},
-        **{f"sparse_to_{which}": times["sparse"].median / seconds.median for which, seconds in times.items() if which != "sparse"}, **asdict(found),
+        **{f"sparse_to_{which}": times["sparse"].median / seconds.median for which,
+        seconds in times.items() if which != "sparse"}, **asdict(found),
     }  # fmt: skip
 
 
 def speed(name: str, tokens: int, heads: int, device: torch.device, rounds: int = 3) -> list[dict[str, Any]]:
-    """A row for each kind of input. What meets every key takes the same time whatever the input, and is timed on one of them, in turns with the sparse path on all."""
+    """A row for each kind of input.
+
+    What meets every key takes the same time whatever the input, and is timed on one of them, in turns with the sparse
+    path on all.
+    """
     drawn = {kind: [x.to(device) for x in draw(tokens, heads, noise)] for kind, noise in NOISE.items()}
     operators = {kind: searched(name, search) for kind, search in SEARCHES[name].items()}
     first = next(iter(drawn.values()))
     q, k, v = first
     works: dict[str, common.Work] = {
-        "tiled": functools.partial(attend, first, EXACT[name], "tiled"), "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "tiled": functools.partial(attend, first, EXACT[name], "tiled"),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         **{kind: functools.partial(attend, drawn[kind], operators[kind], "sparse") for kind in NOISE},
     }  # fmt: skip
     times = timed(works, device, rounds)
     return [
-        row("speed", name, kind, drawn[kind], search, TOP, measured(operators[kind], *drawn[kind][:2], causal=True, rows=ROWS), {"sparse": times[kind], "tiled": times["tiled"], "sdpa": times["sdpa"]})
+        row("speed", name, kind, drawn[kind], search, TOP,
+        measured(operators[kind], *drawn[kind][:2], causal=True, rows=ROWS),
+        {"sparse": times[kind], "tiled": times["tiled"], "sdpa": times["sdpa"]})
         for kind, search in SEARCHES[name].items()
     ]  # fmt: skip
 
@@ -139,7 +151,8 @@ def tables(name: str, tokens: int, heads: int, device: torch.device, rounds: int
         rounds,
     )
     return [
-        row("tables", name, kind, inputs, search, key[1], measured(operators[key], *inputs[:2], causal=True, rows=ROWS), {"sparse": times[str(key)], "tiled": times["tiled"]})
+        row("tables", name, kind, inputs, search, key[1], measured(operators[key], *inputs[:2], causal=True, rows=ROWS),
+        {"sparse": times[str(key)], "tiled": times["tiled"]})
         for key, search in varied.items()
     ]  # fmt: skip
 
@@ -161,7 +174,11 @@ def torch_alone(tokens: int, device: torch.device) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark. Returns 0 when softmax and REWA keep 0.95 of the mass at five times the speed of exact tiles on both clustered inputs, else 1."""
+    """Run the benchmark.
+
+    Returns 0 when softmax and REWA keep 0.95 of the mass at five times the speed of exact tiles on both clustered
+    inputs, else 1.
+    """
     parser = common.parser((__doc__ or "").partition("\n")[0], "sparse")
     parser.add_argument("--heads", type=int, default=4, help="heads of each call (default: %(default)s)")
     parser.add_argument(
@@ -245,15 +262,22 @@ def varied(row: dict[str, Any]) -> list[str]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as fast as exact tiles, and the mass that is kept, at the greatest length by operator and input; and whether all clustered ones hold both bounds."""
+    """How many times as fast as exact tiles, and the mass that is kept, at the greatest length by operator and input;
+    and whether all clustered ones hold both bounds.
+    """
     own = [row for row in rows if row["part"] == "speed"]
     longest = {
         f"{row['operator']}, {row['inputs']}": row for row in own if row["tokens"] == max(row["tokens"] for row in own)
     }
     return {
-        "faster_than_tiled": {name: 1 / row["sparse_to_tiled"] for name, row in longest.items()}, "mass": {name: row["mass"] for name, row in longest.items()},
-        "held": all(row["sparse_to_tiled"] <= 0.2 and row["mass"] >= 0.95 for row in longest.values() if NOISE[row["inputs"]] is not None),
-    }  # fmt: skip
+        "faster_than_tiled": {name: 1 / row["sparse_to_tiled"] for name, row in longest.items()},
+        "mass": {name: row["mass"] for name, row in longest.items()},
+        "held": all(
+            row["sparse_to_tiled"] <= 0.2 and row["mass"] >= 0.95
+            for row in longest.values()
+            if NOISE[row["inputs"]] is not None
+        ),
+    }
 
 
 if __name__ == "__main__":

@@ -22,10 +22,28 @@ def charts(rows: list[Row]) -> list[dict[str, Any]]:
             if row["part"] == "tables" and row["operator"] == operator
         ]
         for title, about, y, number, share in (
-            ("attention mass", "The part of a row's attention that the keys kept have, looked at against all keys.", "share of the mass", lambda row: row["mass"], True),
-            ("recall", "The part of the exact largest K keys that are among those kept.", "share of keys", lambda row: row["recall"], True),
-            ("speed", "Exact attention by tiles takes so many times as long.", "times as fast", lambda row: 1 / row["sparse_to_tiled"], False),
-        ):  # fmt: skip
+            (
+                "attention mass",
+                "The part of a row's attention that the keys kept have, looked at against all keys.",
+                "share of the mass",
+                lambda row: row["mass"],
+                True,
+            ),
+            (
+                "recall",
+                "The part of the exact largest K keys that are among those kept.",
+                "share of keys",
+                lambda row: row["recall"],
+                True,
+            ),
+            (
+                "speed",
+                "Exact attention by tiles takes so many times as long.",
+                "times as fast",
+                lambda row: 1 / row["sparse_to_tiled"],
+                False,
+            ),
+        ):
             series = drawing.series(own, lambda row: f"K = {row['top']}", "tables", number, formats.number, _LOOKS)
             found.append(drawing.chart(f"{operator}: {title}", about, "tables", y, series, share=share, shown=True))
     return found

@@ -1,9 +1,11 @@
-"""Tiles against torch's fused attention: compiled kernel and torch fallback, forward and with backward, float32 and bfloat16.
+"""Tiles against torch's fused attention: compiled kernel and torch fallback, forward and with backward, float32 and
+bfloat16.
 
 B = 1, H = 8, d = 64, causal unless a row says otherwise. The peer of a ratio is
-``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call a document),
-or, where the row says so, KeOps or FlexAttention computing the same function as the subject (benchmarks/peers.py, on a CPU).
-Backward includes the gradient of what the link learns. Memory is what a call takes at its peak beyond its inputs.
+``torch.nn.functional.scaled_dot_product_attention`` on the same tensors in the same process (packed documents: one call
+a document), or, where the row says so, KeOps or FlexAttention computing the same function as the subject
+(benchmarks/peers.py, on a CPU). Backward includes the gradient of what the link learns. Memory is what a call takes at
+its peak beyond its inputs.
 """
 
 import argparse
@@ -79,7 +81,8 @@ def table() -> list[Case]:
     for tokens, bounds in ((1024, (0.70, 0.70, 0.75, 0.50, 0.80, 1.1)), (4096, (0.85, 0.85, 0.90, 0.45, 0.70, 1.1))):
         far = (0.58, 0.58, 0.60, 0.30, 0.50, 0.9) if tokens == 1024 else (0.70, 0.70, 0.72, 0.33, 0.45, 0.9)
         cases += [
-            Case("sko", tokens, bound=bounds[0], moonshot=far[0]), Case("yat", tokens, bound=bounds[1], moonshot=far[1]),
+            Case("sko", tokens, bound=bounds[0], moonshot=far[0]),
+            Case("yat", tokens, bound=bounds[1], moonshot=far[1]),
             Case("sko", tokens, gradients=True, bound=bounds[2], moonshot=far[2]),
             Case("sko", tokens, dtype="bfloat16", bound=bounds[3], moonshot=far[3]),
             Case("sko", tokens, gradients=True, dtype="bfloat16", bound=bounds[4], moonshot=far[4]),
@@ -90,7 +93,8 @@ def table() -> list[Case]:
         Case("sko", 4096, gradients=True, kernel=False, bound=1.5, moonshot=1.25),
     ]
     shapes = [
-        Case(tokens=127), Case(tokens=1000), Case(tokens=4099), Case(dim=48), Case(dim=80), Case(dim=128), Case(heads=1, kv_heads=1),
+        Case(tokens=127), Case(tokens=1000), Case(tokens=4099), Case(dim=48), Case(dim=80), Case(dim=128),
+        Case(heads=1, kv_heads=1),
         Case(causal=False), Case(kv_heads=2), Case(tokens=4096, documents=20),
     ]  # fmt: skip
     shapes += [Case("yat", tokens, causal=causal, peer="keops") for tokens in (1024, 4096) for causal in (True, False)]
@@ -184,7 +188,9 @@ def gate(device: torch.device, cases: list[Case]) -> dict[str, float]:
 
 
 def peer_gate(case: Case, device: torch.device, tolerance: float) -> float:
-    """The peer's error of the output; its gradients are checked too, unless it refuses to make any: its row then says so."""
+    """The peer's error of the output; its gradients are checked too, unless it refuses to make any: its row then says
+    so.
+    """
     work = Work.of(case, device)
     exact = [x.detach().double().requires_grad_() for x in (work.q, work.k, work.v)]
     reference = zonal.attention(exact[0], exact[1], exact[2], work.operator, causal=case.causal, path="dense")

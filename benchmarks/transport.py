@@ -1,11 +1,14 @@
-"""Sinkhorn attention by tiles against POT's log-domain Sinkhorn: the plan between T queries and T keys of one head, at one tolerance.
+"""Sinkhorn attention by tiles against POT's log-domain Sinkhorn: the plan between T queries and T keys of one head, at
+one tolerance.
 
-POT is given its cost matrix and makes the plan, as it does; Zonal is given queries, keys and values and makes the output, with no T x T array. Both stop when
-the marginals of keys are off by the tolerance: POT looks at a Euclidean norm, which is given so that it ends where the sum of absolute errors, Zonal's measure,
-is about the same; both are measured again in float64 and shown. POT runs with torch tensors in float32 and float64 and with numpy's in float64, the fastest
-of those that reach the tolerance being the peer. Times are processor time, the least of two turns, which a machine shared with other work does not
-stretch, with the clock's beside it. Memory is what a process of its own grows by at its peak, forward and with backward, inputs and gradients included.
-First of all plans in float64 are compared with POT's.
+POT is given its cost matrix and makes the plan, as it does; Zonal is given queries, keys and values and makes the
+output, with no T x T array. Both stop when the marginals of keys are off by the tolerance: POT looks at a Euclidean
+norm, which is given so that it ends where the sum of absolute errors, Zonal's measure, is about the same; both are
+measured again in float64 and shown. POT runs with torch tensors in float32 and float64 and with numpy's in float64, the
+fastest of those that reach the tolerance being the peer. Times are processor time, the least of two turns, which a
+machine shared with other work does not stretch, with the clock's beside it. Memory is what a process of its own grows
+by at its peak, forward and with backward, inputs and gradients included. First of all plans in float64 are compared
+with POT's.
 """
 
 import functools
@@ -89,7 +92,8 @@ def measure(tokens: int, width: float, turns: int = 2) -> dict[str, Any]:
     operator = m.sinkhorn(tolerance=TOLERANCE)
     euclidean = TOLERANCE / math.sqrt(tokens)
     peers: dict[str, tuple[Any, Any]] = {
-        "torch float32": (cost, torch.full((tokens,), 1 / tokens)), "torch float64": (cost.double(), torch.full((tokens,), 1 / tokens, dtype=torch.float64)),
+        "torch float32": (cost, torch.full((tokens,), 1 / tokens)),
+        "torch float64": (cost.double(), torch.full((tokens,), 1 / tokens, dtype=torch.float64)),
     }  # fmt: skip
     if tokens <= NUMPY_TOKENS:
         peers["numpy float64"] = (cost.double().numpy(), np.full(tokens, 1 / tokens))
@@ -110,13 +114,16 @@ def measure(tokens: int, width: float, turns: int = 2) -> dict[str, Any]:
     fair = [name for name in peers if left[name] <= 2 * max(TOLERANCE, left["zonal"])]
     best = min(fair, key=lambda name: seconds[name])
     return {
-        "tokens": tokens, "width": width, "iterations": zonal.potentials(q, k, operator).iterations, "peer": best, "faster": seconds[best] / seconds["zonal"],
+        "tokens": tokens, "width": width, "iterations": zonal.potentials(q, k, operator).iterations, "peer": best,
+        "faster": seconds[best] / seconds["zonal"],
         "seconds": seconds, "elapsed": elapsed, "off": left,
     }  # fmt: skip
 
 
 def received(q: Tensor, k: Tensor, operator: zonal.Operator) -> float:
-    """``off`` of the plan by tiles: what each key receives, by the same potentials and the scores in float64, some queries at a time."""
+    """``off`` of the plan by tiles: what each key receives, by the same potentials and the scores in float64, some
+    queries at a time.
+    """
     at = zonal.potentials(q, k, operator)
     tokens, dim = q.shape[2:]
     total = torch.zeros(tokens, dtype=torch.float64)
@@ -146,7 +153,9 @@ print(peak_bytes(functools.partial(transported, tokens, backward)))
 
 
 def peak(tokens: int, what: str) -> int:
-    """Bytes that a process grew by at most, in a process of its own (one that has run POT's arrays has their room left)."""
+    """Bytes that a process grew by at most, in a process of its own (one that has run POT's arrays has their room
+    left).
+    """
     made = subprocess.run(
         [sys.executable, "-c", _PEAK, str(tokens), what, str(torch.get_num_threads())],
         capture_output=True,
@@ -198,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
 def shown(row: dict[str, Any]) -> list[str]:
     off = row["off"]
     return [
-        str(row["tokens"]), f"{row['width']:g}", str(row["iterations"]), common.milliseconds(row["seconds"]["zonal"]), common.milliseconds(row["elapsed"]["zonal"]), row["peer"], f"{row['faster']:.2f}x",
+        str(row["tokens"]), f"{row['width']:g}", str(row["iterations"]), common.milliseconds(row["seconds"]["zonal"]),
+        common.milliseconds(row["elapsed"]["zonal"]), row["peer"], f"{row['faster']:.2f}x",
         f"{off['zonal']:.1e}", f"{off[row['peer']]:.1e}",
     ]  # fmt: skip
 

@@ -1,8 +1,9 @@
 """What a memory knows of what it does not know: verdicts on queries of which half were never stored.
 
-Words, pairs and queries are those of multi-query associative recall; keys are random directions of length 1 and values random signs, but for one
-part, whose keys and queries are those of a small model that was trained on the task. Evidence is judged by how well it tells stored queries from the others (AUROC), by what is risked when only the queries with the most of
-it are answered, and by whether a stated rate of false acceptance holds as the memory fills.
+Words, pairs and queries are those of multi-query associative recall; keys are random directions of length 1 and values
+random signs, but for one part, whose keys and queries are those of a small model that was trained on the task. Evidence
+is judged by how well it tells stored queries from the others (AUROC), by what is risked when only the queries with the
+most of it are answered, and by whether a stated rate of false acceptance holds as the memory fills.
 """
 
 import argparse
@@ -56,7 +57,9 @@ QUICK = Sizes(draws=8, ranks=(16, 32), loads=(0.25, 0.5, 1.0), steps=3, contexts
 
 
 class Drawn(NamedTuple):
-    """Sequences as heads: keys and strangers (1, draws, pairs, r), none of the strangers' words among the keys' of its sequence; values (1, draws, pairs, P)."""
+    """Sequences as heads: keys and strangers (1, draws, pairs, r), none of the strangers' words among the keys' of its
+    sequence; values (1, draws, pairs, P).
+    """
 
     keys: Tensor
     values: Tensor
@@ -139,7 +142,10 @@ def separation(sizes: Sizes) -> Iterator[Row]:
 
 
 def curves(sizes: Sizes) -> Iterator[Row]:
-    """What is risked: the part of wrong answers among those that are given, when those with the most evidence are. A query never stored has no right answer."""
+    """What is risked: the part of wrong answers among those that are given, when those with the most evidence are.
+
+    A query never stored has no right answer.
+    """
     rank = 64
     for pairs in (rank // 2, rank):
         data = drawn(sizes, rank, pairs, 2)
@@ -160,8 +166,12 @@ def curves(sizes: Sizes) -> Iterator[Row]:
 
 
 def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
-    """A decoder of two layers with K = 1 and keys of 64 numbers, trained on recall of 4 pairs: support in its layers, and the largest probability it
-    gives to a word, for words that a context of so many pairs holds and for words that it does not. A context has two tokens a pair."""
+    """A decoder of two layers with K = 1 and keys of 64 numbers, trained on recall of 4 pairs: support in its layers,
+    and the largest probability it gives to a word, for words that a context of so many pairs holds and for words that
+    it does not.
+
+    A context has two tokens a pair.
+    """
     task = tasks.resolve("mqar-demo")
     model = build(ModelConfig(task.vocab_size, dim=64, layers=("ska(power=1)",) * 2, heads=1, mlp="none", conv=0), 0)
     config = TrainConfig(
@@ -206,8 +216,11 @@ def trained(sizes: Sizes, threads: int) -> Iterator[Row]:
 
 
 def filling(sizes: Sizes) -> Iterator[Row]:
-    """A memory that fills, token by token: one criterion for good, calibrated at half as many pairs as directions, and one that is calibrated anew at
-    each size. Shares of stored queries accepted, of strangers accepted, and acceptances taken back since the size before."""
+    """A memory that fills, token by token: one criterion for good, calibrated at half as many pairs as directions, and
+    one that is calibrated anew at each size.
+
+    Shares of stored queries accepted, of strangers accepted, and acceptances taken back since the size before.
+    """
     rank = 64
     data, others = drawn(sizes, rank, 2 * rank, 3), drawn(sizes, rank, 2 * rank, 4).strangers
     sizes_shown = [
@@ -246,7 +259,8 @@ def filling(sizes: Sizes) -> Iterator[Row]:
                 before = now
             last = pairs
             yield {
-                "part": "filling", "criterion": name, "pairs": pairs, "stored": float(before[:, :, :pairs].float().mean()),
+                "part": "filling", "criterion": name, "pairs": pairs,
+                "stored": float(before[:, :, :pairs].float().mean()),
                 "strangers": float(before[:, :, 2 * rank :].float().mean()), "taken_back": taken,
             }  # fmt: skip
 
@@ -326,7 +340,9 @@ def summarised(rows: list[Row]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark and write its JSON and page; 0 when support tells stored from never stored as wanted and no acceptance was taken back."""
+    """Run the benchmark and write its JSON and page; 0 when support tells stored from never stored as wanted and no
+    acceptance was taken back.
+    """
     parser = common.parser(__doc__ or "", "verdicts")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--page", action="store_true", help="only write the page of the JSON that is there")
@@ -349,7 +365,8 @@ def main(argv: list[str] | None = None) -> int:
     told = summary["least_auroc_to_half_load"][SUPPORT] >= WANTED
     kept = summary["taken_back"]["one criterion for good"] == 0
     print(
-        f"AUROC of support >= {WANTED} at up to r / 2 pairs: {'holds' if told else 'MISSED'}; acceptance under one criterion is never taken back: {'holds' if kept else 'MISSED'}"
+        f"AUROC of support >= {WANTED} at up to r / 2 pairs: {'holds' if told else 'MISSED'}; acceptance under "
+        f"one criterion is never taken back: {'holds' if kept else 'MISSED'}"
     )
     out = "-" if options.quick else options.out
     common.report(out, "verdicts", __doc__ or "", dataclasses.asdict(sizes), rows, summary, start)

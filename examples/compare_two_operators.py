@@ -26,7 +26,8 @@ def main(folder: str) -> None:
     print(task.describe())
     spec = ComparisonSpec(
         task=task,
-        # no convolution: the value stands one token after its key, which a Koopman operator of power 1 reaches by itself
+        # no convolution: the value stands one token after its key, which a Koopman operator of power 1 reaches by
+        # itself
         model=ModelConfig(task.vocab_size, dim=32, layers=("softmax",) * 2, heads=2, mlp="none"),
         training=TrainConfig(steps=60, batch_size=32, learning_rate=1e-2, eval_every=20, tensorboard=False),
         operators=OPERATORS,

@@ -46,7 +46,8 @@ def main() -> None:
 
     world = europe.merge(asia)
     print(
-        f"merged: {world.count} facts, {world.nbytes} bytes; Greece → {ask(world, 'Greece')}, Nepal → {ask(world, 'Nepal')}"
+        f"merged: {world.count} facts, {world.nbytes} bytes; Greece → {ask(world, 'Greece')}, Nepal → "
+        f"{ask(world, 'Nepal')}"
     )
     assert all(ask(world, name) == word for name, word in {**EUROPE, **ASIA}.items())
     assert ask(world, "Atlantis") == "(nothing)"

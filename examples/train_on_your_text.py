@@ -22,7 +22,8 @@ def show(event: events.Event) -> None:
     """Print the evaluations as they come."""
     if isinstance(event, events.Evaluated):
         print(
-            f"step {event.step:4d}  held-out loss {event.metrics['loss']:.3f} nats a byte  ({event.seconds:.0f} s of training)"
+            f"step {event.step:4d}  held-out loss {event.metrics['loss']:.3f} nats a byte  ({event.seconds:.0f} "
+            "s of training)"
         )
 
 
@@ -34,7 +35,8 @@ def main(source: str = "novel") -> None:
     config = ModelConfig(task.vocab_size, dim=DIM, layers=("squared_affine", "ska(power=1)"), heads=4, conv=4)
     model = build(config, seed=0)
     print(
-        f"{model.num_parameters():,} parameters; memory of one sequence: {model.memory_bytes(1000):,} bytes after 1000 tokens, "
+        f"{model.num_parameters():,} parameters; memory of one sequence: {model.memory_bytes(1000):,} bytes "
+        "after 1000 tokens, "
         f"{model.memory_bytes(100_000):,} after 100,000"
     )
 

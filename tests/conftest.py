@@ -37,7 +37,8 @@ def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
     Processes that tests start find the constants in the cache folder they inherit.
     """
     folder = tmp_path_factory.mktemp("cache")
-    # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another worker is taken as it is
+    # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another
+    # worker is taken as it is
     assert pytestconfig.cache is not None
     (folder / "kernels").symlink_to(pytestconfig.cache.mkdir("kernels"))
     device = torch.device("cpu")

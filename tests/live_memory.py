@@ -9,7 +9,9 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveMemory(TorchDispatchMode):
-    """``peak``: the most bytes in storages made inside the ``with`` block that were alive together. ``calls``: operations seen.
+    """``peak``: the most bytes in storages made inside the ``with`` block that were alive together.
+
+    ``calls``: operations seen.
 
     ``real``: the same without meta tensors, which hold nothing.
     """

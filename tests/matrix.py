@@ -149,26 +149,35 @@ CASES: dict[str, Case] = {
 
 RUNS = {
     ("tiled", "streaming"): (
-        "softmax", "cosine", "sko-chebyshev", "yat", "softmax-alibi", "softmax-window", "softmax-strict", "softmax-top", "yat-top", "rewa-top", "softmax-count",
-        "yat-decay", "yat-raw", "distance", "distance-squared", "distance-count", "rewa", "rewa-dot", "rewa-adaptive", "rewa-curved", "rewa_functional",
-        "rewa_functional-matern", "rewa_categorical", "rewa_categorical-relation", "rewa_operator", "rewa_operator-path", "rewa_operator-chosen", "rewa_oscillatory",
+        "softmax", "cosine", "sko-chebyshev", "yat", "softmax-alibi", "softmax-window", "softmax-strict", "softmax-top",
+        "yat-top", "rewa-top", "softmax-count",
+        "yat-decay", "yat-raw", "distance", "distance-squared", "distance-count", "rewa", "rewa-dot", "rewa-adaptive",
+        "rewa-curved", "rewa_functional",
+        "rewa_functional-matern", "rewa_categorical", "rewa_categorical-relation", "rewa_operator",
+        "rewa_operator-path", "rewa_operator-chosen", "rewa_oscillatory",
         "rewa_riemannian", "rewa_topological", "distance-fisher", "distance-le-cam", "distance-fidelity",
     ),
     ("tiled", "chunked", "streaming"): (
-        "linear", "retention", "sko", "sko-fractional", "sko-reproducing", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog",
+        "linear", "retention", "sko", "sko-fractional", "sko-reproducing", "squared_affine", "polynomial_square",
+        "slay", "performer", "hedgehog",
         "rewa_functional-linear", "sko-chunk",
     ),
     ("chunked", "streaming"): (
-        "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk", "kernel_ridge", "kernel_ridge-sko",
+        "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed", "ska-relative", "ridge-chunk",
+        "kernel_ridge", "kernel_ridge-sko",
         "kernel_ridge-slay", "kernel_ridge-chunk",
     ),
     ("streaming",): ("ridge-yat", "koopman-exp", "regime-ridge", "kernel_ridge-yat", "ridge-window"),
     ("tiled",): (
-        "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance", "hyperbolic_transport", "hyperbolic_transport-unbalanced",
+        "sinkhorn", "sinkhorn-unbalanced", "sinkhorn-bounded", "sinkhorn-window", "sinkhorn-distance",
+        "hyperbolic_transport", "hyperbolic_transport-unbalanced",
         "hierarchical",
     ),
 }  # fmt: skip
-"""The paths beside the dense one that must run each operator, where its queries have positions; without, none streams. All others must refuse it."""
+"""The paths beside the dense one that must run each operator, where its queries have positions; without, none streams.
+
+All others must refuse it.
+"""
 
 PATHS = ("tiled", "chunked", "streaming")
 
@@ -212,7 +221,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 
 def possible(a: tuple[str, str], b: tuple[str, str]) -> bool:
-    """Whether an input can have two of the features: documents are queries and keys of the same tokens, a decay needs an order."""
+    """Whether an input can have two of the features: documents are queries and keys of the same tokens, a decay needs
+    an order.
+    """
     for (one, value), (other, with_) in ((a, b), (b, a)):
         if one == "documents" and value and other == "shape" and with_ not in ("even", "odd"):
             return False
@@ -225,8 +236,10 @@ def possible(a: tuple[str, str], b: tuple[str, str]) -> bool:
 
 def paired(row: dict[str, str]) -> Case:
     case = Case(
-        causal=row["order"] == "causal", padding=row["padding"], key_bias=bool(row["bias"]), strided=bool(row["layout"]), log_decay=bool(row["decay"]),
-        weights=row["weights"], masses=bool(row["masses"]), **SHAPES[row["shape"]], **HEADS[row["heads"]],  # type: ignore[arg-type]
+        causal=row["order"] == "causal", padding=row["padding"], key_bias=bool(row["bias"]),
+        strided=bool(row["layout"]), log_decay=bool(row["decay"]),
+        weights=row["weights"], masses=bool(row["masses"]), **SHAPES[row["shape"]], **HEADS[row["heads"]],
+         # type: ignore[arg-type]
     )  # fmt: skip
     return replace(case, batch=1, packed=(0, 1, 8, 14, case.keys)) if row["documents"] else case
 

@@ -16,7 +16,8 @@ def pairs(features: Mapping[str, Sequence[str]], possible: Possible) -> set[froz
 
 
 def pairwise(features: Mapping[str, Sequence[str]], possible: Possible) -> list[dict[str, str]]:
-    """Rows, one value a feature, that hold all ``pairs``: each row is the best of some that begin with a pair which has not met yet.
+    """Rows, one value a feature, that hold all ``pairs``: each row is the best of some that begin with a pair which has
+    not met yet.
 
     The same features give the same rows. possible: whether two values may meet; a row never holds two that may not.
     """
@@ -41,7 +42,11 @@ def _row(
     left: set[frozenset[Value]],
     draw: random.Random,
 ) -> dict[str, str] | None:
-    """A row that begins with some values; each other feature, in any order, takes the value that meets most of what is left. None: there is no such value."""
+    """A row that begins with some values; each other feature, in any order, takes the value that meets most of what is
+    left.
+
+    None: there is no such value.
+    """
     for name in draw.sample(list(features), len(features)):
         if name in row:
             continue

@@ -126,7 +126,9 @@ def test_half_types_compute_in_single(dtype: torch.dtype) -> None:
 
 
 def test_autocast_sets_the_type_and_does_not_lower_the_scores() -> None:
-    """As for torch's own attention: one type for q, k and v, whatever they came in; scores and sums are in float32 as for any bfloat16 call."""
+    """As for torch's own attention: one type for q, k and v, whatever they came in; scores and sums are in float32 as
+    for any bfloat16 call.
+    """
     q, k, v = qkv()
     plain = zonal.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), m.yat(), causal=True)
     with torch.autocast("cpu", torch.bfloat16):

@@ -249,7 +249,10 @@ def peer_or_skip(name: str, operator: str) -> peers.Peer:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("name", "operator"), list(peers.PEERS))
 def test_peers_compute_the_same_function(name: str, operator: str, causal: bool) -> None:
-    """KeOps with a ragged block. Its gradients take a minute to compile: the benchmark's gate checks them before it times anything."""
+    """KeOps with a ragged block.
+
+    Its gradients take a minute to compile: the benchmark's gate checks them before it times anything.
+    """
     peer = peer_or_skip(name, operator)
     work = tiled.Work.of(tiled.Case(operator, 127, causal=causal, peer=name), CPU)
     q, k, v = work.q, work.k, work.v
@@ -360,7 +363,9 @@ def test_linear_peers_compute_what_they_say(name: str, causal: bool) -> None:
 def test_rows_of_linear_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dense Yat beside Yat and squared-affine attention; rows that are there are kept; a wrong operator and what does not fit are not timed."""
+    """Dense Yat beside Yat and squared-affine attention; rows that are there are kept; a wrong operator and what does
+    not fit are not timed.
+    """
     out = tmp_path / "x.json"
     words = ["--only", "dense yat", "--tokens", "64", "--budget", "0.05", "--out", str(out)]
     assert linear_peers.main(words) == 0
@@ -411,7 +416,9 @@ def test_linear_peers_that_are_missing_are_said(
 
 
 def test_the_table_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them without a device."""
+    """Every row is another one; lengths, head sizes, packed documents and decoding are there, and --list prints them
+    without a device.
+    """
     cases = gpu.table()
     assert len({str(case) for case in cases}) == len(cases) == 114 + 56 + 36
     plain = {

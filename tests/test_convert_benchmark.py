@@ -1,4 +1,6 @@
-"""`zonal bench convert`: its forms of attention, its differences, its page; and all of it on a tiny model where transformers is installed."""
+"""`zonal bench convert`: its forms of attention, its differences, its page; and all of it on a tiny model where
+transformers is installed.
+"""
 
 import importlib
 import importlib.util

@@ -1,4 +1,6 @@
-"""The pages are true: their code runs, their links lead somewhere, their commands exist, every mechanism has its page."""
+"""The pages are true: their code runs, their links lead somewhere, their commands exist, every mechanism has its
+page.
+"""
 
 import ast
 import dataclasses
@@ -202,7 +204,9 @@ def test_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=identifier)
 def test_commands_are_read(page: Path) -> None:
-    """Every command of a page through the parser of the command line, presets and values included; recipes are files that another command writes."""
+    """Every command of a page through the parser of the command line, presets and values included; recipes are files
+    that another command writes.
+    """
     for words in commands(page):
         if (
             words[0] != "zonal"
@@ -279,7 +283,9 @@ def test_examples_are_named() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=identifier)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
-    """As a user runs them: a process of its own, warnings are errors; twenty seconds on a machine with nothing else to do."""
+    """As a user runs them: a process of its own, warnings are errors; twenty seconds on a machine with nothing else to
+    do.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

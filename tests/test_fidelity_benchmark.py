@@ -1,4 +1,6 @@
-"""`zonal bench fidelity`: that it runs, resumes, says what is promised, draws, and measures what a model's layers are given."""
+"""`zonal bench fidelity`: that it runs, resumes, says what is promised, draws, and measures what a model's layers are
+given.
+"""
 
 import json
 import sys
@@ -50,7 +52,9 @@ def quick(out: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_fidelity_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Panels measured in the same way are kept, others are added or measured again; what was written before a stop stands."""
+    """Panels measured in the same way are kept, others are added or measured again; what was written before a stop
+    stands.
+    """
     out = tmp_path / "x.json"
     first = quick(out, "--dims", "4", "--eps", "1")
     points = fidelity.point
@@ -125,7 +129,9 @@ def test_table_10_runs(tmp_path: Path) -> None:
 
 
 def test_fidelity_of_a_model(tmp_path: Path) -> None:
-    """What hooks collect is what the layers' operators are given: grouped heads, norms and rotary positions included."""
+    """What hooks collect is what the layers' operators are given: grouped heads, norms and rotary positions
+    included.
+    """
     for rotary, norms in ((True, True), (True, False), (False, True), (False, False)):
         config = ModelConfig(
             vocab_size=31,

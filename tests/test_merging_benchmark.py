@@ -1,4 +1,6 @@
-"""`zonal bench merging` on a few invented pictures: it goes on where it was stopped, merges what it says, and its page has every number."""
+"""`zonal bench merging` on a few invented pictures: it goes on where it was stopped, merges what it says, and its page
+has every number.
+"""
 
 import dataclasses
 import json
@@ -66,7 +68,8 @@ def test_the_command_and_its_page(data, tmp_path, capsys):
     right = {"all tokens": (0.9, 0.895, 0.7), "merged tokens": (0.88, 0.88, 0.875)}
     rows += [
         {"part": "accuracy", "model": name, "schedule": schedule, "share": share, "accuracy": value}
-        for name, values in right.items() for schedule in merging.SCHEDULES for share, value in zip(SIZES.shares, values, strict=True)
+        for name, values in right.items() for schedule in merging.SCHEDULES for share,
+        value in zip(SIZES.shares, values, strict=True)
     ]  # fmt: skip
     summary = {"error": 0.0, "parameters": 5, "images": [40, 50], **merging.summarised(rows)}
     assert summary["trained on all tokens, even"]["share_within_a_point"] == 0.3

@@ -1,4 +1,6 @@
-"""Arguments by the names of other libraries, operators by their specs, masks and layouts that are most likely another library's."""
+"""Arguments by the names of other libraries, operators by their specs, masks and layouts that are most likely another
+library's.
+"""
 
 import inspect
 import timeit
@@ -33,8 +35,10 @@ LAYERS = [
     if isinstance(cls, type) and issubclass(cls, nn.TokenMixer) and cls is not nn.TokenMixer
 ]
 ENTRIES = [
-    attention, zonal.explain, zonal.potentials, Memory.empty, Memory.absorb, Memory.absorb_, Memory.merge, Readable.read, *LAYERS, nn.Block,
-    *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward, models.CausalLM.generate, models.CausalLM.prefill,
+    attention, zonal.explain, zonal.potentials, Memory.empty, Memory.absorb, Memory.absorb_, Memory.merge,
+    Readable.read, *LAYERS, nn.Block,
+    *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward,
+    models.CausalLM.generate, models.CausalLM.prefill,
     models.Encoder, models.TextEncoder, models.VisionConfig, models.VisionEncoder, models.build,
 ]  # fmt: skip
 

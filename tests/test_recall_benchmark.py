@@ -64,7 +64,9 @@ def test_short_distractors_are_hardly_kept():
 
 
 def test_chunks_miss_the_nearest_past():
-    """A query at t sees keys below the last whole chunk: which share of the questions that leaves is counted here by hand."""
+    """A query at t sees keys below the last whole chunk: which share of the questions that leaves is counted here by
+    hand.
+    """
     for row in rows_of(recall.exactness):
         distance = row["distance"]
         chunk = {"exact to the token": 1, "chunks of 16": 16, "chunks of 64": 64}[row["operator"]]

@@ -1,11 +1,13 @@
-"""Numbers on the pages are those of the records: a comment ahead of them names the file, the place in it, and the words that the number stands in.
+"""Numbers on the pages are those of the records: a comment ahead of them names the file, the place in it, and the words
+that the number stands in.
 
     <!-- records results/a/summary.json comparisons/0/operators
     label=Softmax/accuracy | softmax {mean:.3f} ± {deviation:.3f}
     -->
 
-The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through the JSON: names of objects and numbers of
-entries, or ``key=value`` for the first entry of a list that has it. What is there fills the words, which must then stand in what follows: up to the second blank line.
+The first line, and any line without " | ", names a file and where in it the lines below begin. A place is a way through
+the JSON: names of objects and numbers of entries, or ``key=value`` for the first entry of a list that has it. What is
+there fills the words, which must then stand in what follows: up to the second blank line.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The house keeps its shape: arrows of import, lengths of files, what never appears in the library, docstrings of public names."""
+"""The house keeps its shape: arrows of import, lengths of files, what never appears in the library, docstrings of
+public names.
+"""
 
 import ast
 import importlib
@@ -246,14 +248,17 @@ BY_DEFAULT = frozenset(
         "hann_window",
     }
 )
-"""Functions of torch whose result has the process's default dtype unless they are told one, ``tensor`` and ``full`` where they are given floats.
+"""Functions of torch whose result has the process's default dtype unless they are told one, ``tensor`` and ``full``
+where they are given floats.
 
-``*_like`` and ``new_*`` take it from a tensor. ``arange``, ``randint`` and ``randperm`` of whole numbers are int64 everywhere; ``arange`` of a fraction is not.
+``*_like`` and ``new_*`` take it from a tensor. ``arange``, ``randint`` and ``randperm`` of whole numbers are int64
+everywhere; ``arange`` of a fraction is not.
 """
 
 
 def by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, call) of tensors whose dtype is left to torch.set_default_dtype: a kernel that writes to one may write past its end.
+    """(line, call) of tensors whose dtype is left to torch.set_default_dtype: a kernel that writes to one may write
+    past its end.
 
     The first value of an nn.Parameter is left to it on purpose, as in torch's own layers.
     """
@@ -302,8 +307,15 @@ def test_a_tensor_without_a_dtype_is_seen(code: str) -> None:
 
 
 def test_tensors_with_a_dtype_pass() -> None:
-    code = "torch.empty(3, dtype=torch.float32)\ntorch.zeros_like(x)\nx.new_empty(3)\ntorch.arange(n)\nnn.Parameter(torch.empty(dim))\ntorch.randperm(n)"
-    assert not list(by_default(ast.parse(code)))
+    calls = (
+        "torch.empty(3, dtype=torch.float32)",
+        "torch.zeros_like(x)",
+        "x.new_empty(3)",
+        "torch.arange(n)",
+        "nn.Parameter(torch.empty(dim))",
+        "torch.randperm(n)",
+    )
+    assert not list(by_default(ast.parse("\n".join(calls))))
 
 
 def test_buffers_of_compiled_kernels_name_their_device() -> None:
@@ -323,7 +335,9 @@ def test_buffers_of_compiled_kernels_name_their_device() -> None:
 
 
 FOREIGN = {("zonal.models.hugging_face", "**others"), ("zonal.names", "**given")}
-"""transformers calls what is there with names that change from version to version; what refuses unknown names has to be given them."""
+"""transformers calls what is there with names that change from version to version; what refuses unknown names has to be
+given them.
+"""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -358,7 +372,10 @@ def test_forbidden_things_are_seen(code: str) -> None:
 
 
 def test_allowed_things_pass() -> None:
-    code = "from json import load\nimport numpy as np\nnp.load('f', allow_pickle=False)\nf(**x)\ndef g(*a): ...\ntry:\n  f()\nexcept ValueError:\n  pass"
+    code = (
+        "from json import load\nimport numpy as np\nnp.load('f', allow_pickle=False)\nf(**x)\ndef g(*a): "
+        "...\ntry:\n  f()\nexcept ValueError:\n  pass"
+    )
     code += "\ntry:\n  f()\nexcept BaseException:\n  g()\n  raise"
     assert not list(forbidden(ast.parse(code)))
 
@@ -374,7 +391,9 @@ def public(name: str) -> tuple[str, ...]:
 
 
 def described(module: str, name: str) -> bool:
-    """Whether the class or function has a docstring of its own in the source (a dataclass makes one up at run time; overloads have none)."""
+    """Whether the class or function has a docstring of its own in the source (a dataclass makes one up at run time;
+    overloads have none).
+    """
     found = [
         node for node in TREES[module].body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
     ]

@@ -58,8 +58,10 @@ def test_one_criterion_takes_nothing_back_and_another_holds_its_rate(rows):
 def test_claims_meet_their_verdict(rows):
     found = {(row["asked"], row["verdict"]): row["share"] for row in rows["claims"]}
     for asked, verdict in (
-        ("the value that was stored", "accepted"), ("the value of another key", "contradicted"), ("a value for a key never stored", "undecided"),
-        ("no claim, stored once", "accepted"), ("no claim, stored with two values", "contradicted"), ("no claim, never stored", "undecided"),
+        ("the value that was stored", "accepted"), ("the value of another key", "contradicted"),
+        ("a value for a key never stored", "undecided"),
+        ("no claim, stored once", "accepted"), ("no claim, stored with two values", "contradicted"),
+        ("no claim, never stored", "undecided"),
     ):  # fmt: skip
         assert found[asked, verdict] > 0.95
 

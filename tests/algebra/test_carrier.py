@@ -1,4 +1,6 @@
-"""Carriers and pushforward: the order of refinement, functoriality and where it ends, what merging does to conditionals and to values."""
+"""Carriers and pushforward: the order of refinement, functoriality and where it ends, what merging does to conditionals
+and to values.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def by_hand(log_kernel, queries, keys, temperature):
     return out
 
 
-# --- carriers ------------------------------------------------------------------------------------------------------------
+# --- carriers -------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_the_finest_and_names_do_not_matter():
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_refused(make, words):
         make()
 
 
-# --- pushforward ---------------------------------------------------------------------------------------------------------
+# --- pushforward ----------------------------------------------------------------------------------------------------
 
 
 @by_name
@@ -225,7 +227,9 @@ def test_merged_queries_average_conditionals_by_row_sums(seed):
 
 
 def test_anchoring_again_after_each_step():
-    """For maps of keys it is anchoring once; for maps of queries it is not, unless the rows that meet have equal sums."""
+    """For maps of keys it is anchoring once; for maps of queries it is not, unless the rows that meet have equal
+    sums.
+    """
     row, log = zonal.anchor.Row(), kernel(forbidden=0.2)
     f, further, g, onward = onto(7, 4, 0), onto(4, 2, 1), onto(9, 5, 2), onto(5, 2, 3)
     queries, keys = Factor.identity(7), Factor.identity(9)
@@ -251,7 +255,9 @@ def balanced(log_kernel, mu, nu):
 
 
 def test_plans_on_a_coarser_carrier():
-    """A plan pushed along is the plan of what was pushed, of the pushed marginals; but not the plan of the pushed kernel (counter-example)."""
+    """A plan pushed along is the plan of what was pushed, of the pushed marginals; but not the plan of the pushed
+    kernel (counter-example).
+    """
     log, f, g = kernel(6, 6, forbidden=0.0)[0, 0], onto(6, 3, 0), onto(6, 2, 1)
     mu = nu = torch.full((6,), 1 / 6, dtype=torch.float64)
     coarse = f.masses(mu), g.masses(nu)
@@ -266,7 +272,9 @@ def test_plans_on_a_coarser_carrier():
 
 
 def test_what_mean_values_leave_out():
-    """y_t with mean values misses the covariance of weights and values within buckets: 0 for equal keys, and large without them."""
+    """y_t with mean values misses the covariance of weights and values within buckets: 0 for equal keys, and large
+    without them.
+    """
     generator = torch.Generator().manual_seed(0)
     log, g, one = kernel(forbidden=0.0)[0, 0], onto(9, 4, 0), Factor.identity(7)
     values = torch.randn(9, 5, generator=generator, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Tokens as frames: turns that compose, whatever is learned; the score as a dot product; values carried from token to token."""
+"""Tokens as frames: turns that compose, whatever is learned; the score as a dot product; values carried from token to
+token.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ def test_turns_compose(dtype: torch.dtype, scale: float) -> None:
 
 @pytest.mark.parametrize("relation", [False, True])
 def test_the_score_is_a_trace(relation: bool) -> None:
-    """tr(R^T g_t^-1 g_s) / tau for every pair, as a dot product; without a relation m - |A - I|^2 / 2, with a token nearest to itself."""
+    """tr(R^T g_t^-1 g_s) / tau for every pair, as a dot product; without a relation m - |A - I|^2 / 2, with a token
+    nearest to itself.
+    """
     operator = m.rewa_categorical(relation=relation, temperature=0.5).for_heads(4, 2, dim=5).double()
     q, k = draw(2, 4, 6, 5), draw(2, 2, 9, 5, seed=1)
     params, score = operator.bind(4, 2).score_params, operator.score

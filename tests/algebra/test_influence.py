@@ -1,4 +1,6 @@
-"""Influence sets: (I | R_n) ... (I | R_1) against paths counted by hand, against derivatives, and against the source's product without I."""
+"""Influence sets: (I | R_n) ... (I | R_1) against paths counted by hand, against derivatives, and against the source's
+product without I.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ def paths(layers):
 
 
 def stack(layers, x, seed=3):
-    """Attention of four numbers a token under masks of any shape, each layer added to what it read; a row that sees nothing adds nothing."""
+    """Attention of four numbers a token under masks of any shape, each layer added to what it read; a row that sees
+    nothing adds nothing.
+    """
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         q, k, v = (x @ torch.randn(x.shape[-1], x.shape[-1], generator=generator, dtype=x.dtype) for _ in range(3))
@@ -106,7 +110,10 @@ def test_no_derivative_leaves_the_set(tokens, count, seed):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_without_self_loops_the_products_of_the_masks_leave_pairs_out(count):
-    """Corollary 5.1 of the source has R^n. Where a mask lacks the diagonal a token keeps what it had all the same, so that R^n is no upper set."""
+    """Corollary 5.1 of the source has R^n.
+
+    Where a mask lacks the diagonal a token keeps what it had all the same, so that R^n is no upper set.
+    """
     mask = influence.visible(Causal(include_self=False), 6)
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = influence.support(lambda x: stack([mask] * count, x), x)

@@ -1,4 +1,6 @@
-"""The ledger: every mechanism has one, and what it says to follow does: each theorem that it names is checked on the numbers of the operator that names it."""
+"""The ledger: every mechanism has one, and what it says to follow does: each theorem that it names is checked on the
+numbers of the operator that names it.
+"""
 
 import dataclasses
 import itertools
@@ -88,7 +90,9 @@ def linear_link(operator: Operator) -> None:
 
 
 def moments(operator: Operator) -> None:
-    """K is a polynomial of the degree along every line of prepared queries: so one whose coefficients, sums over keys, are finitely many."""
+    """K is a polynomial of the degree along every line of prepared queries: so one whose coefficients, sums over keys,
+    are finitely many.
+    """
     call, degree = called(operator), operator.tags.degree
     assert degree is not None
     nodes = 0.5 * torch.cos(math.pi * torch.arange(degree + 2) / (degree + 1)).double()
@@ -318,7 +322,9 @@ def normal_equations(operator: Operator) -> None:
 
 
 def primal_sums(operator: Operator) -> None:
-    """With a plain product, and a polynomial of cosines, a memory whose size does not grow gives what the definition gives."""
+    """With a plain product, and a polynomial of cosines, a memory whose size does not grow gives what the definition
+    gives.
+    """
     assert isinstance(operator.anchor, anchor.Ridge)
     steady = tuple(p for p in operator.prior if not isinstance(p, prior.Window))
     kinds: list[tuple[score.Score, link.Link, tuple[prior.Prior, ...]]] = [
@@ -382,8 +388,11 @@ def contraction(operator: Operator) -> None:
 CHECKS: dict[str, Callable[[Operator], None]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest, key_bias, turns_compose, exact_features, no_leak,
-        reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks, no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, definite_kernel, shift, contraction,
+        support, exponential_link, linear_link, moments, square_features, bounded_link, low_rank, no_norms, nearest,
+        key_bias, turns_compose, exact_features, no_leak,
+        reach, separable_prior, row_gauge, column_gauge, plan_sums, held_sums, row_gauge_of_blocks, tied_blocks,
+        no_gauge, means_of_values, few_keys, repeated_keys, added_keys, normal_equations, primal_sums, definite_kernel,
+        shift, contraction,
     )
 }  # fmt: skip
 # operators that lack what a theorem says, so that its check is known to be able to fail
@@ -413,7 +422,9 @@ def derived(operator: Operator) -> list[Derived]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_operator_has_a_whole_ledger(name: str) -> None:
-    """A closure first, what link, score and anchor assume and each prior, a quotient and a section of it; in the order of the tree."""
+    """A closure first, what link, score and anchor assume and each prior, a quotient and a section of it; in the order
+    of the tree.
+    """
     operator = ALL[name]()
     moves = operator.moves()
     for slot, part in (
@@ -449,11 +460,16 @@ def lines(operator: Operator) -> tuple[str, ...]:
 def test_unlike_operators_have_unlike_ledgers() -> None:
     """Over all mechanisms, all rows of the matrix, and the settings of some: a ledger is that of one declaration."""
     specs = (
-        *mechanisms.names(), "rewa(gates=(1.0, 1.0, 1.0))", "rewa(gates=(0.0, 1.0, 1.0))", "rewa(adaptive=True)", "rewa(weights=(1.0, 2.0, 1.0))", "rewa(parts=(4, 0, 4))",
-        "rewa(parts=(4, 4, 0))", "rewa(eps=0.1)", "rewa(dot=1.0)", "rewa(temperature=2.0)", "rewa(shared_witness=True)", "rewa_topological(neighbours=5)", "rewa_riemannian(units=3)",
-        "rewa_operator(relations=2)", "rewa_operator(relations=2, choices=3)", "rewa_categorical(transport=True)", "sko(degrees=(5.0,))", "sko(manifold_dim=5)", "yat(eps=0.1)",
-        "squared_affine(learn_bias=True)", "softmax(scale=1.0)", "cosine(temperature=1.0)", "ridge(eps=0.5)", "ridge(relative=0.1)", "ska(power=0)", "ska(power=1)", "ska(power=(0, 1))",
-        "kernel_ridge(power=1)", "performer(draws=12)", "sinkhorn(rho=(1.0, 0.5))", "sinkhorn(rho=(1.0, None))", "sinkhorn(bounds=(0.5, 2.0))", "retention(rates=(0.5,))", "hierarchical(sizes=(4, 2))",
+        *mechanisms.names(), "rewa(gates=(1.0, 1.0, 1.0))", "rewa(gates=(0.0, 1.0, 1.0))", "rewa(adaptive=True)",
+        "rewa(weights=(1.0, 2.0, 1.0))", "rewa(parts=(4, 0, 4))",
+        "rewa(parts=(4, 4, 0))", "rewa(eps=0.1)", "rewa(dot=1.0)", "rewa(temperature=2.0)", "rewa(shared_witness=True)",
+        "rewa_topological(neighbours=5)", "rewa_riemannian(units=3)",
+        "rewa_operator(relations=2)", "rewa_operator(relations=2, choices=3)", "rewa_categorical(transport=True)",
+        "sko(degrees=(5.0,))", "sko(manifold_dim=5)", "yat(eps=0.1)",
+        "squared_affine(learn_bias=True)", "softmax(scale=1.0)", "cosine(temperature=1.0)", "ridge(eps=0.5)",
+        "ridge(relative=0.1)", "ska(power=0)", "ska(power=1)", "ska(power=(0, 1))",
+        "kernel_ridge(power=1)", "performer(draws=12)", "sinkhorn(rho=(1.0, 0.5))", "sinkhorn(rho=(1.0, None))",
+        "sinkhorn(bounds=(0.5, 2.0))", "retention(rates=(0.5,))", "hierarchical(sizes=(4, 2))",
     )  # fmt: skip
     known = {**{name: make() for name, make in ALL.items()}, **{spec: mechanisms.resolve(spec) for spec in specs}}
     parts = {name: (operator.score, operator.link, operator.anchor, operator.prior) for name, operator in known.items()}
@@ -483,7 +499,10 @@ def test_every_mechanism_is_in_the_tree(name: str) -> None:
 
 
 def test_every_declared_part_says_what_it_assumes() -> None:
-    """A new slot value without a ledger fails here, even when no row of the matrix has it. Metrics and feature maps are parts of scores, which say so for them."""
+    """A new slot value without a ledger fails here, even when no row of the matrix has it.
+
+    Metrics and feature maps are parts of scores, which say so for them.
+    """
     silent = [
         name
         for name, kind in slots.ALL.items()
@@ -540,7 +559,8 @@ def test_text_and_tree() -> None:
         Move("section", "anchor", "rows", "d", (Derived("", "hence e"),)),
     ]
     assert ledger.text(moves).splitlines() == [
-        ledger.ROOT, "├─ closure [carrier] tokens: a", "├─ restriction [link] Prune W: b", "│     hence c", "└─ section [anchor] rows: d", "      hence e",
+        ledger.ROOT, "├─ closure [carrier] tokens: a", "├─ restriction [link] Prune W: b", "│     hence c",
+        "└─ section [anchor] rows: d", "      hence e",
     ]  # fmt: skip
     named = [dataclasses.replace(moves[1], settings=f"eps={eps}") for eps in (1, 2)]
     assert ledger.text([named[0]]).splitlines()[1] == "└─ restriction [link] Prune W: b (eps=1)"
@@ -550,5 +570,6 @@ def test_text_and_tree() -> None:
     ]
     other = [moves[0], dataclasses.replace(moves[1], derives=()), dataclasses.replace(moves[2], assumes="f")]
     assert ledger.tree({"x": moves, "y": other, "z": moves, "short": moves[:1]}).splitlines() == [
-        ledger.ROOT, "└─ closure: tokens", "   ├─ restriction: Prune W", "   │  ├─ section: rows", "   │  │  └─ = x, z", "   │  └─ section: rows", "   │     └─ = y", "   └─ = short",
+        ledger.ROOT, "└─ closure: tokens", "   ├─ restriction: Prune W", "   │  ├─ section: rows", "   │  │  └─ = x, z",
+        "   │  └─ section: rows", "   │     └─ = y", "   └─ = short",
     ]  # fmt: skip

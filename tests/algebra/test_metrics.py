@@ -1,4 +1,6 @@
-"""Metrics: distances by their definition, gradients where points coincide, and the dot product that kernels take them from."""
+"""Metrics: distances by their definition, gradients where points coincide, and the dot product that kernels take them
+from.
+"""
 
 import itertools
 import math
@@ -91,7 +93,9 @@ def plain(metric: Metric, q: Tensor, k: Tensor) -> Tensor:
 
 
 def matched(q: Tensor, k: Tensor, eps: float) -> Tensor:
-    """Wasserstein's distance of diagrams by the assignment problem: each point to a point of the other, or to its own place on the diagonal."""
+    """Wasserstein's distance of diagrams by the assignment problem: each point to a point of the other, or to its own
+    place on the diagonal.
+    """
     optimize = pytest.importorskip("scipy.optimize")
     n = q.shape[-1]
     found = []
@@ -130,7 +134,9 @@ def test_distances_and_gradients(metric: Metric) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 @pytest.mark.parametrize("metric", LIFTED, ids=str)
 def test_lift_is_the_score(metric: Metric, temperature: float) -> None:
-    """h(scale a(q) . b(k)) = -d / temperature, with key heads that serve two query heads each; h is the C++ text, read as Python."""
+    """h(scale a(q) . b(k)) = -d / temperature, with key heads that serve two query heads each; h is the C++ text, read
+    as Python.
+    """
     q, k = points()
     reduction, (a, b) = metric.dot_reduction(temperature), metric.reduced(q, k)
     assert reduction is not None
@@ -186,7 +192,9 @@ RADII = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0)
 
 
 def far_and_near(dim: int = 6) -> tuple[Tensor, Tensor]:
-    """Points in float32 at all radii: in unlike directions, in like ones (a factor of 3 and 1.001 along them, and across), equal and opposite."""
+    """Points in float32 at all radii: in unlike directions, in like ones (a factor of 3 and 1.001 along them, and
+    across), equal and opposite.
+    """
     generator = torch.Generator().manual_seed(4)
     directions = F.normalize(torch.randn(4, dim, generator=generator, dtype=torch.float64), dim=-1)
     q = torch.cat([radius * directions for radius in RADII]).float()
@@ -397,7 +405,9 @@ def test_matrices_are_points() -> None:
 
 
 def test_distances_of_distributions() -> None:
-    """Fisher-Rao by its integral along the geodesic, 2 acos of Bhattacharyya's coefficient; between sqrt(2) and 2.23 times Le Cam's."""
+    """Fisher-Rao by its integral along the geodesic, 2 acos of Bhattacharyya's coefficient; between sqrt(2) and 2.23
+    times Le Cam's.
+    """
     x = 2 * torch.randn(60, 6, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     p = x.softmax(-1)
     coefficient = (p[:, None].sqrt() * p[None].sqrt()).sum(-1)
@@ -415,7 +425,9 @@ def test_distances_of_distributions() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_fidelity_is_the_trace_of_roots(rank: int) -> None:
-    """(tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 by matrix square roots; and a gradient in tiles that autograd agrees with."""
+    """(tr sqrt(sqrt(rho) sigma sqrt(rho)))^2 by matrix square roots; and a gradient in tiles that autograd agrees
+    with.
+    """
     q, k = (torch.randn(n, 3 * rank, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (5, 6))
 
     def density(x: Tensor) -> Tensor:

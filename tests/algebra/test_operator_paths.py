@@ -1,4 +1,6 @@
-"""Operators as witnesses: what the score is, that it is a dot product with a key bias, and what the paper says of it."""
+"""Operators as witnesses: what the score is, that it is a dot product with a key bias, and what the paper says of
+it.
+"""
 
 import math
 
@@ -57,7 +59,9 @@ def test_the_distance_of_operators(rank: int | None) -> None:
 
 
 def test_it_is_a_dot_product_with_a_key_bias() -> None:
-    """softmax((2 <A, B> - |B|^2) / tau), the row's own |A|^2 falling out; at the temperature 2m the product is that of softmax attention."""
+    """softmax((2 <A, B> - |B|^2) / tau), the row's own |A|^2 falling out; at the temperature 2m the product is that of
+    softmax attention.
+    """
     q, k, v = matrices()
     bias = -k.square().sum(-1) / 6
     expected = zonal.attention(q, k, v, m.softmax(), causal=True, key_bias=bias)
@@ -93,7 +97,9 @@ def test_a_path_of_relations() -> None:
 
 
 def test_a_fixed_path_is_softmax_attention() -> None:
-    """<A R_1 R_2, B> is linear in A: softmax attention of queries q' = A R_1 R_2, and of a layer whose projection holds the relations."""
+    """<A R_1 R_2, B> is linear in A: softmax attention of queries q' = A R_1 R_2, and of a layer whose projection holds
+    the relations.
+    """
     q, k, v = matrices()
     operator = m.rewa_operator(relations=2, temperature=0.5).for_heads(4, 2, dim=9).double()
     relation = operator.learned_parts["score_relation"].detach()
@@ -126,7 +132,9 @@ def linear_misfit(score: OperatorPath, params: dict[str, Tensor]) -> float:
 
 
 def test_a_path_that_each_query_chooses() -> None:
-    """R_i(A) = p_i0 I + sum_j p_ij R_j with p_i = softmax_j <G_ij, A>, written out; parts of each key head, gradients by all of them."""
+    """R_i(A) = p_i0 I + sum_j p_ij R_j with p_i = softmax_j <G_ij, A>, written out; parts of each key head, gradients
+    by all of them.
+    """
     q, k, v = matrices()
     operator = m.rewa_operator(relations=2, choices=3, temperature=0.5).for_heads(4, 2, dim=9).double()
     relation, gate = (operator.learned_parts[f"score_{name}"] for name in ("relation", "gate"))
@@ -161,7 +169,9 @@ def test_a_path_that_each_query_chooses() -> None:
 
 
 def test_no_linear_map_of_the_query_is_a_chosen_path() -> None:
-    """The best linear map leaves nothing of a fixed path, and at least 15% of a chosen one; the path of half a query is not half of its path."""
+    """The best linear map leaves nothing of a fixed path, and at least 15% of a chosen one; the path of half a query is
+    not half of its path.
+    """
     for choices in (None, 1, 3):
         score = OperatorPath(size=3, relations=2, choices=choices)
         params = {name: value.double() for name, value in score.initial().items()}
@@ -196,7 +206,9 @@ def test_layers_give_what_it_needs() -> None:
 
 
 def test_the_bound_on_transitivity() -> None:
-    """|<A_x, A_z> - <A_y* A_x, A_y* A_z>| <= |A_x| |I - A_y A_y*| |A_z| (Hilbert-Schmidt; the last in the operator norm); the paper's is broken by a unitary A_y."""
+    """|<A_x, A_z> - <A_y* A_x, A_y* A_z>| <= |A_x| |I - A_y A_y*| |A_z| (Hilbert-Schmidt; the last in the operator
+    norm); the paper's is broken by a unitary A_y.
+    """
     generator = torch.Generator().manual_seed(2)
     x, y, z = (torch.randn(2000, 4, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     unitary = torch.linalg.qr(y[0])[0]

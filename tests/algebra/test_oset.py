@@ -1,4 +1,6 @@
-"""The laws of o-sets, by enumeration: every stable o-set on two records along three stages that branch, and every pair of them."""
+"""The laws of o-sets, by enumeration: every stable o-set on two records along three stages that branch, and every pair
+of them.
+"""
 
 import itertools
 
@@ -16,7 +18,10 @@ A, B, C = (
     OSet(lambda t, place=place: torch.tensor([ways[place][t] for ways in itertools.product(WAYS, repeat=3)]))
     for place in range(3)
 )
-"""Three stable o-sets whose records are all 125 ways in which three can accept one. Laws hold record by record, so that these are all o-sets."""
+"""Three stable o-sets whose records are all 125 ways in which three can accept one.
+
+Laws hold record by record, so that these are all o-sets.
+"""
 
 
 def family(table):
@@ -105,7 +110,8 @@ def test_a_report_keeps_its_word_when_its_labels_exclude_each_other():
         before, after = (reporter.report(stage).int() for stage in history)
         lost = (before != Verdict.UNDECIDED) & (after != before)
         both = torch.stack([A.at(stage) & B.at(stage) for stage in history]).any(0)
-        # the only way to lose a verdict is that both labels come to accept it; then it is undecided, and never the rival's
+        # the only way to lose a verdict is that both labels come to accept it; then it is undecided, and never the
+        # rival's
         assert bool(lost.any())
         assert not bool((lost & ~both).any())
         assert bool((after[lost] == Verdict.UNDECIDED).all())

@@ -1,4 +1,6 @@
-"""Probes, their gauge, centred representatives and normal forms: the theorems as properties, and where the paper's statement is false, the counter-example."""
+"""Probes, their gauge, centred representatives and normal forms: the theorems as properties, and where the paper's
+statement is false, the counter-example.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
 
 
 def masked(seed: int, size: tuple[int, int], scale: float = 1.0) -> Tensor:
-    """Scores with a random mask that joins all rows and columns in one part: a full first row and column, and about half of the rest."""
+    """Scores with a random mask that joins all rows and columns in one part: a full first row and column, and about
+    half of the rest.
+    """
     scores = drawn(seed, *size, scale=scale)
     forbidden = torch.rand(size, generator=torch.Generator().manual_seed(seed + 1)) < 0.5
     forbidden[0], forbidden[:, 0] = False, False
@@ -45,7 +49,9 @@ PROBES = {
 @quick
 @given(seed=seeds, size=sizes)
 def test_each_probe_is_blind_to_its_scalings_and_to_no_other(name: str, seed: int, size: tuple[int, int]) -> None:
-    """Left scalings leave the row-conditional, both sides a balanced plan, and only a constrained side an unbalanced one; and the witness is the scaling."""
+    """Left scalings leave the row-conditional, both sides a balanced plan, and only a constrained side an unbalanced
+    one; and the witness is the scaling.
+    """
     seen, log_kernel = PROBES[name], drawn(seed, *size)
     left, right = drawn(seed + 1, size[0]), drawn(seed + 2, size[1])
     for a, b, blind in ((left, None, seen.left), (None, right, seen.right)):
@@ -61,7 +67,9 @@ def test_each_probe_is_blind_to_its_scalings_and_to_no_other(name: str, seed: in
 @quick
 @given(seed=seeds, size=sizes)
 def test_equal_conditionals_mean_a_row_scaling(seed: int, size: tuple[int, int]) -> None:
-    """The converse, on any support: K' is rebuilt from its conditionals with other row masses, and the witness gives those back."""
+    """The converse, on any support: K' is rebuilt from its conditionals with other row masses, and the witness gives
+    those back.
+    """
     log_kernel, mass = masked(seed, size), drawn(seed + 2, size[0])
     other = log_kernel.log_softmax(-1) + mass[:, None]
     found = probe.equivalent(log_kernel, other, probe.Rows())
@@ -79,7 +87,9 @@ def test_a_gauge_is_exact_where_the_kernel_underflows() -> None:
 @quick
 @given(seed=seeds, size=sizes)
 def test_a_plan_is_optimal(seed: int, size: tuple[int, int]) -> None:
-    """Against its objective: the marginals hold, and no plan of the same marginals near it is closer to K (for penalties: none at all)."""
+    """Against its objective: the marginals hold, and no plan of the same marginals near it is closer to K (for
+    penalties: none at all).
+    """
     log_kernel, mu = drawn(seed, *size), drawn(seed + 1, size[0]).softmax(0)
     nu = drawn(seed + 2, size[1]).softmax(0)
     kernel, generator = log_kernel.exp(), torch.Generator().manual_seed(seed)
@@ -119,7 +129,9 @@ def test_plans_induce_conditionals(seed: int, size: tuple[int, int]) -> None:
 
 
 def test_a_causal_balanced_plan_is_the_diagonal() -> None:
-    """With uniform marginals it is I / N, reached in the limit alone: more and more scalings leave less beside the diagonal, and no number of them settles."""
+    """With uniform marginals it is I / N, reached in the limit alone: more and more scalings leave less beside the
+    diagonal, and no number of them settles.
+    """
     log_kernel = drawn(0, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -math.inf)
     beside = []
     for iterations in (30, 300, 3000):
@@ -135,7 +147,9 @@ def test_a_causal_balanced_plan_is_the_diagonal() -> None:
 
 
 def test_column_constraints_leak_the_future() -> None:
-    """A change of the last query moves earlier rows of a causal plan by as much as its columns are drawn to their marginals; with free columns not at all."""
+    """A change of the last query moves earlier rows of a causal plan by as much as its columns are drawn to their
+    marginals; with free columns not at all.
+    """
     causal = torch.ones(6, 6).tril().bool()
     first = drawn(0, 6, 6).masked_fill(~causal, -math.inf)
     second = first.clone()
@@ -161,7 +175,9 @@ def test_column_constraints_leak_the_future() -> None:
 def test_centred_scores_are_the_representatives(
     by: probe.By, seed: int, size: tuple[int, int], mask: bool, weigh: bool
 ) -> None:
-    """Weighted sums vanish; unary fields go; the parts add up; and the representative of the representative is itself, so it is the only one."""
+    """Weighted sums vanish; unary fields go; the parts add up; and the representative of the representative is itself,
+    so it is the only one.
+    """
     scores = masked(seed, size) if mask else drawn(seed, *size)
     weight = drawn(seed + 3, *size).exp() if weigh else None
     fields = probe.centred(scores, by, weight)
@@ -179,7 +195,9 @@ def test_centred_scores_are_the_representatives(
 
 
 def test_naive_double_centring_under_a_mask_keeps_some_gauge() -> None:
-    """Counter-example: taking restricted row means, column means and the grand mean away is not invariant once pairs are forbidden."""
+    """Counter-example: taking restricted row means, column means and the grand mean away is not invariant once pairs
+    are forbidden.
+    """
 
     def naive(scores: Tensor) -> Tensor:
         allowed = ~scores.isneginf()
@@ -233,7 +251,9 @@ def test_energies_are_shares_of_one_whole(seed: int, size: tuple[int, int], mask
 @quick
 @given(seed=seeds, size=sizes, data=st.data())
 def test_the_normal_form_is_the_best_of_its_rank(seed: int, size: tuple[int, int], data: st.DataObject) -> None:
-    """Eckart and Young: what is missed is the tail of the spectrum, and no other fields and factors of the rank miss less."""
+    """Eckart and Young: what is missed is the tail of the spectrum, and no other fields and factors of the rank miss
+    less.
+    """
     rank = data.draw(st.integers(1, min(size)))
     scores = drawn(seed, *size)
     form = probe.normal_form(scores, rank)
@@ -251,7 +271,9 @@ def test_the_normal_form_is_the_best_of_its_rank(seed: int, size: tuple[int, int
 
 
 def test_rank_one_more_of_the_row_centred_score_may_fit_better() -> None:
-    """The paper's normal form (column field and rank r) is not the best use of as many numbers: rank r + 1 of S^row contains it."""
+    """The paper's normal form (column field and rank r) is not the best use of as many numbers: rank r + 1 of S^row
+    contains it.
+    """
     scores = drawn(3, 12, 12, scale=2.0)
     rank = 3
     form = probe.normal_form(scores, rank)
@@ -264,7 +286,9 @@ def test_rank_one_more_of_the_row_centred_score_may_fit_better() -> None:
 def test_under_a_mask_a_form_is_fitted_and_not_called_the_best(
     seed: int, size: tuple[int, int], data: st.DataObject
 ) -> None:
-    """It misses no more than the decomposition with zeros at forbidden pairs, from which it starts, nor than after fewer sweeps."""
+    """It misses no more than the decomposition with zeros at forbidden pairs, from which it starts, nor than after
+    fewer sweeps.
+    """
     scores = masked(seed, size)
     rank = data.draw(st.integers(1, min(size)))
     target, allowed = inside(probe.centred(scores).interaction), ~scores.isneginf()
@@ -282,7 +306,9 @@ def test_under_a_mask_a_form_is_fitted_and_not_called_the_best(
 
 
 def test_the_best_scores_are_not_the_best_weights() -> None:
-    """The refinement starts from the Frobenius-optimal form, lessens the KL of rows by much, and fits the scores worse."""
+    """The refinement starts from the Frobenius-optimal form, lessens the KL of rows by much, and fits the scores
+    worse.
+    """
     scores = drawn(0, 12, 12, scale=3.0)
     form = probe.normal_form(scores, 2)
     better = probe.refined(form, scores)

@@ -1,4 +1,6 @@
-"""The learned metric tensor: the energy of straight ways by its integral, its constant case, bounds, gradients, and where it stands in an operator."""
+"""The learned metric tensor: the energy of straight ways by its integral, its constant case, bounds, gradients, and
+where it stands in an operator.
+"""
 
 import numpy as np
 import pytest
@@ -72,7 +74,9 @@ def test_a_constant_tensor_is_mahalanobis() -> None:
 
 
 def test_bounds() -> None:
-    """g is positive definite; its least and largest eigenvalues bound the distance, and the straight way bounds the geodesic from above."""
+    """g is positive definite; its least and largest eigenvalues bound the distance, and the straight way bounds the
+    geodesic from above.
+    """
     metric, params = learned(scale=3.0, eps=1e-9)
     a, b = draw(8, DIM, seed=1), draw(9, DIM, seed=2)
     assert torch.linalg.eigvalsh(metric.tensor(draw(1, 1, 50, DIM, scale=10.0), params)).min() >= metric.floor - 1e-9
@@ -149,7 +153,9 @@ def test_a_poisoned_key_poisons_itself_alone(bad: float) -> None:
 
 
 def test_units_are_learned_a_key_head() -> None:
-    """Four query heads over two of keys: outputs and all gradients in tiles are those of the definition, and a decoder's are the whole's."""
+    """Four query heads over two of keys: outputs and all gradients in tiles are those of the definition, and a
+    decoder's are the whole's.
+    """
     operator = m.rewa_riemannian(units=3, temperature=0.7).for_heads(4, 2, dim=DIM).double()
     with torch.no_grad():
         for value in operator.parameters():

@@ -1,5 +1,6 @@
-"""Theorems of the algebra that no one part has: the link that composition forces, and what mixtures of conditionals and of plans are, which potentials and
-completions there are. docs/theorems.md lists all."""
+"""Theorems of the algebra that no one part has: the link that composition forces, and what mixtures of conditionals and
+of plans are, which potentials and completions there are. docs/theorems.md lists all.
+"""
 
 import re
 from pathlib import Path
@@ -36,7 +37,9 @@ def uncomposed(value: Tensor, first: Tensor, second: Tensor, nothing: Tensor) ->
 
 @pytest.mark.parametrize("kind", LINKS, ids=lambda kind: kind.__name__)
 def test_no_other_link_composes(kind: type[link.Link]) -> None:
-    """Evidence of joined works is the product of their evidence under the exponential, and under none of the other links."""
+    """Evidence of joined works is the product of their evidence under the exponential, and under none of the other
+    links.
+    """
     bound = randomised(OPERATORS[LINKS[kind]]()).bind(4, 4)
     first, second = (
         x.expand(1, 4, 40, 40)
@@ -51,7 +54,9 @@ def test_no_other_link_composes(kind: type[link.Link]) -> None:
 
 
 def test_a_decreasing_positive_link_need_not_compose() -> None:
-    """1 / (1 + w) is positive, measurable and decreasing, and is off by 0.09: positivity does not force the exponential, composition does."""
+    """1 / (1 + w) is positive, measurable and decreasing, and is off by 0.09: positivity does not force the
+    exponential, composition does.
+    """
     w = torch.linspace(0, 2, 50, dtype=torch.float64)
     first, second = torch.meshgrid(w, w, indexing="ij")
     assert uncomposed(1 / (1 + first + second), 1 / (1 + first), 1 / (1 + second), torch.ones(1).double()) > 0.08
@@ -60,7 +65,9 @@ def test_a_decreasing_positive_link_need_not_compose() -> None:
 @quick
 @given(seed=seeds, slope=st.floats(-3, 3))
 def test_composition_leaves_the_slope_alone(seed: int, slope: float) -> None:
-    """Sign and size of the slope are free: the library's exponential composes with any, and a slope of the scores is a scale of the call, of either sign."""
+    """Sign and size of the slope are free: the library's exponential composes with any, and a slope of the scores is a
+    scale of the call, of either sign.
+    """
     bound = OPERATORS[LINKS[link.Exp]]().bind(1, 1)
     w = drawn(seed, 30)
     first, second = (x.expand(1, 1, 30, 30) for x in torch.meshgrid(w, w, indexing="ij"))
@@ -76,7 +83,9 @@ def test_composition_leaves_the_slope_alone(seed: int, slope: float) -> None:
 
 
 def test_an_allowed_pair_may_have_no_evidence() -> None:
-    """The kernel of Yat is 0 at a right angle: an allowed row whose keys all stand so has no mass, no conditional, and reads 0."""
+    """The kernel of Yat is 0 at a right angle: an allowed row whose keys all stand so has no mass, no conditional, and
+    reads 0.
+    """
     q, k = torch.eye(4, dtype=torch.float64)[None, None, :1], torch.eye(4, dtype=torch.float64)[None, None, 1:]
     v = drawn(0, 1, 1, 3, 2)
     for operator, mass in ((m.yat(), False), (m.softmax(), True)):
@@ -89,7 +98,9 @@ def test_an_allowed_pair_may_have_no_evidence() -> None:
 @quick
 @given(seed=seeds, size=sizes)
 def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, list[int]]) -> None:
-    """Gates a query that sum to one: rows of the mixture over all branches' keys are distributions, and its update is the gated sum of theirs (Proposition 5.2)."""
+    """Gates a query that sum to one: rows of the mixture over all branches' keys are distributions, and its update is
+    the gated sum of theirs (Proposition 5.2).
+    """
     queries, keys = size
     kernels = [drawn(seed + place, queries, count) for place, count in enumerate(keys)]
     gates = drawn(seed - 1, queries, len(keys)).softmax(-1)
@@ -108,7 +119,9 @@ def test_mixtures_of_conditionals_are_conditionals(seed: int, size: tuple[int, l
 
 
 def test_a_mixture_of_balanced_plans_need_not_be_balanced() -> None:
-    """Gates that differ by query change what keys receive; with one gate a branch, of sum one over plans of the same keys, marginals stay."""
+    """Gates that differ by query change what keys receive; with one gate a branch, of sum one over plans of the same
+    keys, marginals stay.
+    """
     plans = torch.stack([probe.EntropicPlan().observe(2 * drawn(seed, 6, 5)).log.exp() for seed in (0, 1)])
     nu = torch.full((5,), 0.2, dtype=torch.float64)
     by_query = drawn(2, 2, 6).softmax(0)
@@ -135,7 +148,9 @@ def test_heads_are_attentions_side_by_side(seed: int) -> None:
 @quick
 @given(seed=seeds)
 def test_a_residual_is_a_mixture_with_the_identity(seed: int) -> None:
-    """x + y is the mixture, with gates of 1, of the identity's kernel on the tokens themselves and attention's on its keys; with gates of sum 1 it is a conditional (corollary 5.2)."""
+    """x + y is the mixture, with gates of 1, of the identity's kernel on the tokens themselves and attention's on its
+    keys; with gates of sum 1 it is a conditional (corollary 5.2).
+    """
     x, values, scores = drawn(seed, 6, 3), drawn(seed + 1, 5, 3), drawn(seed + 2, 6, 5)
     itself, attention = Conditional(torch.eye(6, dtype=torch.float64)), Conditional(scores.softmax(-1))
     everything = torch.cat([x, values])
@@ -168,8 +183,11 @@ def sum_of(target: Tensor, kernel: Tensor, seen: probe.Probe) -> Tensor:
 @quick
 @given(seed=seeds)
 def test_one_probe_has_a_potential_and_moves_that_change_it_need_not(seed: int) -> None:
-    """Within a regime the efforts of moves are differences of one objective. Where a move changes the probe they need not be: for these kernels no potential gives them, so
-    none falls along every move that is accepted (remarks 6.2 and 6.3)."""
+    """Within a regime the efforts of moves are differences of one objective.
+
+    Where a move changes the probe they need not be: for these kernels no potential gives them, so none falls along
+    every move that is accepted (remarks 6.2 and 6.3).
+    """
     target, *kernels = drawn(seed, 4, 4, 5).unbind(0)
     within = efforts(target, kernels, [probe.Rows()] * 3)
     assert hodge(3, MOVES, within).share < 1e-20
@@ -182,7 +200,9 @@ def test_one_probe_has_a_potential_and_moves_that_change_it_need_not(seed: int) 
 @quick
 @given(seed=seeds)
 def test_cycle_sums_are_what_gauges_leave(seed: int) -> None:
-    """A vertex potential changes no cycle sum, and two forms with equal cycle sums differ by one (lemma C.1 and theorem C.4)."""
+    """A vertex potential changes no cycle sum, and two forms with equal cycle sums differ by one (lemma C.1 and theorem
+    C.4).
+    """
     edges = [(0, 1), (1, 2), (0, 2), (2, 3), (0, 3)]
     form, potential = drawn(seed, 5), drawn(seed + 1, 4)
     shifted = form + torch.stack([potential[b] - potential[a] for a, b in edges])
@@ -210,8 +230,12 @@ def completes(reporter: Reporter[int], subject: OSet[int]) -> bool:
 
 
 def test_only_constant_families_have_a_completion() -> None:
-    """The paper says that no family has a stable two-valued completion, or a procedure that decides it (theorems 3.2, B.1, B.2). All reports of all families on three stages: one
-    that never changes has both, and what is derived from "none" (theorems C.1, C.2) would hold of it, too; a family that grows has none."""
+    """The paper says that no family has a stable two-valued completion, or a procedure that decides it (theorems 3.2,
+    B.1, B.2).
+
+    All reports of all families on three stages: one that never changes has both, and what is derived from "none"
+    (theorems C.1, C.2) would hold of it, too; a family that grows has none.
+    """
     for way in WAYS:
         subject = family(way)
         assert subject.withdrawn(HISTORIES[0]) is None
@@ -226,10 +250,12 @@ def test_only_constant_families_have_a_completion() -> None:
 NUMBERED = {
     "lemma": ("2.1", "2.2", "2.3", "4.1", "4.2", "4.3", "A.1", "B.1", "C.1"),
     "theorem": (
-        "2.1", "3.1", "3.2", "3.3", "4.1", "4.2", "5.1", "5.2", "A.1", "A.2", *(f"B.{number}" for number in range(1, 8)), *(f"C.{number}" for number in range(1, 5)),
+        "2.1", "3.1", "3.2", "3.3", "4.1", "4.2", "5.1", "5.2", "A.1", "A.2",
+        *(f"B.{number}" for number in range(1, 8)), *(f"C.{number}" for number in range(1, 5)),
     ),
     "proposition": ("2.1", "3.1", "5.1", "5.2", "5.3", *(f"A.{number}" for number in range(1, 10))),
-    "corollary": ("3.1", "3.2", "3.3", "3.4", "4.1", "4.2", "4.3", "4.4", "5.1", "5.2", "5.3", "5.4", "B.1", "B.2", "C.1"),
+    "corollary": ("3.1", "3.2", "3.3", "3.4", "4.1", "4.2", "4.3", "4.4", "5.1", "5.2", "5.3", "5.4", "B.1", "B.2",
+    "C.1"),
 }  # fmt: skip
 KINDS = {"lemmas": "lemma", "theorems": "theorem", "propositions": "proposition", "corollaries": "corollary"}
 
@@ -255,5 +281,6 @@ def test_every_numbered_statement_has_its_row() -> None:
     assert wanted == listed(rows) | listed(unchecked)
     assert not listed(rows) & listed(unchecked)
     assert listed("Lemmas 4.1, 4.2; propositions A.3 to A.5 and corollary 3.2") == {
-        ("lemma", "4.1"), ("lemma", "4.2"), ("proposition", "A.3"), ("proposition", "A.4"), ("proposition", "A.5"), ("corollary", "3.2")
+        ("lemma", "4.1"), ("lemma", "4.2"), ("proposition", "A.3"), ("proposition", "A.4"), ("proposition", "A.5"),
+        ("corollary", "3.2")
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Updates: what mixtures of conditionals and of plans are, plans and their conditionals, and feed-forward layers on the ± hidden units."""
+"""Updates: what mixtures of conditionals and of plans are, plans and their conditionals, and feed-forward layers on the
+± hidden units.
+"""
 
 import pytest
 import torch

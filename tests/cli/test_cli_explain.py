@@ -42,7 +42,10 @@ def test_tables_hold_what_the_library_says(spec, capsys):
 
 
 def test_json_and_every_option(capsys):
-    words = "--operator softmax --shape 2,4,32,16 --kv-heads 2 --keys 48 --value-dim 8 --gradients --key-padding --dtype bfloat16 --json"
+    words = (
+        "--operator softmax --shape 2,4,32,16 --kv-heads 2 --keys 48 --value-dim 8 --gradients --key-padding "
+        "--dtype bfloat16 --json"
+    )
     code, out, _ = run(words, capsys)
     assert code == 0
     found = zonal.explain(
@@ -107,7 +110,10 @@ TASK = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
-    words = f"train {TASK} --dim 16 --heads 2 --mlp none --batch-size 4 --steps 1 --no-tensorboard --operator 'softmax, sko, mamba2(head_dim=16, state=8), linear' --out {folder}"
+    words = (
+        f"train {TASK} --dim 16 --heads 2 --mlp none --batch-size 4 --steps 1 --no-tensorboard --operator "
+        f"'softmax, sko, mamba2(head_dim=16, state=8), linear' --out {folder}"
+    )
     assert main(shlex.split(words)) == 0
     return folder
 
@@ -135,7 +141,8 @@ def test_heads_of_a_trained_model(trained, capsys):
 
 def test_heads_as_json(trained, capsys):
     code, out, _ = run(
-        f"--model {trained / 'checkpoint.safetensors'} --layer 1 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine 0 --json",
+        f"--model {trained / 'checkpoint.safetensors'} --layer 1 --text '3 40 5 41 3 40 7' --ranks 1,2 --refine "
+        "0 --json",
         capsys,
     )
     assert code == 0

@@ -1,4 +1,6 @@
-"""Whatever is typed ends in an exit code and at most one line: sizes have stated limits, and no value reaches a library that cannot take it."""
+"""Whatever is typed ends in an exit code and at most one line: sizes have stated limits, and no value reaches a library
+that cannot take it.
+"""
 
 import dataclasses
 import importlib

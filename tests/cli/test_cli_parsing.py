@@ -89,7 +89,8 @@ def read(words):
 def test_options_land_in_their_groups():
     options = read(
         shlex.split(
-            "--task text --data my.txt --seeds 3 --budget 10m --layers 3 --conv 0 --rotary --batch-size 8 --no-tensorboard --out runs/x"
+            "--task text --data my.txt --seeds 3 --budget 10m --layers 3 --conv 0 --rotary --batch-size 8 "
+            "--no-tensorboard --out runs/x"
         )
     )
     assert (options.task.task, options.task.data, options.seeds, options.budget) == ("text", "my.txt", "3", "10m")
@@ -141,7 +142,8 @@ def test_option_names_hold_both_forms_of_a_switch():
 def test_specification_of_the_users_command():
     options = read(
         shlex.split(
-            "--task mqar-demo --train-examples 64 --test-examples 16 --operators 'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"
+            "--task mqar-demo --train-examples 64 --test-examples 16 --operators "
+            "'softmax,sko(degrees=(2,3)),ska' --seeds 3 --budget 10m"
         )
     )
     spec = specification(options, "zonal compare …")
@@ -158,7 +160,10 @@ def test_fixed_steps_need_no_budget():
 
 
 def test_a_comparison_may_name_whole_lists_of_layers():
-    words = "--task mqar-demo --train-examples 64 --test-examples 16 --steps 4 --layers 3 --operators 'softmax,mamba2,[mamba2*2, ska]'"
+    words = (
+        "--task mqar-demo --train-examples 64 --test-examples 16 --steps 4 --layers 3 --operators "
+        "'softmax,mamba2,[mamba2*2, ska]'"
+    )
     spec = specification(read(shlex.split(words)), "")
     assert [spec.model_for(operator).layers for operator in spec.operators] == [
         ("softmax",) * 3,

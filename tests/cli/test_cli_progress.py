@@ -165,8 +165,10 @@ def test_plain_display_is_one_line_an_event(capsys):
     display = PlainDisplay(Board("accuracy", LABELS, clock), "A heading")
     with display:
         for event in (
-            events.Measuring("softmax", 0, 2), planned(), started("a", "softmax"), step("a", 10), evaluated("a", 50, 0.5),
-            events.Checkpointed("a", 50, "x"), ended("a", "softmax", 0.9), ended("b", "sko", 0.1, status="failed", message="loss became NaN"),
+            events.Measuring("softmax", 0, 2), planned(), started("a", "softmax"), step("a", 10),
+            evaluated("a", 50, 0.5),
+            events.Checkpointed("a", 50, "x"), ended("a", "softmax", 0.9),
+            ended("b", "sko", 0.1, status="failed", message="loss became NaN"),
             ended("c", "sko", 0.8, skipped=True),
         ):  # fmt: skip
             display(event)

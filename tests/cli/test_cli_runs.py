@@ -1,4 +1,6 @@
-"""Whole commands: what they write, print and return, and how they end when something is wrong or somebody stops them."""
+"""Whole commands: what they write, print and return, and how they end when something is wrong or somebody stops
+them.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
 from zonal.models import preset
 from zonal.training.checkpoint import load_model
 
-SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
+SMALL = (
+    "--task mqar-demo --vocab-size 64 --length 32 --train-examples 256 --test-examples 16 --layers 1 --dim "
+    "16 --heads 2 --mlp none --batch-size 4 --no-tensorboard"
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -82,8 +87,8 @@ def test_ctrl_c_stops_with_130_and_the_same_command_goes_on(tmp_path):
     assert err == ""
     (folder,) = (tmp_path / "runs").iterdir()
     assert (
-        f"Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume {folder.relative_to(tmp_path)}"
-        in out
+        "Stopped with 2 of 2 runs left. Go on with the same command, or with: zonal compare --resume "
+        f"{folder.relative_to(tmp_path)}" in out
     )
     assert "No run has finished yet" in (folder / "report.md").read_text()
     again = zonal(f"compare --resume {folder.relative_to(tmp_path)}", tmp_path)
@@ -198,7 +203,10 @@ def trained(tmp_path_factory):
 
 
 def test_train_says_where_the_model_is(here, trained, capsys):
-    words = f"train --task text --data {trained}/text.txt --length 16 --operator 'softmax,ska(power=1)' --dim 16 --heads 2 --steps 2 --batch-size 2 --no-tensorboard"
+    words = (
+        f"train --task text --data {trained}/text.txt --length 16 --operator 'softmax,ska(power=1)' --dim 16 "
+        "--heads 2 --steps 2 --batch-size 2 --no-tensorboard"
+    )
     code, out, err = run(words, capsys)
     assert (code, err) == (0, "")
     (folder,) = (here / "runs").iterdir()
@@ -208,7 +216,10 @@ def test_train_says_where_the_model_is(here, trained, capsys):
 
 
 def test_a_preset_is_the_whole_model(here, capsys):
-    words = "train --task mqar-demo --vocab-size 64 --length 32 --train-examples 32 --test-examples 4 --model-preset echo-1M-mamba-koopman --steps 1 --batch-size 2 --no-tensorboard"
+    words = (
+        "train --task mqar-demo --vocab-size 64 --length 32 --train-examples 32 --test-examples 4 "
+        "--model-preset echo-1M-mamba-koopman --steps 1 --batch-size 2 --no-tensorboard"
+    )
     code, out, err = run(words, capsys)
     assert (code, err) == (0, "")
     assert "echo-1M-mamba-koopman" in out
@@ -231,7 +242,8 @@ def test_generate_continues_the_prompt(trained, capsys):
 
 def test_generate_for_other_tasks_takes_token_numbers(trained, capsys):
     code, out, _ = run(
-        f"generate --model {trained}/recall/checkpoint.safetensors --prompt '3 40 5 41 3' --max-new-tokens 2 --temperature 0",
+        f"generate --model {trained}/recall/checkpoint.safetensors --prompt '3 40 5 41 3' --max-new-tokens 2 "
+        "--temperature 0",
         capsys,
     )
     assert code == 0
@@ -283,7 +295,8 @@ def test_bench_lists_and_runs(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "benches_under_test"
     folder.mkdir()
     (folder / "quick.py").write_text(
-        '"""Measures nothing.\n\nMore."""\nfrom benches_under_test import helper\n\ndef main(argv):\n    print(helper.SAID, argv)\n    return 3\n'
+        '"""Measures nothing.\n\nMore."""\nfrom benches_under_test import helper\n\ndef main(argv):\n    '
+        "print(helper.SAID, argv)\n    return 3\n"
     )
     (folder / "helper.py").write_text('SAID = "said"\n')
     monkeypatch.setattr(bench, "folder", lambda: folder)

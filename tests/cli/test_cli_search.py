@@ -14,7 +14,10 @@ from zonal.errors import FileFormatError
 from zonal.report import search as report
 from zonal.training.search import KINDS
 
-SMALL = "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8 --layers 1 --dim 16 --heads 2 --mlp none --batch-size 4 --eval-every 2 --threads 1"
+SMALL = (
+    "--task mqar-demo --vocab-size 64 --length 32 --train-examples 64 --test-examples 8 --layers 1 --dim 16 "
+    "--heads 2 --mlp none --batch-size 4 --eval-every 2 --threads 1"
+)
 
 
 @pytest.fixture
@@ -30,7 +33,10 @@ def run(words, capsys):
 
 
 def test_a_search_ends_with_a_page_and_a_recipe_that_runs(here, capsys):
-    words = f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --seeds 1 --moves learning_rate --measure loss --threshold 1"
+    words = (
+        f"search {SMALL} --no-tensorboard --steps 2 --rounds 1 --width 2 --rungs 1 --seeds 1 --moves "
+        "learning_rate --measure loss --threshold 1"
+    )
     code, out, err = run(words, capsys)
     assert (code, err) == (0, "")
     (folder,) = (here / "runs").iterdir()
@@ -86,7 +92,8 @@ def test_recipes_are_presets(here):
         ("{}", "is not a recipe of this version"),
         ('{"schema": 1, "models": {}}', "'task' is missing"),
         (
-            '{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": 1}, "model": {}, "training": {}}',
+            '{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": '
+            '1}, "model": {}, "training": {}}',
             "colour",
         ),
     ],

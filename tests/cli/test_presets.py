@@ -81,9 +81,14 @@ def test_presets_that_are_not_there(command, words, message, capsys):
 
 
 def test_a_page_with_the_papers_numbers(tmp_path, monkeypatch, capsys):
-    """A preset on a task of one kind and a small model: the page, its twin and a resumed comparison have what the paper says."""
+    """A preset on a task of one kind and a small model: the page, its twin and a resumed comparison have what the paper
+    says.
+    """
     monkeypatch.chdir(tmp_path)
-    words = "compare --preset echo-table2 --task needle --length 16 --pairs 1 --test-examples 4 --layers 1 --dim 16 --heads 2 --mlp none --operators 'linear,softmax' --steps 2 --batch-size 4 --seeds 1 --out x"
+    words = (
+        "compare --preset echo-table2 --task needle --length 16 --pairs 1 --test-examples 4 --layers 1 --dim "
+        "16 --heads 2 --mlp none --operators 'linear,softmax' --steps 2 --batch-size 4 --seeds 1 --out x"
+    )
     assert main(shlex.split(words)) == 0
     capsys.readouterr()
     page, twin = (tmp_path / "x/report.html").read_text(), (tmp_path / "x/report.md").read_text()

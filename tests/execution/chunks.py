@@ -1,4 +1,6 @@
-"""What the chunked and streaming tests share: operators that run in blocks, calls on inputs of the matrix, comparison of gradients."""
+"""What the chunked and streaming tests share: operators that run in blocks, calls on inputs of the matrix, comparison
+of gradients.
+"""
 
 from collections.abc import Callable
 
@@ -12,8 +14,10 @@ from zonal.execution.call import Call, prepare
 
 BLOCKED: dict[str, Callable[[], Operator]] = {
     **{name: OPERATORS[name] for name in (
-        "linear", "retention", "sko-fractional", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog", "sko-chunk", "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed",
-        "ska-relative", "ridge-chunk", "rewa_functional-linear", "kernel_ridge", "kernel_ridge-sko", "kernel_ridge-slay", "kernel_ridge-chunk",
+        "linear", "retention", "sko-fractional", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog",
+        "sko-chunk", "ridge", "ska-0", "ska-1", "ska-2", "ska-paper", "ska-fading", "ska-mixed",
+        "ska-relative", "ridge-chunk", "rewa_functional-linear", "kernel_ridge", "kernel_ridge-sko",
+        "kernel_ridge-slay", "kernel_ridge-chunk",
     )},
     "retention-strict": lambda: m.retention().replace(prior=(prior.Decay(), prior.Causal(include_self=False))),
     "squared_affine-strict": lambda: m.squared_affine().replace(prior=prior.Causal(include_self=False)),
@@ -29,7 +33,8 @@ def call_of(operator: Operator, data: Inputs, part: slice = slice(None)) -> Call
     """The prepared call of (a part of) the tokens."""
     mask, bias = data.key_padding_mask, data.key_bias
     return prepare(
-        operator, data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], causal=data.causal, cu_seqlens=data.cu_seqlens,
+        operator, data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], causal=data.causal,
+        cu_seqlens=data.cu_seqlens,
         key_padding_mask=None if mask is None else mask[:, part], key_bias=None if bias is None else bias[:, :, part],
     )  # fmt: skip
 

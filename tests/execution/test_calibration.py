@@ -120,7 +120,8 @@ def damage(text: str, how: str) -> str:
 
 
 HARM = (
-    "truncated", "empty", "no object", "another machine", "another schema", "missing", "negative", "text for a number", "true for a number",
+    "truncated", "empty", "no object", "another machine", "another schema", "missing", "negative", "text for a number",
+    "true for a number",
     "number for a machine", "no curve", "zero in a curve", "curve not rising", "uneven curve",
 )  # fmt: skip
 
@@ -198,7 +199,8 @@ def test_processes_at_once_agree(folder: Path) -> None:
         "import os, time\n"
         "def stand_in(device):\n"
         "    time.sleep(0.3)\n"
-        "    return replace(DEFAULT_CPU, machine=c.machine(device), threads=c.threads(device), torch=torch.__version__, call=os.getpid() * 1e-9)\n"
+        "    return replace(DEFAULT_CPU, machine=c.machine(device), threads=c.threads(device), "
+        "torch=torch.__version__, call=os.getpid() * 1e-9)\n"
         "c.measure = stand_in\n"
         "print(json.dumps(c.constants_for(torch.device('cpu')).to_dict()))\n"
     )
@@ -225,7 +227,7 @@ def test_devices_that_are_not_there() -> None:
     assert default(CPU, "because").note == "because"
 
 
-# -- the real thing ----------------------------------------------------------------------------------------------------------
+# -- the real thing --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +264,9 @@ def test_real_measurement_is_short(real: tuple[Constants, float]) -> None:
 
 
 def test_the_caller_notices_nothing() -> None:
-    """Random numbers, threads, gradients, autocast and inference mode are as before, and measuring works inside all of them."""
+    """Random numbers, threads, gradients, autocast and inference mode are as before, and measuring works inside all of
+    them.
+    """
     torch.manual_seed(3)
     state, count = torch.get_rng_state(), torch.get_num_threads()
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -324,7 +328,7 @@ def test_contended_threads_are_told() -> None:
     assert rates.kinds["simple"][:2] == (1e-6, 1e-6)
 
 
-# -- a CUDA device, with and without one -----------------------------------------------------------------------------------------
+# -- a CUDA device, with and without one -----------------------------------------------------------------------------
 
 
 class Device:
@@ -378,7 +382,9 @@ def test_cuda_is_timed_by_its_events(device: torch.device) -> None:
 
 
 def test_the_tile_kernel_of_cuda(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call on next to nothing, and the rate of one that fills the device; threads of the processor are left alone."""
+    """One call on next to nothing, and the rate of one that fills the device; threads of the processor are left
+    alone.
+    """
     heads, tokens = calibration._TILES["cuda"]
     lengths, whole = [], calibration.prepare
 
@@ -428,7 +434,9 @@ def test_devices_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_kernel_costs_what_the_device_measured() -> None:
-    """A call that fills the device goes by its rate, one that fills half of it takes twice as long; split keys fill it too."""
+    """A call that fills the device goes by its rate, one that fills half of it takes twice as long; split keys fill it
+    too.
+    """
     gpu = replace(DEFAULT_GPU, threads=128, tile=1e-13, tile_call=5e-5, traffic=0.0)
     whole = problem_of_sums(heads=128, queries=64, keys=4096)
     seconds = kernel(whole, Tally(gpu)).seconds

@@ -95,7 +95,9 @@ def test_small_and_odd_inputs(name: str, case_name: str) -> None:
 
 @pytest.mark.parametrize("name", ["squared_affine", "linear", "retention", "ska-1", "polynomial_square"])
 def test_what_is_kept_for_backward(name: str) -> None:
-    """Linear in the number of tokens with a factor of a few inputs, however many features there are; no T x T, no T x m."""
+    """Linear in the number of tokens with a factor of a few inputs, however many features there are; no T x T, no T x
+    m.
+    """
     operator = made(name).float()
     tokens, dim = 1024, 16
     q, k, v = (torch.randn(1, 2, tokens, dim, requires_grad=True) for _ in range(3))
@@ -212,8 +214,11 @@ def test_long_decays_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 @pytest.mark.parametrize("power", [0, 1])
 def test_drift_over_a_hundred_thousand_tokens(power: int, spread: float) -> None:
-    """float32 against float64, the keys' directions over ``spread`` powers of ten in a basis that is nobody's: inverses are made again
-    often enough, and where float32 could not do it, float64 does. Row by row, relative to the row."""
+    """float32 against float64, the keys' directions over ``spread`` powers of ten in a basis that is nobody's: inverses
+    are made again often enough, and where float32 could not do it, float64 does.
+
+    Row by row, relative to the row.
+    """
     r, tokens = 16, 100_000
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(r, r, generator=generator, dtype=torch.float64))[0]

@@ -70,7 +70,8 @@ def test_streaming_pieces_of_operators_that_keep_keys(name: str, case_name: str)
     if CASES[case_name].key_bias and operator.tags.solves:
         return
     y, memory = in_pieces(operator, data, (0, 9, 10, 19), "streaming")
-    # a direction of one number is the same or opposite: there the last digit of a cosine, 1e-16, stands beside eps^2 = 1e-8
+    # a direction of one number is the same or opposite: there the last digit of a cosine, 1e-16, stands beside eps^2 =
+    # 1e-8
     assert_same(
         y, dense(call_of(operator, data)), leaves_of(operator, data), tolerance=3e-8 if name == "rewa-curved" else 1e-9
     )

@@ -14,7 +14,8 @@ from zonal.nn import ShortConvolution
 
 # one or more of each compiled kernel, and what draws or makes numbers when it is built
 NAMES = (
-    "softmax", "cosine", "linear", "retention", "sko", "sko-fractional", "yat", "squared_affine", "polynomial_square", "ridge", "ska-mixed", "distance", "rewa",
+    "softmax", "cosine", "linear", "retention", "sko", "sko-fractional", "yat", "squared_affine", "polynomial_square",
+    "ridge", "ska-mixed", "distance", "rewa",
     "rewa_operator-path", "rewa_riemannian", "softmax-window",
 )  # fmt: skip
 DEFAULTS = (torch.float64, torch.bfloat16, torch.float16)
@@ -29,7 +30,9 @@ def default_kept() -> Iterator[None]:
 
 
 def answers(name: str, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What the operator starts with, and outputs and gradients of every path that takes it, and of single steps of a decoder."""
+    """What the operator starts with, and outputs and gradients of every path that takes it, and of single steps of a
+    decoder.
+    """
     operator = OPERATORS[name]()
     start = {key: x.clone() for key, x in operator.state_dict().items()}
     operator = operator.float()

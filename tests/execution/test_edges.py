@@ -30,7 +30,9 @@ WINDOWS = {"open": prior.Window(left=1), "own": prior.Window(left=0), "closed": 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", ["softmax", "squared_affine", "distance", "softmax-top", "ridge", "sinkhorn"])
 def test_a_window_with_more_queries_than_keys(name: str, window: str, causal: bool) -> None:
-    """The first queries stand before the first key: they see what a window leaves open, else nothing, and read zeros."""
+    """The first queries stand before the first key: they see what a window leaves open, else nothing, and read
+    zeros.
+    """
     operator = OPERATORS[name]().replace(prior=WINDOWS[window])
     if causal and operator.tags.couples:
         return
@@ -90,7 +92,9 @@ PADDED = (
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", PADDED)
 def test_what_padding_holds_is_in_no_product(name: str, dtype: torch.dtype) -> None:
-    """NaN and infinity in padded keys, values and biases: outputs and gradients as with zeros there, and no gradient for padding."""
+    """NaN and infinity in padded keys, values and biases: outputs and gradients as with zeros there, and no gradient
+    for padding.
+    """
     operator = randomised(OPERATORS[name]()).to(dtype)
     tags = operator.tags
     q, k, v = (x.to(dtype) for x in tokens(9, 9))
@@ -125,7 +129,9 @@ def test_what_padding_holds_is_in_no_product(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("name", "runs"), [("squared_affine", False), ("yat", True)])
 def test_a_given_decay_together_with_chunks(name: str, runs: bool) -> None:
-    """Planned on the paths that take it; streaming keeps keys where there are no sums, and refuses where it would keep sums."""
+    """Planned on the paths that take it; streaming keeps keys where there are no sums, and refuses where it would keep
+    sums.
+    """
     operator = OPERATORS[name]().replace(prior=prior.ChunkCausal(2)).float()
     q, k, v = (x.float() for x in tokens(6, 6))
     decay = -torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
@@ -144,7 +150,10 @@ def test_a_given_decay_together_with_chunks(name: str, runs: bool) -> None:
     "name", ["softmax", "linear", "squared_affine", "retention", "ridge", "ska-1", "yat", "distance", "sinkhorn"]
 )
 def test_values_or_keys_without_numbers(name: str, path: str) -> None:
-    """No numbers of values: an empty answer of the right shape. None of keys: what the definition says, or an argument error."""
+    """No numbers of values: an empty answer of the right shape.
+
+    None of keys: what the definition says, or an argument error.
+    """
     operator = OPERATORS[name]().float()
     for dim, value_dim in ((4, 0), (0, 3)):
         q, k, v = (x.float().requires_grad_() for x in tokens(6, 6, dim, value_dim))
@@ -159,7 +168,9 @@ def test_values_or_keys_without_numbers(name: str, path: str) -> None:
 
 
 def test_a_plan_too_large_for_its_type_is_refused() -> None:
-    """Without wishes for masses a plan is the kernel, which overflows; its gradient solves a system, which must not fail as linear algebra."""
+    """Without wishes for masses a plan is the kernel, which overflows; its gradient solves a system, which must not
+    fail as linear algebra.
+    """
     operator = m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.0, 0.0))).float()
     q, k, v = (x.float().requires_grad_() for x in tokens(5, 5))
     with pytest.raises(NonFiniteError, match="the plan holds infinity"):
@@ -168,7 +179,9 @@ def test_a_plan_too_large_for_its_type_is_refused() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_of_nearly_no_mass(path: str) -> None:
-    """Queries at whose angle the link nearly vanishes: a sum over features cancels there, and is as good as the sum over keys."""
+    """Queries at whose angle the link nearly vanishes: a sum over features cancels there, and is as good as the sum
+    over keys.
+    """
     draw = torch.Generator().manual_seed(0)
     operator = m.squared_affine(learn_bias=False)
     zero = -float(operator.link.bias)  # type: ignore[union-attr]

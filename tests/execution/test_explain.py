@@ -51,7 +51,8 @@ def test_plain_values() -> None:
     assert value["path"] == made.path
     assert value["why"] == made.why
     assert value["call"] == {
-        "batch": 2, "heads": 8, "kv_heads": 2, "queries": 512, "keys": 600, "key_dim": 32, "value_dim": 16, "dtype": "float32", "device": "cpu",
+        "batch": 2, "heads": 8, "kv_heads": 2, "queries": 512, "keys": 600, "key_dim": 32, "value_dim": 16,
+        "dtype": "float32", "device": "cpu",
         "causal": True, "gradients": True, "key_padding": True, "documents": 1, "memory_tokens": 0,
     }  # fmt: skip
     assert {e["path"] for e in value["estimates"]} | set(value["refused"]) == set(plan.PATHS)
@@ -92,7 +93,8 @@ def test_explains_what_attention_plans(name: str, case_name: str, gradients: boo
         )
         expected = plan.choose(call)
     made = explain(
-        operator, data.q.shape, data.k.shape, data.v.shape, causal=data.causal, gradients=gradients, key_padding=bool(case.padding),
+        operator, data.q.shape, data.k.shape, data.v.shape, causal=data.causal, gradients=gradients,
+        key_padding=bool(case.padding),
         packed=case.packed or None,
     )  # fmt: skip
     assert made.plan == expected

@@ -1,4 +1,6 @@
-"""Ridge and Koopman read-outs whose past fades, against their recurrence written out; blocks, steps and memories against the definition."""
+"""Ridge and Koopman read-outs whose past fades, against their recurrence written out; blocks, steps and memories
+against the definition.
+"""
 
 import pytest
 import torch
@@ -74,7 +76,8 @@ def test_the_definition_is_the_recurrence(power: int) -> None:
 
 
 CASES: dict[str, dict[str, object]] = {
-    "plain": {}, "nothing fades": {"strongest": 0.0}, "fast": {"strongest": 3.0}, "late queries": {"tokens": 3, "keys": 23}, "one token": {"tokens": 1},
+    "plain": {}, "nothing fades": {"strongest": 0.0}, "fast": {"strongest": 3.0},
+    "late queries": {"tokens": 3, "keys": 23}, "one token": {"tokens": 1},
     "wide": {"tokens": 70, "r": 16}, "padded": {}, "documents": {"batch": 1},
 }  # fmt: skip
 
@@ -109,13 +112,19 @@ def test_without_decay_it_is_the_plain_form() -> None:
 
 
 def test_what_faded_is_forgotten() -> None:
-    """Recall of a key stored long ago, beside the same key's newer value: with a fading past only the newer one is left."""
+    """Recall of a key stored long ago, beside the same key's newer value: with a fading past only the newer one is
+    left.
+    """
     k = torch.eye(8, dtype=torch.float64)[torch.arange(64) % 8][None, None]
     v = torch.arange(64, dtype=torch.float64)[None, None, :, None] // 8
     with torch.no_grad():
-        kept, faded = (Memory.empty(op, 1, 1, 8, 1, torch.float64).absorb(k, v, log_decay=decay).read(k[:, :, :8]) for op, decay in (
-            (m.ridge(eps=1e-3), None), (m.ridge(eps=1e-3, fading=True), torch.full((1, 1, 64), -0.25, dtype=torch.float64)),
-        ))  # fmt: skip
+        kept, faded = (
+            Memory.empty(op, 1, 1, 8, 1, torch.float64).absorb(k, v, log_decay=decay).read(k[:, :, :8])
+            for op, decay in (
+                (m.ridge(eps=1e-3), None),
+                (m.ridge(eps=1e-3, fading=True), torch.full((1, 1, 64), -0.25, dtype=torch.float64)),
+            )
+        )
     assert torch.allclose(kept, torch.full_like(kept, 3.5), atol=1e-3)
     assert (faded > 6.8).all()
 
@@ -151,7 +160,7 @@ def test_single_precision_and_the_planner() -> None:
     assert "a past that fades" in explained.ridge
 
 
-# -- memories ------------------------------------------------------------------------------------------------------------------
+# -- memories --------------------------------------------------------------------------------------------------------
 
 
 def span(operator: Operator, start: int, stop: int, padded: bool) -> Memory:
@@ -211,7 +220,9 @@ def test_a_learned_ridge_that_moves_is_seen() -> None:
 
 
 def rates(tokens: int) -> Tensor:
-    """Log decays (1, 5, tokens): three constant rates, rates of all sizes mixed, and bursts that leave almost nothing."""
+    """Log decays (1, 5, tokens): three constant rates, rates of all sizes mixed, and bursts that leave almost
+    nothing.
+    """
     decay = torch.tensor([0.5, 0.9, 0.999, 0.99, 0.999], dtype=torch.float64).log()[None, :, None].repeat(1, 1, tokens)
     decay[:, 3] = -(10 ** (draw(1, tokens, seed=4) - 2)).clamp(max=2.0)
     decay[:, 4, 100::97] = -12.0
@@ -221,7 +232,9 @@ def rates(tokens: int) -> Tensor:
 
 @torch.no_grad()
 def test_ten_thousand_tokens_of_decode_at_any_rate() -> None:
-    """A key head for each way to fade, read without and with a Koopman step; 7,000 nats of decay pass where the rate is 0.5."""
+    """A key head for each way to fade, read without and with a Koopman step; 7,000 nats of decay pass where the rate is
+    0.5.
+    """
     tokens, operator = 10_000, m.ska(power=(0, 1) * 5, fading=True).double()
     q, k, v = draw(1, 10, tokens, 6, seed=0), draw(1, 5, tokens, 6, seed=1), draw(1, 5, tokens, 3, seed=2)
     decay = rates(tokens)
@@ -242,7 +255,9 @@ def test_ten_thousand_tokens_of_decode_at_any_rate() -> None:
 
 @torch.no_grad()
 def test_a_decoder_in_single_precision_where_much_fades() -> None:
-    """Calls of one token each that hand the memory on, past the 30 nats after which an inverse kept from token to token has no digit left."""
+    """Calls of one token each that hand the memory on, past the 30 nats after which an inverse kept from token to token
+    has no digit left.
+    """
     operator = m.ska(power=1, fading=True)
     tokens = 320
     q, k, v = (draw(1, 5, tokens, 6, seed=seed).float() for seed in range(3))
@@ -265,7 +280,7 @@ def test_a_decoder_in_single_precision_where_much_fades() -> None:
     assert (error < 1e-5 * size).all(), error / size
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Gradients of learned parts are what the output does when a part is moved: differences of the definition, without its derivatives."""
+"""Gradients of learned parts are what the output does when a part is moved: differences of the definition, without its
+derivatives.
+"""
 
 import pytest
 import torch

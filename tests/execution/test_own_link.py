@@ -1,4 +1,6 @@
-"""A polynomial link that is declared outside of the library: what docs/algebra.md promises to any link with ``degree`` and ``monomials``."""
+"""A polynomial link that is declared outside of the library: what docs/algebra.md promises to any link with ``degree``
+and ``monomials``.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,6 @@
-"""The generic suite: operator x path x input x dtype against the dense float64 definition, outputs and all gradients."""
+"""The generic suite: operator x path x input x dtype against the dense float64 definition, outputs and all
+gradients.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -77,8 +79,10 @@ def check(operator: Operator, case: Inputs, path: str, expected: list[Tensor]) -
 
 # of each kind of operator one that meets every input; the others share them out between them
 EVERY = (
-    "softmax", "softmax-alibi", "softmax-window", "softmax-count", "softmax-top", "yat-decay", "distance", "rewa", "linear", "retention", "sko", "sko-chunk",
-    "ridge", "ska-mixed", "ska-fading", "ska-paper", "kernel_ridge", "koopman-exp", "sinkhorn", "sinkhorn-unbalanced", "hierarchical",
+    "softmax", "softmax-alibi", "softmax-window", "softmax-count", "softmax-top", "yat-decay", "distance", "rewa",
+    "linear", "retention", "sko", "sko-chunk",
+    "ridge", "ska-mixed", "ska-fading", "ska-paper", "kernel_ridge", "koopman-exp", "sinkhorn", "sinkhorn-unbalanced",
+    "hierarchical",
 )  # fmt: skip
 SHARES = 4
 
@@ -145,7 +149,9 @@ def test_all_other_paths_refuse(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_does_not_fit_is_refused(name: str) -> None:
-    """A causal plan, a decay without an order, a bias on a kernel that is solved with: the definition has no meaning for them."""
+    """A causal plan, a decay without an order, a bias on a kernel that is solved with: the definition has no meaning
+    for them.
+    """
     operator = randomised(OPERATORS[name]())
     for case in (CASES["causal"], CASES["bidirectional"], CASES["key-bias"]):
         if fitted(operator, case) != case:
@@ -166,7 +172,9 @@ FAR = ("softmax", "yat", "distance", "linear", "retention", "squared_affine", "r
     ("name", "case_name"), [(name, case) for name in FAR for case in LONG if (name, case) != ("squared_affine", "wide")]
 )  # which has too many features
 def test_long_and_wide(name: str, case_name: str) -> None:
-    """Blocks of their own size, whose borders lie within the sequence; token by token is slow and goes a shorter way."""
+    """Blocks of their own size, whose borders lie within the sequence; token by token is slow and goes a shorter
+    way.
+    """
     operator, case = randomised(OPERATORS[name]()), LONG[case_name]
     data = inputs(case)
     expected = defined(operator, data)
@@ -216,8 +224,9 @@ def nudged(data: Inputs, seed: int) -> Inputs:
 
 @torch.no_grad()
 def magnified(operator: Operator, exact: Inputs) -> float:
-    """Roundings of the result that a path may add of itself: twice the largest score where it keeps the logarithm of a row's sum, and for a solve
-    four times its condition number."""
+    """Roundings of the result that a path may add of itself: twice the largest score where it keeps the logarithm of a
+    row's sum, and for a solve four times its condition number.
+    """
     score, params = operator.score, operator.bind(4, 4).score_params
     q, k = score.prepare_query(exact.q, params, None), score.prepare_key(exact.k, params)
     if operator.tags.log_space:
@@ -232,7 +241,9 @@ def magnified(operator: Operator, exact: Inputs) -> float:
 )
 @pytest.mark.parametrize("name", BUDGET)
 def test_error_budget(name: str, kind: str, dtype: torch.dtype) -> None:
-    """In low precision, output and every gradient: four times what the definition loses in the same type, or by inputs one rounding off, and some roundings."""
+    """In low precision, output and every gradient: four times what the definition loses in the same type, or by inputs
+    one rounding off, and some roundings.
+    """
     double, operator = randomised(OPERATORS[name]()), randomised(OPERATORS[name]()).float()
     case = Case(queries=40, keys=40, key_dim=8)
     exact = inputs(case, scale=KINDS[kind])

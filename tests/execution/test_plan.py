@@ -32,7 +32,8 @@ GB = 1 << 30
 
 
 def call_of(
-    operator: Operator, queries: int, keys: int | None = None, *, batch: int = 1, heads: int = 2, kv_heads: int = 2, dim: int = 16,
+    operator: Operator, queries: int, keys: int | None = None, *, batch: int = 1, heads: int = 2, kv_heads: int = 2,
+    dim: int = 16,
     causal: bool = True, gradients: bool = False,
 ) -> Call:  # fmt: skip
     operator.requires_grad_(gradients)
@@ -58,7 +59,7 @@ def chosen(
     ).path
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +135,7 @@ def test_attention_takes_the_planned_path(monkeypatch: pytest.MonkeyPatch) -> No
         assert seen == [path]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_too_little_memory_is_refused_with_the_number() -> None:
@@ -165,7 +166,7 @@ def test_free_memory_is_asked_only_when_it_matters(monkeypatch: pytest.MonkeyPat
     assert "1,048,576 are available" in made.refused["dense"]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_refusals_are_those_of_the_paths(name: str, case_name: str) -> None:
             data.run(operator, path)
 
 
-# -- memories ----------------------------------------------------------------------------------------------------------------
+# -- memories --------------------------------------------------------------------------------------------------------
 
 
 def filled(operator: Operator, tokens: int, kind: str | None = None) -> Memory:
@@ -269,7 +270,7 @@ def test_a_longer_past_costs_more_where_keys_are_kept() -> None:
     assert long == short
 
 
-# -- the estimates -----------------------------------------------------------------------------------------------------------
+# -- the estimates ---------------------------------------------------------------------------------------------------
 
 MEASURED = [
     ("softmax", {"queries": 512, "heads": 4, "kv_heads": 4}),
@@ -323,7 +324,9 @@ def measure(spec: str, shape: dict, path: str) -> tuple[cost.Estimate, LiveMemor
     ("spec", "shape"), MEASURED, ids=lambda x: x if isinstance(x, str) else "-".join(str(v) for v in x.values())
 )
 def test_estimates_are_near_what_happens(spec: str, shape: dict, path: str) -> None:
-    """Peak memory and torch calls within a factor of two and a bit; products nearly exact where torch counts them all."""
+    """Peak memory and torch calls within a factor of two and a bit; products nearly exact where torch counts them
+    all.
+    """
     call = call_of(m.resolve(spec), **shape)
     if path in dict(problem_of(call).refused):
         return
@@ -417,7 +420,9 @@ def test_blocks_see_the_keys_of_their_queries(name: str, case_name: str, size: i
 
 
 def test_planning_is_cheap() -> None:
-    """A plan that was made before costs a small part of the shortest call, and no torch call but two questions about documents."""
+    """A plan that was made before costs a small part of the shortest call, and no torch call but two questions about
+    documents.
+    """
     call = call_of(m.softmax(), 16)
     plan.choose(call, constants=DEFAULT_CPU)
     with LiveMemory() as live:
@@ -525,7 +530,9 @@ def test_no_sequences_have_a_plan_of_the_kernel(operator: Operator) -> None:
 
 
 def test_distances_in_the_kernel_cost_by_their_kind() -> None:
-    """A sphere is dearer than a plane, a hyperbolic space dearer still, and the three more than each; measured: 1.0, 1.3, 1.3 and 1.6 at 48 numbers."""
+    """A sphere is dearer than a plane, a hyperbolic space dearer still, and the three more than each; measured: 1.0,
+    1.3, 1.3 and 1.6 at 48 numbers.
+    """
     calls = [
         call_of(m.rewa(gates=None, parts=parts), 1024, dim=48)
         for parts in ((48, 0, 0), (0, 48, 0), (0, 0, 48), (16, 16, 16))

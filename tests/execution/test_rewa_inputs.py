@@ -1,4 +1,6 @@
-"""What nobody should ask of attention by distance and its relatives, on every path: empty, degenerate, extreme and poisoned input, forward and backward."""
+"""What nobody should ask of attention by distance and its relatives, on every path: empty, degenerate, extreme and
+poisoned input, forward and backward.
+"""
 
 import math
 from collections.abc import Callable
@@ -129,7 +131,9 @@ def test_types_and_strides(name: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_what_is_not_finite_stays_where_it_is(name: str, bad: float) -> None:
-    """A key poisons the queries that see it, a query itself; neither reaches anything else, nor does a key behind padding. (An infinite product may be -inf: forbidden.)"""
+    """A key poisons the queries that see it, a query itself; neither reaches anything else, nor does a key behind
+    padding. (An infinite product may be -inf: forbidden.)
+    """
     operator, (q, k, v) = OPERATORS[name](), draw()
     key, query, padding = k.clone(), q.clone(), torch.ones(2, TOKENS, dtype=torch.bool)
     key[:, :, 3], query[:, :, 3], padding[:, 3] = bad, bad, False
@@ -185,7 +189,8 @@ def test_mixtures() -> None:
     ]
     layer, x = Mixture(parts), torch.randn(2, 5, 12)
     for what, given, mask in (
-        ("no sequences", x[:0], None), ("zeros", 0 * x, None), ("large", 1e8 * x, None), ("all padding", x, torch.zeros(2, 5, dtype=torch.bool)), ("strided", x.mT.contiguous().mT, None),
+        ("no sequences", x[:0], None), ("zeros", 0 * x, None), ("large", 1e8 * x, None),
+        ("all padding", x, torch.zeros(2, 5, dtype=torch.bool)), ("strided", x.mT.contiguous().mT, None),
     ):  # fmt: skip
         given = given.detach().requires_grad_()
         y = layer(given, key_padding_mask=mask)

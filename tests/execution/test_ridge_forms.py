@@ -1,4 +1,6 @@
-"""The forms of ridge and Koopman read-outs beside the default: action masks and gates, relative ridges, spectral norms, the paper's preset."""
+"""The forms of ridge and Koopman read-outs beside the default: action masks and gates, relative ridges, spectral norms,
+the paper's preset.
+"""
 
 import pytest
 import torch
@@ -31,11 +33,13 @@ def some(tokens: int = 23, share: float = 0.6) -> Tensor:
     return torch.rand(2, tokens, generator=torch.Generator().manual_seed(5)) < share
 
 
-# -- action masks and gates ----------------------------------------------------------------------------------------------------
+# -- action masks and gates ------------------------------------------------------------------------------------------
 
 
 def test_an_action_mask_weighs_the_sums() -> None:
-    """G = sum w z z^T, M = sum w_t w_{t-1} z_t z_{t-1}^T, C = sum w v z^T: a token that is not stored is one all the same."""
+    """G = sum w z z^T, M = sum w_t w_{t-1} z_t z_{t-1}^T, C = sum w v z^T: a token that is not stored is one all the
+    same.
+    """
     operator = m.ska(power=1, key_limit=None, eps=0.3).double()
     q, k, v = sample(9)
     stored = some(9)
@@ -115,7 +119,9 @@ def test_weights_in_single_precision(power: int | tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("length", "least", "most"), [(1.0, 0.0, 0.1), (0.1, 1.0, 1.0)])
 def test_distractors_with_short_keys_do_no_harm(length: float, least: float, most: float) -> None:
-    """32 facts among 500 distractors, r = 56: with keys of equal length the facts are lost, with keys of a tenth none is."""
+    """32 facts among 500 distractors, r = 56: with keys of equal length the facts are lost, with keys of a tenth none
+    is.
+    """
     facts, others, r = 32, 500, 56
     k, v = torch.nn.functional.normalize(draw(1, 2, facts + others, r), dim=-1), draw(1, 2, facts + others, 16, seed=1)
     gate = torch.ones(1, 2, facts + others, dtype=torch.float64)
@@ -160,7 +166,7 @@ def test_bad_weights_change_nothing() -> None:
     )  # after others they may all be read-only
 
 
-# -- relative ridges -----------------------------------------------------------------------------------------------------------
+# -- relative ridges -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["constant", "running_max"])
@@ -182,7 +188,9 @@ def test_a_relative_ridge_follows_the_keys(mode: str) -> None:
 
 
 def test_a_relative_ridge_keeps_single_precision_alive() -> None:
-    """Keys along one direction, ten thousand of them, without a ridge to speak of: it grows with them, and float32 suffices."""
+    """Keys along one direction, ten thousand of them, without a ridge to speak of: it grows with them, and float32
+    suffices.
+    """
     k = torch.ones(1, 1, 10_000, 4) / 2
     for relative, good in ((1e-3, True), (0.0, False)):
         gram = k[0, 0].mT @ k[0, 0] + 1e-6 * torch.eye(4)
@@ -192,11 +200,13 @@ def test_a_relative_ridge_keeps_single_precision_alive() -> None:
         assert torch.allclose(y, k[:, :, :1], rtol=2e-3)
 
 
-# -- spectral norms ------------------------------------------------------------------------------------------------------------
+# -- spectral norms --------------------------------------------------------------------------------------------------
 
 
 def test_power_iteration_would_divide() -> None:
-    """Six power iterations find the norm of a step, from below, and divide by it where it is past one; keys never take it there."""
+    """Six power iterations find the norm of a step, from below, and divide by it where it is past one; keys never take
+    it there.
+    """
     step = torch.diag(torch.tensor([3.0, 0.5, 0.1], dtype=torch.float64))
     assert abs(1 / contraction(torch.eye(3, dtype=torch.float64), step, "test").item() - 3) < 1e-6
     assert contraction(torch.eye(3, dtype=torch.float64), step / 4, "test").item() == 1
@@ -229,11 +239,13 @@ def test_spectral_normalisation_changes_nothing(chunk: int | None, causal: bool)
             assert a is None or (a - b).abs().max() <= 1e-9 * (1 + b.abs().max())
 
 
-# -- the paper's form ----------------------------------------------------------------------------------------------------------
+# -- the paper's form ------------------------------------------------------------------------------------------------
 
 
 def test_the_preset_is_the_paper() -> None:
-    """Power 2, chunks of 64, the largest key so far; trained in parallel and decoded from snapshots at the borders of chunks: one function."""
+    """Power 2, chunks of 64, the largest key so far; trained in parallel and decoded from snapshots at the borders of
+    chunks: one function.
+    """
     operator = m.ska(preset="paper").double()
     assert operator.anchor == anchor.Koopman(power=2, eps=1e-3, mode="running_max", spectral_norm="power")
     assert operator.config()["prior"] == [{"type": "ChunkCausal", "size": 64}]
@@ -259,8 +271,10 @@ def test_the_preset_is_the_paper() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"power": -1}, "power must be a whole number from 0 to 8"), ({"power": (0, -1)}, "power must be"), ({"power": ()}, "power must be"), ({"power": True}, "power must be"),
-        ({"chunk": 0}, "size must be >= 1"), ({"relative": -1.0}, "relative .* must be >= 0"), ({"spectral_norm": "on"}, "spectral_norm must be 'none' or 'power'"),
+        ({"power": -1}, "power must be a whole number from 0 to 8"), ({"power": (0, -1)}, "power must be"),
+        ({"power": ()}, "power must be"), ({"power": True}, "power must be"),
+        ({"chunk": 0}, "size must be >= 1"), ({"relative": -1.0}, "relative .* must be >= 0"),
+        ({"spectral_norm": "on"}, "spectral_norm must be 'none' or 'power'"),
         ({"rank": 0}, "qk_dim must be a whole number >= 1"),
     ],
 )  # fmt: skip

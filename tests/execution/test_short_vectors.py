@@ -1,4 +1,6 @@
-"""Cosines of vectors whose squares leave the range of float32: they are those of the same directions at length one, on every path."""
+"""Cosines of vectors whose squares leave the range of float32: they are those of the same directions at length one, on
+every path.
+"""
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ from zonal import mechanisms as m
 from zonal.kernels import availability
 
 MAKE = {
-    "yat": m.yat, "cosine": m.cosine, "sko": m.sko, "squared_affine": m.squared_affine, "polynomial_square": m.polynomial_square,
+    "yat": m.yat, "cosine": m.cosine, "sko": m.sko, "squared_affine": m.squared_affine,
+    "polynomial_square": m.polynomial_square,
     "slay": lambda: m.slay("small"), "kernel_ridge": lambda: m.kernel_ridge(),
 }  # fmt: skip
-PATHS = {"yat": ("dense", "tiled"), "cosine": ("dense", "tiled"), "sko": ("dense", "tiled"), "squared_affine": ("dense", "tiled", "chunked"),
-         "polynomial_square": ("dense", "chunked"), "slay": ("dense", "chunked"), "kernel_ridge": ("dense",)}  # fmt: skip
+PATHS = {"yat": ("dense", "tiled"), "cosine": ("dense", "tiled"), "sko": ("dense", "tiled"),
+    "squared_affine": ("dense", "tiled", "chunked"),
+         "polynomial_square": ("dense", "chunked"), "slay": ("dense", "chunked"),
+         "kernel_ridge": ("dense",)}  # fmt: skip
 CASES = [(name, path) for name, paths in PATHS.items() for path in paths]
 
 

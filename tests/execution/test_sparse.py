@@ -1,4 +1,6 @@
-"""The sparse path: hash laws, candidates, and what is kept of them, by torch in float64 and by the compiled kernel, against the dense definition."""
+"""The sparse path: hash laws, candidates, and what is kept of them, by torch in float64 and by the compiled kernel,
+against the dense definition.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,7 +199,9 @@ def test_simhash_law() -> None:
 
 
 def test_grid_law() -> None:
-    """Cells agree with probability prod_k (1 - |D_k| / r)_+ over their offsets, D_k the difference of the projections: the mean over tables."""
+    """Cells agree with probability prod_k (1 - |D_k| / r)_+ over their offsets, D_k the difference of the projections:
+    the mean over tables.
+    """
     search = LSH(tables=4000, projections=2, width=1.5)
     x = torch.zeros(2, 6)
     for apart in (0.3, 1.0, 3.0):

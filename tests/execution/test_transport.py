@@ -1,4 +1,6 @@
-"""Plans: POT as the oracle, the gradient through the fixed point against finite differences and all steps unrolled, constraints, memory, errors; hierarchies."""
+"""Plans: POT as the oracle, the gradient through the fixed point against finite differences and all steps unrolled,
+constraints, memory, errors; hierarchies.
+"""
 
 import dataclasses
 import itertools
@@ -79,7 +81,9 @@ def test_plans_are_those_of_pot(name: str, path: str) -> None:
 def test_the_plan_of_the_probe_is_that_of_the_anchor(
     rho: tuple[float | None, float | None], reference: Literal["masses", "kernel"]
 ) -> None:
-    """One definition: ``probe.EntropicPlan`` on log K, and W of ``anchor.UnbalancedPlan`` on q and k, dense and tiled, with a key that is padding."""
+    """One definition: ``probe.EntropicPlan`` on log K, and W of ``anchor.UnbalancedPlan`` on q and k, dense and tiled,
+    with a key that is padding.
+    """
     q, k, _ = draw()
     mu, nu = masses()
     there = torch.arange(k.shape[2]) != 1
@@ -97,7 +101,9 @@ def test_the_plan_of_the_probe_is_that_of_the_anchor(
 
 @torch.no_grad()
 def test_the_mass_of_a_plan_near_the_kernel_grows_with_the_tokens() -> None:
-    """What the two references differ in: every token given twice leaves the mass of the one as it is, and not that of the other."""
+    """What the two references differ in: every token given twice leaves the mass of the one as it is, and not that of
+    the other.
+    """
     log_kernel = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     twice = log_kernel.repeat(2, 2)
     for reference, grows in (("masses", False), ("kernel", True)):
@@ -111,7 +117,9 @@ def test_the_mass_of_a_plan_near_the_kernel_grows_with_the_tokens() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_gradients_are_those_of_all_steps_and_of_differences(name: str) -> None:
-    """Tiles and the definition, each through its fixed point, against backward through every iteration and against finite differences; all inputs."""
+    """Tiles and the definition, each through its fixed point, against backward through every iteration and against
+    finite differences; all inputs.
+    """
     leaves = [*draw(5, 4, 1), *masses(5, 4, 1)]
     bias = torch.randn(1, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
     implicit = m.softmax().replace(anchor=RULES[name])
@@ -182,7 +190,9 @@ def test_sums_are_what_is_asked_for() -> None:
 
 @torch.no_grad()
 def test_gauges() -> None:
-    """A balanced plan sees neither key biases nor longer keys' common part; softmax attention is the plan without a wish for keys."""
+    """A balanced plan sees neither key biases nor longer keys' common part; softmax attention is the plan without a
+    wish for keys.
+    """
     q, k, v = draw()
     bias = 3 * torch.randn(1, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     balanced = m.softmax().replace(anchor=RULES["balanced"])
@@ -200,7 +210,9 @@ def test_gauges() -> None:
 
 @torch.no_grad()
 def test_warm_start_and_acceleration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Potentials that are nearly right take few iterations; slow problems take far fewer than plain steps do, and end at the same plan."""
+    """Potentials that are nearly right take few iterations; slow problems take far fewer than plain steps do, and end
+    at the same plan.
+    """
     q, k, v = draw(60, 60, 1, 8)
     operator = m.sinkhorn(scale=2.0, tolerance=1e-9)
     cold = zonal.potentials(q, k, operator)
@@ -288,10 +300,13 @@ def test_causal_plans_leak_and_are_refused() -> None:
         (lambda: bad(query_mass=torch.ones(1, 2, 5)), r"query_mass must be floating point of shape \(1, 2, 6\)"),
         (lambda: bad(key_mass=-torch.ones(1, 2, 6)), "key_mass must be finite and >= 0"),
         (lambda: bad(key_mass=torch.full((1, 2, 6), float("nan"))), "key_mass must be finite"),
-        (lambda: bad(key_mass=torch.ones(1, 2, 6), key_padding_mask=torch.arange(6)[None] < 4), "positive for keys that are seen by no query"),
-        (lambda: bad(query_mass=torch.ones(1, 2, 6), key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), "positive for queries that see no key"),
+        (lambda: bad(key_mass=torch.ones(1, 2, 6), key_padding_mask=torch.arange(6)[None] < 4),
+        "positive for keys that are seen by no query"),
+        (lambda: bad(query_mass=torch.ones(1, 2, 6), key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)),
+        "positive for queries that see no key"),
         (lambda: bad(m.softmax(), key_mass=torch.ones(1, 2, 6)), r"has anchor Row. Use m.sinkhorn\(\)"),
-        (lambda: bad(m.softmax(), start=zonal.potentials(*draw(6, 6)[:2], m.sinkhorn())), "start is for anchors that make a plan"),
+        (lambda: bad(m.softmax(), start=zonal.potentials(*draw(6, 6)[:2], m.sinkhorn())),
+        "start is for anchors that make a plan"),
         (lambda: bad(start=zonal.potentials(*draw(6, 5)[:2], m.sinkhorn())), "start.key must be finite potentials"),
         (lambda: bad(m.yat().replace(anchor=anchor.Plan())), r"use link.Exp\(\)"),
         (lambda: bad(return_memory=True), "reads all queries together"),
@@ -314,7 +329,9 @@ def test_bad_input(call: object, words: str) -> None:
 
 @pytest.mark.parametrize("path", ["dense", "tiled"])
 def test_masses_that_no_plan_has(path: str) -> None:
-    """A window that lets one query alone reach a key with much mass: an error that says what would do, and a plan where it is done."""
+    """A window that lets one query alone reach a key with much mass: an error that says what would do, and a plan where
+    it is done.
+    """
     q, k, v = draw(6, 6)
     window, mass = prior.Window(0, 0), torch.tensor([1.0, 1, 1, 1, 1, 7]).expand(1, 2, 6)
     with pytest.raises(ConvergenceError, match=r"limit=50 iterations.*query_mass, key_mass.*UnbalancedPlan"):
@@ -333,13 +350,15 @@ def test_scores_that_are_no_numbers() -> None:
             zonal.attention(q, k, v, m.sinkhorn(), path=path)
 
 
-# --- hierarchies -------------------------------------------------------------------------------------------------------
+# --- hierarchies ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("sizes", [(2,), (2, 2), (3, 2)])
 def test_hierarchy_is_the_closest_conditional(sizes: tuple[int, ...]) -> None:
-    """Among conditionals with the ties of the tree: any step along them makes sum_t KL(W_t | softmax_t) larger, and none is sharper."""
+    """Among conditionals with the ties of the tree: any step along them makes sum_t KL(W_t | softmax_t) larger, and
+    none is sharper.
+    """
     q, k, _ = draw(9, 9, 1)
     weights = plan_of(q, k, m.hierarchical(sizes), "tiled")[0, 0]
     softmax = plan_of(q, k, m.softmax(), "dense")[0, 0]
@@ -385,7 +404,8 @@ ALONE: dict[str, tuple[int, int, dict[str, Tensor]]] = {
     "one key that is no padding": (5, 3, {"key_padding_mask": torch.tensor([[True, False, False]])}),
     "one key a document": (4, 4, {"cu_seqlens": torch.tensor([0, 1, 2, 3, 4])}),
     "one key a document that is no padding": (
-        7, 7, {"cu_seqlens": torch.tensor([0, 2, 5, 7]), "key_padding_mask": torch.tensor([[True, False, False, True, False, False, True]])}
+        7, 7, {"cu_seqlens": torch.tensor([0, 2, 5, 7]),
+        "key_padding_mask": torch.tensor([[True, False, False, True, False, False, True]])}
     ),
 }  # fmt: skip
 """Queries, keys, and what leaves each query one of them."""
@@ -397,7 +417,9 @@ ALONE: dict[str, tuple[int, int, dict[str, Tensor]]] = {
     "spec", ["sinkhorn", "hyperbolic_transport", "sinkhorn(bounds=(0.5, 1.5))", "sinkhorn(rho=(None, 0.5))"]
 )
 def test_queries_with_one_key_have_finite_gradients(spec: str, case: str, biased: bool) -> None:
-    """The system of the gradient is singular there, for one key gets all; tiles give what the definition gives, and nothing to scores that decide nothing."""
+    """The system of the gradient is singular there, for one key gets all; tiles give what the definition gives, and
+    nothing to scores that decide nothing.
+    """
     queries, keys, given = ALONE[case]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, n, 6, generator=generator, dtype=torch.float64) for n in (queries, keys, keys))

@@ -7,7 +7,8 @@ import zonal
 from zonal import mechanisms as m
 
 PATHS = {
-    "cosine": ("dense", "tiled"), "yat": ("dense", "tiled"), "sko(degrees=(2.0,))": ("dense", "tiled", "chunked"), "squared_affine": ("dense", "tiled", "chunked"),
+    "cosine": ("dense", "tiled"), "yat": ("dense", "tiled"), "sko(degrees=(2.0,))": ("dense", "tiled", "chunked"),
+    "squared_affine": ("dense", "tiled", "chunked"),
     "polynomial_square": ("dense", "tiled", "chunked"), "slay(scale='small')": ("dense", "chunked"),
 }  # fmt: skip
 CASES = [(spec, path) for spec, paths in PATHS.items() for path in paths]
@@ -32,7 +33,9 @@ def gradients(spec: str, path: str, dtype: torch.dtype, zeros: str, kv_heads: in
 @pytest.mark.parametrize(("spec", "path"), CASES)
 @pytest.mark.parametrize(("zeros", "kv_heads"), [("k", 2), ("q", 2), ("qk", 1)])
 def test_zero_vectors_have_gradients_of_zero(spec: str, path: str, zeros: str, kv_heads: int) -> None:
-    """The derivative of a cosine at a vector of zeros is that of nothing; others have the definition's gradient, none is infinite."""
+    """The derivative of a cosine at a vector of zeros is that of nothing; others have the definition's gradient, none
+    is infinite.
+    """
     exact = gradients(spec, "dense", torch.float64, zeros, kv_heads)
     for dtype, rounding in (
         (torch.float64, 1e-9),

@@ -1,4 +1,6 @@
-"""Every feature map: one interface, the kernel it claims, positivity under an adversary, gradients, buffers that are saved."""
+"""Every feature map: one interface, the kernel it claims, positivity under an adversary, gradients, buffers that are
+saved.
+"""
 
 import math
 from pathlib import Path
@@ -95,7 +97,9 @@ def at_angle(x: float, dim: int = DIM) -> tuple[Tensor, Tensor]:
 
 @every_map
 def test_one_interface(features: FeatureMap) -> None:
-    """Sizes; write and both sides agree with the differentiable call; the declaration can be written down and read back."""
+    """Sizes; write and both sides agree with the differentiable call; the declaration can be written down and read
+    back.
+    """
     buffers = features.prepare(DIM, 2, seed=3, dtype=torch.float64)
     x = units(3, 2, 4, DIM)
     for side in ("query", "key"):
@@ -154,7 +158,9 @@ def test_gradients(features: FeatureMap) -> None:
 
 @every_map
 def test_seeds(features: FeatureMap, tmp_path: Path) -> None:
-    """One seed gives one set of buffers for every type; another seed gives others; a file gives the same features back."""
+    """One seed gives one set of buffers for every type; another seed gives others; a file gives the same features
+    back.
+    """
     first, again, other = (features.prepare(DIM, 2, seed=s, dtype=torch.float64) for s in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     # what is drawn differs; a function of the declaration alone would be left out
@@ -265,7 +271,9 @@ def test_polynomial_links(kernel: link.Link) -> None:
 
 
 def test_exact_in_the_end() -> None:
-    """Landmarks that span the square, and a projection of full rank, leave nothing out; a whitening without a cutoff would lose digits."""
+    """Landmarks that span the square, and a projection of full rank, leave nothing out; a whitening without a cutoff
+    would lose digits.
+    """
     q, k = units(1, 40, DIM), units(1, 40, DIM, seed=1)
     x = q @ k.mT
     for features, wanted in ((Nystrom(60), x.square()), (LowRankSquare(DIM, bias=0.3), (x + 0.3).square())):
@@ -296,7 +304,9 @@ def test_low_rank_square_is_its_formula() -> None:
 
 
 def worst(features: FeatureMap, dim: int = DIM) -> float:
-    """The least phi_q . phi_k found by descent from 64 pairs, with special pairs among them, relative to the largest."""
+    """The least phi_q . phi_k found by descent from 64 pairs, with special pairs among them, relative to the
+    largest.
+    """
     buffers = features.prepare(dim, 1, seed=2, dtype=torch.float64)
     q, k = units(1, 64, dim), units(1, 64, dim, seed=1)
     q[:, 0], k[:, 0] = k[:, 1], -k[:, 1]
@@ -314,7 +324,9 @@ def worst(features: FeatureMap, dim: int = DIM) -> float:
 
 @every_map
 def test_positivity(features: FeatureMap) -> None:
-    """What is said to be positive stays so under an adversary, and the same adversary makes what is said to be signed negative."""
+    """What is said to be positive stays so under an adversary, and the same adversary makes what is said to be signed
+    negative.
+    """
     found = worst(features)
     if features.nonnegative:
         buffers = features.prepare(DIM, 1, dtype=torch.bfloat16)

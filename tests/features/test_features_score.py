@@ -33,7 +33,9 @@ def own_rows(spec: str, heads: int = 4, kv_heads: int = 2) -> Operator:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_path_computes_the_features_sums(spec: str, causal: bool) -> None:
-    """Against sums written out, with gradients of tokens and of what is learned; heads that share keys share their features."""
+    """Against sums written out, with gradients of tokens and of what is learned; heads that share keys share their
+    features.
+    """
     operator = own_rows(spec)
     score = operator.score
     assert isinstance(score, Features)

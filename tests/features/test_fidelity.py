@@ -103,7 +103,9 @@ def test_mercer_bound(dim: int, eps: float, size: int, bound: float) -> None:
 
 
 def test_mercer_bound_of_what_is_known() -> None:
-    """x^2 has 1 + N_2 eigenfunctions; with all of them nothing is left, without the constant exactly its share is missing."""
+    """x^2 has 1 + N_2 eigenfunctions; with all of them nothing is left, without the constant exactly its share is
+    missing.
+    """
     bare = link.SquaredAffine(0.0)
     assert mercer_bound(bare, 5, 15) == pytest.approx(0, abs=1e-6)
     assert mercer_bound(bare, 5, 0) == 1
@@ -129,7 +131,9 @@ def test_no_map_beats_the_bound() -> None:
 
 
 def test_claims_at_32() -> None:
-    """d = 32, eps = 0.01, causal, iid: the squared affine kernel with 561 features, the paper's map with 2048, the mean with one."""
+    """d = 32, eps = 0.01, causal, iid: the squared affine kernel with 561 features, the paper's map with 2048, the mean
+    with one.
+    """
     data = sample("iid", 4, 512, 32, 0)
     affine = Polynomial.of(fit_square(YAT, 2, dim=32).link)
     assert affine.dimension(32) == 561

@@ -30,7 +30,9 @@ def relative_error(rule: str, count: int, eps: float, points: int = 30001) -> Te
     [(1, 1.0, 0.351), (2, 1.0, 0.104), (4, 0.1, 0.534), (2, 0.01, 0.971), (8, 0.01, 0.871), (64, 0.1, 8e-6)],
 )
 def test_laguerre(count: int, eps: float, error: float) -> None:
-    """The largest error stands at x = 1 and falls like (1 + eps)^(-2R), so slowly that 8 nodes miss 87% at eps = 0.01."""
+    """The largest error stands at x = 1 and falls like (1 + eps)^(-2R), so slowly that 8 nodes miss 87% at eps =
+    0.01.
+    """
     found = quadrature("laguerre", count, eps)
     assert found.error == pytest.approx(error, rel=0.06)
     assert found.error == pytest.approx(float(relative_error("laguerre", count, eps).abs().max()), rel=1e-6, abs=1e-12)
@@ -140,7 +142,9 @@ def test_fit_to_data() -> None:
 
 @pytest.mark.parametrize("degree", [4, 6])
 def test_fit_to_rows(degree: int) -> None:
-    """Rows are divided by their sums: a fit that knows it is nearer than one to all pairs alike, on data of the same kind that it did not see."""
+    """Rows are divided by their sums: a fit that knows it is nearer than one to all pairs alike, on data of the same
+    kind that it did not see.
+    """
     kernel = link.Yat(0.01)
     seen, data = sample("anisotropic", 4, 200, 8, 1), sample("anisotropic", 4, 200, 8, 0)
     x = seen.q @ seen.k.mT

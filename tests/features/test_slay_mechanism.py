@@ -121,7 +121,9 @@ def test_polynomial_of_yat() -> None:
 
 
 def test_polynomial_of_data() -> None:
-    """The causal rows of the data themselves: nearer to them than the fit to random vectors, of any length of theirs, and in the spec."""
+    """The causal rows of the data themselves: nearer to them than the fit to random vectors, of any length of theirs,
+    and in the spec.
+    """
     seen, data = (sample("peaked", 2, 256, 8, seed) for seed in (1, 0))
     general = mechanisms.polynomial_square(degree=4, eps=1.0, d_qk=8)
     own = mechanisms.polynomial_square(degree=4, eps=1.0, d_qk=8, fit="data", data=(3 * seen.q, seen.k))

@@ -24,7 +24,9 @@ KAPPAS = {
 
 
 def pair(distance: float) -> tuple[Tensor, Tensor]:
-    """Two points of five numbers, not of unit length, that far apart; with a dot product below zero, where positive features have a variance."""
+    """Two points of five numbers, not of unit length, that far apart; with a dot product below zero, where positive
+    features have a variance.
+    """
     direction = torch.tensor([0.5, -0.1, 0.7, 0.2, -0.4], dtype=torch.float64)
     direction = direction / direction.norm() * distance / 2
     return direction * 1.1, direction * -0.9

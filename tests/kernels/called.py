@@ -1,6 +1,8 @@
-"""Triton kernels in the place of C++ ones, under calls of ``zonal.attention``: what the families' runners (``*_interpreted.py``) share.
+"""Triton kernels in the place of C++ ones, under calls of ``zonal.attention``: what the families' runners
+(``*_interpreted.py``) share.
 
-A runner prints one line of JSON a case. With TRITON_INTERPRET=1 its kernels run in Triton's interpreter on tensors of the CPU, else on CUDA.
+A runner prints one line of JSON a case. With TRITON_INTERPRET=1 its kernels run in Triton's interpreter on tensors of
+the CPU, else on CUDA.
 """
 
 import json
@@ -24,7 +26,10 @@ BROKEN = "broken"
 
 
 def stand_in(ops: ModuleType) -> type[torch.autograd.Function]:
-    """An operation as ``ops`` registers it for CUDA, with the gradients it has. It counts its calls; memory that kernels do not write holds NaN."""
+    """An operation as ``ops`` registers it for CUDA, with the gradients it has.
+
+    It counts its calls; memory that kernels do not write holds NaN.
+    """
 
     class OnCuda(torch.autograd.Function):
         started = 0
@@ -57,7 +62,9 @@ def replaced(
     execution: ModuleType,
     refusal: Callable[..., Any],
 ) -> AbstractContextManager[Any]:
-    """Inside, calls on the CPU go to the Triton kernels. name: of the operation in ``ops``; refusal: in place of that of ``execution``."""
+    """Inside, calls on the CPU go to the Triton kernels. name: of the operation in ``ops``; refusal: in place of that
+    of ``execution``.
+    """
     stack = ExitStack()
     if here():
         stack.enter_context(patch.object(execution, "refusal", refusal))
@@ -68,11 +75,14 @@ def replaced(
 
 
 def run(
-    arguments: list[str], calls: ModuleType, cases: dict[str, Any], path: str, kernel: Any, interpreted: Callable[[bool], AbstractContextManager[Any]],
+    arguments: list[str], calls: ModuleType, cases: dict[str, Any], path: str, kernel: Any,
+    interpreted: Callable[[bool], AbstractContextManager[Any]],
     spoil: Callable[[bool], None], twice: Callable[[Any], bool], prepare: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Run the named cases. --own: in the tiles that calls have, and not in small ones. spoil: breaks the kernels, or makes them right; twice: whether a case is to
-    run again for the same bits; prepare: what else the interpreter has to be told."""
+    """Run the named cases. --own: in the tiles that calls have, and not in small ones. spoil: breaks the kernels, or
+    makes them right; twice: whether a case is to run again for the same bits; prepare: what else the interpreter has to
+    be told.
+    """
     device = "cpu" if here() else "cuda"
     if device == "cpu":
         mend()

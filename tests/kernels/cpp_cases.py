@@ -56,7 +56,8 @@ LOG = (
     "cosine-learned",
 )
 SUMS = (
-    "linear", "sko", "sko-fractional", "sko-reproducing", "yat", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog", "yat-raw",
+    "linear", "sko", "sko-fractional", "sko-reproducing", "yat", "squared_affine", "polynomial_square", "slay",
+    "performer", "hedgehog", "yat-raw",
     "rewa_functional-linear", "sko-chunk", "identity-count", "yat-two-sided", "linear-relu",
 )  # fmt: skip
 DISTANCES = ("distance", "distance-squared", "distance-count")

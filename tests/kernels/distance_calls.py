@@ -1,4 +1,6 @@
-"""Attention by distance in many shapes, and how near to float64 it must come: points on themselves, opposite, at zero and far out among them."""
+"""Attention by distance in many shapes, and how near to float64 it must come: points on themselves, opposite, at zero
+and far out among them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,7 +135,10 @@ def inputs(case: Case) -> Inputs:
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
-    """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
+    """y and its gradients: with respect to q, k, v and what the operator learns.
+
+    In pieces that hand on a memory where the shape says so.
+    """
     rules = case.rules
     if rules.cuts and path == "tiled":
         memory = Memory.empty(
@@ -188,7 +193,8 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
         terms = data.q[..., 0].numel() ** 0.5 if index >= len(names) else 1.0
         allowed = 2e-5 * terms * size
         if case.dtype != "float32":
-            # weights are rounded for their product with values, and what a row's sum takes out of gradients comes from them
+            # weights are rounded for their product with values, and what a row's sum takes out of gradients comes from
+            # them
             allowed += (1 if name == "y" else 4) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
         error = (a.double() - t).abs().max().item()
         if error > allowed:

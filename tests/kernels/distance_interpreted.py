@@ -1,4 +1,6 @@
-"""Run the Triton kernels for attention by distance and compare: `python distance_interpreted.py [--own] NAME…`, as ``called`` says."""
+"""Run the Triton kernels for attention by distance and compare: `python distance_interpreted.py [--own] NAME…`, as
+``called`` says.
+"""
 
 import sys
 from collections.abc import Iterator

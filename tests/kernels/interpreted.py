@@ -1,7 +1,8 @@
 """Run the Triton kernels and compare: `python interpreted.py [--own] NAME…` prints one line of JSON a case.
 
-With TRITON_INTERPRET=1 in Triton's interpreter on tensors of the CPU, else compiled, on CUDA. That is chosen when triton is imported, so
-this is a process of its own. --own: in the tile sizes that the kernels choose, and not in small ones that make every loop run more than once.
+With TRITON_INTERPRET=1 in Triton's interpreter on tensors of the CPU, else compiled, on CUDA. That is chosen when
+triton is imported, so this is a process of its own. --own: in the tile sizes that the kernels choose, and not in small
+ones that make every loop run more than once.
 """
 
 import json
@@ -25,7 +26,8 @@ BROKEN = "broken"
 
 
 def mend() -> None:
-    """What the interpreter does not do: numbers of one element as bounds of a loop (with this numpy), bfloat16 in a product.
+    """What the interpreter does not do: numbers of one element as bounds of a loop (with this numpy), bfloat16 in a
+    product.
 
     Its patches of the language are also made once and not at each call of a function, which is most of its time.
     """

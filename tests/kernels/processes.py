@@ -39,8 +39,8 @@ def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.Complete
 def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *options: str) -> dict[str, str | None]:
     """What is wrong with each case that a script of this folder runs, None if nothing is.
 
-    On a device most of the time is the compiler's: half of the cores compile. Without one there are two parts, so that a second worker that
-    needs the answers takes the part that nobody works on.
+    On a device most of the time is the compiler's: half of the cores compile. Without one there are two parts, so that
+    a second worker that needs the answers takes the part that nobody works on.
     """
     count = max(1, (os.cpu_count() or 1) // 2) if CUDA else min(2, len(names))
     cache = factory.mktemp("triton")
@@ -65,7 +65,9 @@ def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *opti
 
 
 def shared(name: str, makes: list[Callable[[], Any]], factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of ``makes`` gives, plain values, made once for all workers: first what nobody works on, then what others have not finished."""
+    """What each of ``makes`` gives, plain values, made once for all workers: first what nobody works on, then what
+    others have not finished.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return [make() for make in makes]
     folder = factory.getbasetemp().parent / "shared"
@@ -88,13 +90,16 @@ def shared(name: str, makes: list[Callable[[], Any]], factory: pytest.TempPathFa
 
 
 def ahead(module: str, wanted: dict[tuple[Any, ...], set[str]], factory: pytest.TempPathFactory) -> list[dict]:
-    """What became of a sample of what ``python -m zonal.kernels.triton.<module>`` compiles. wanted: kernels by (link, mask, type, size, device)."""
+    """What became of a sample of what ``python -m zonal.kernels.triton.<module>`` compiles. wanted: kernels by (link,
+    mask, type, size, device).
+    """
 
     def compile_sample() -> list[dict]:
         folder = factory.mktemp("ahead")
         code = (
             f"from pathlib import Path; from zonal.kernels.triton import compile, {module} as family\n"
-            f"rows = [row for each, kernels in {wanted}.items() for row in family.compiled_all(compile.Variant(*each), kernels)]\n"
+            f"rows = [row for each, kernels in {wanted}.items() for row in "
+            "family.compiled_all(compile.Variant(*each), kernels)]\n"
             f"compile.write(Path({str(folder / 'report.json')!r}), rows)"
         )
         done = python("-c", code, interpret=False, cache=folder / "cache")

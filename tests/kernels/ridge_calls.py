@@ -1,4 +1,6 @@
-"""Ridge and Koopman read-outs in many shapes, and how near to float64 they must come: memories, padding and documents among them."""
+"""Ridge and Koopman read-outs in many shapes, and how near to float64 they must come: memories, padding and documents
+among them.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -67,7 +69,9 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    """Powers in turn over the shapes, the second where keys are padded, documents begin and memories are handed on; every operator; every type."""
+    """Powers in turn over the shapes, the second where keys are padded, documents begin and memories are handed on;
+    every operator; every type.
+    """
     powers = {"r56": 2, "padding": 2, "packed": 2, "memory": 2, "r24": 1, "gqa": 1, "late": 1, "odd": 1}
     found = [Case(f"ska-{powers.get(shape, 0)}", shape) for shape in SHAPES if shape != "many"]
     found += [Case(operator, "short") for operator in OPERATORS if operator[:3] != "ska" and operator != "steep"]
@@ -115,7 +119,10 @@ def inputs(case: Case) -> Inputs:
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
-    """y and its gradients: with respect to q, k, v and what the operator learns. In pieces that hand on a memory where the shape says so."""
+    """y and its gradients: with respect to q, k, v and what the operator learns.
+
+    In pieces that hand on a memory where the shape says so.
+    """
     rules = case.rules
     if rules.cuts and path == "chunked":
         memory = Memory.empty(
@@ -131,7 +138,8 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
         for start, stop in itertools.pairwise(rules.cuts):
             part = slice(start, stop)
             y, memory = zonal.attention(
-                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory, causal=True, path=path,
+                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory, causal=True,
+                path=path,
                 key_padding_mask=None if data.mask is None else data.mask[:, part],
             )  # fmt: skip
             parts.append(y)
@@ -158,7 +166,9 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
-    """Where ``got`` is further from float64 than rounding: of the inputs' type, and of float32 through P <= 1 / rho = 10; None if nowhere."""
+    """Where ``got`` is further from float64 than rounding: of the inputs' type, and of float32 through P <= 1 / rho =
+    10; None if nowhere.
+    """
     truth = attended(case, data.to(torch.float64, "cpu"), "dense")
     names = ["y", "dq", "dk", "dv"]
     for index, (a, t) in enumerate(zip(got, truth, strict=True)):

@@ -1,4 +1,6 @@
-"""Run the Triton kernels for ridge read-outs and compare: `python ridge_interpreted.py [--own] NAME…`, as ``called`` says."""
+"""Run the Triton kernels for ridge read-outs and compare: `python ridge_interpreted.py [--own] NAME…`, as ``called``
+says.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ RIGHT = ridge_state.carry
 
 
 def round_products() -> None:
-    """A product of float32 as matrix units make it of three products in tf32: each side is rounded to 11 bits, and what is left again."""
+    """A product of float32 as matrix units make it of three products in tf32: each side is rounded to 11 bits, and what
+    is left again.
+    """
     patched = interpreter.InterpreterBuilder.create_dot
 
     def cut(x: np.ndarray) -> np.ndarray:

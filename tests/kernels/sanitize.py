@@ -2,9 +2,9 @@
 
     python tests/kernels/sanitize.py [arguments of pytest]
 
-AddressSanitizer and UndefinedBehaviorSanitizer of g++ end the process at the place of a fault, with a report. Threads are not watched:
-the one trial with ThreadSanitizer ended before a test ran. Kernels are compiled by a wrapper of the compiler into a cache of
-their own; the library is not changed.
+AddressSanitizer and UndefinedBehaviorSanitizer of g++ end the process at the place of a fault, with a report. Threads
+are not watched: the one trial with ThreadSanitizer ended before a test ran. Kernels are compiled by a wrapper of the
+compiler into a cache of their own; the library is not changed.
 """
 
 import os
@@ -40,12 +40,17 @@ def main(arguments: list[str]) -> int:
     missing = [name for name in found if not Path(name).is_absolute()]
     if missing:
         sys.exit(
-            f"sanitize: {compiler} has no {', '.join(missing)}. Install the sanitizers of this compiler (Debian: libgcc-dev)."
+            f"sanitize: {compiler} has no {', '.join(missing)}. Install the sanitizers of this compiler (Debian: "
+            "libgcc-dev)."
         )
     with tempfile.TemporaryDirectory(prefix="zonal-sanitize-") as folder:
         wrapper = Path(folder) / "g++"
-        # another compiler by its own words, so that a cache keeps its libraries apart; the compiler itself runs without the sanitizers
-        words = f'unset LD_PRELOAD\n[ "$1" = --version ] && {{ echo sanitized; exec {compiler} --version; }}\nexec {compiler} "$@" {FLAGS}\n'
+        # another compiler by its own words, so that a cache keeps its libraries apart; the compiler itself runs without
+        # the sanitizers
+        words = (
+            f'unset LD_PRELOAD\n[ "$1" = --version ] && {{ echo sanitized; exec {compiler} --version; '
+            f'}}\nexec {compiler} "$@" {FLAGS}\n'
+        )
         wrapper.write_text(f"#!/bin/sh\n{words}", encoding="utf-8")
         wrapper.chmod(wrapper.stat().st_mode | stat.S_IEXEC)
         options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,6 @@
-"""Calls with sums over features and what must come out of them: operator x shape and mask, memories among them, in float64 by the dense path."""
+"""Calls with sums over features and what must come out of them: operator x shape and mask, memories among them, in
+float64 by the dense path.
+"""
 
 import copy
 import itertools
@@ -32,9 +34,11 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory. decay, bias: what tokens fade by and count.
+    """Sizes, and who sees whom. cuts: where the call is cut in pieces that hand on a memory. decay, bias: what tokens
+    fade by and count.
 
-    level: of values that differ little, so that gradients through a row's sum are small beside what they are differences of.
+    level: of values that differ little, so that gradients through a row's sum are small beside what they are
+        differences of.
     """
 
     queries: int = 43
@@ -110,10 +114,13 @@ class Case:
         return SHAPES[self.shape] if self.shape in SHAPES else LARGE[self.shape]
 
 
-# the operator with most to it in most shapes; others where they differ: the anchors with each kind of mask, the degrees, the maps
+# the operator with most to it in most shapes; others where they differ: the anchors with each kind of mask, the
+# degrees, the maps
 _TURNS = {
-    "whole": "square", "padding": "sq-raw", "bidirectional": "sq-count", "bidirectional-padding": "sq-count", "late": "sq-strict", "early": "sko",
-    "packed": "sq-chunk", "packed-bidirectional": "sq-count", "short": "sq-count", "one": "sq-count", "memory-bidirectional": "sko-1",
+    "whole": "square", "padding": "sq-raw", "bidirectional": "sq-count", "bidirectional-padding": "sq-count",
+    "late": "sq-strict", "early": "sko",
+    "packed": "sq-chunk", "packed-bidirectional": "sq-count", "short": "sq-count", "one": "sq-count",
+    "memory-bidirectional": "sko-1",
     "decay-packed": "sq-raw", "decay-memory": "linear", "broad": "linear",
 }  # fmt: skip
 
@@ -123,7 +130,8 @@ def _cases() -> dict[str, Case]:
     # the gradient of few keys against their own sum is what rounding leaves of it
     found = [Case(_TURNS.get(shape, "sq"), shape) for shape in SHAPES]
     found += [Case(operator, "decay-memory") for operator in ("identity", "ssd")]
-    # in 16 bits a row of few and small weights is rounded, and its gradient against its own sum is what that leaves: other anchors, other maps
+    # in 16 bits a row of few and small weights is rounded, and its gradient against its own sum is what that leaves:
+    # other anchors, other maps
     found += [Case("sq", "level", dtype) for dtype in ("bfloat16", "float16")]
     found += [
         Case("sq-count", "causal", "bfloat16"),
@@ -188,7 +196,8 @@ class Inputs:
         return Inputs(
             moved(self.q), moved(self.k), moved(self.v), None if self.mask is None else self.mask.to(device),
             None if self.edges is None else self.edges.to(device), own.double() if dtype == torch.float64 else own,
-            *(None if x is None else x.detach().to(device, torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (self.log_decay, self.key_bias)),
+            *(None if x is None else x.detach().to(device,
+            torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (self.log_decay, self.key_bias)),
         )  # fmt: skip
 
 
@@ -218,13 +227,16 @@ def inputs(case: Case) -> Inputs:
     # some tokens end what came before them
     log_decay = -torch.nn.functional.softplus(3 * log_decay - 2)
     return Inputs(
-        q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator, log_decay if rules.decay else None,
+        q, k, v, mask, torch.tensor(rules.packed, dtype=torch.int32) if rules.packed else None, operator,
+        log_decay if rules.decay else None,
         key_bias if rules.bias else None,
     )  # fmt: skip
 
 
 def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
-    """y, the state that is left where there are pieces, and the gradients of both: with respect to q, k, v and what the operator learns."""
+    """y, the state that is left where there are pieces, and the gradients of both: with respect to q, k, v and what the
+    operator learns.
+    """
     rules = case.rules
     options = {"causal": rules.causal, "path": path}
     kind = "decayed" if rules.decay else None
@@ -249,7 +261,8 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
             part = slice(start, stop)
             y, memory = zonal.attention(
                 data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], data.operator, memory=memory,
-                key_padding_mask=of(data.mask, part), log_decay=of(data.log_decay, part), key_bias=of(data.key_bias, part), **options,
+                key_padding_mask=of(data.mask, part), log_decay=of(data.log_decay, part),
+                key_bias=of(data.key_bias, part), **options,
             )  # fmt: skip
             parts.append(y)
         y, state = torch.cat(parts, 2), memory.state  # type: ignore[attr-defined]
@@ -298,7 +311,9 @@ def attended(case: Case, data: Inputs, path: str) -> list[Tensor]:
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
-    """Where ``got`` is further from float64 than twice the dense path in the same type and a floor of rounding; None if nowhere."""
+    """Where ``got`` is further from float64 than twice the dense path in the same type and a floor of rounding; None if
+    nowhere.
+    """
     truth, reference = (
         attended(case, data.to(torch.float64, "cpu"), "dense"),
         attended(case, data.to(DTYPES[case.dtype], "cpu"), "dense"),
@@ -330,5 +345,8 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
                 (2 if name == "y" else 1 if rules.level else 6) * terms * torch.finfo(DTYPES[case.dtype]).eps * size
             )
         if error > 2 * allowed + floor:
-            return f"{case.name}: {name} is off by {error:.3g}, the dense path in the same type by {allowed:.3g}, of {size:.3g}"
+            return (
+                f"{case.name}: {name} is off by {error:.3g}, the dense path in the same type by "
+                f"{allowed:.3g}, of {size:.3g}"
+            )
     return None

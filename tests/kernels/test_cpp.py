@@ -1,4 +1,6 @@
-"""The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's machinery)."""
+"""The compiled CPU kernel: against the float64 definition, and what surrounds it (compiling, falling back, torch's
+machinery).
+"""
 
 import copy
 import importlib
@@ -49,7 +51,9 @@ def everything(operator: Operator, data, y: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("selection", SELECTED)
 def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most twice the error of torch's tiles in the same precision, and a floor of rounding (gradients may cancel); outputs and every gradient."""
+    """At most twice the error of torch's tiles in the same precision, and a floor of rounding (gradients may cancel);
+    outputs and every gradient.
+    """
     name, case = SELECTED[selection]
     operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
     data = inputs(case).to(dtype)
@@ -86,7 +90,9 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
 
 @pytest.mark.parametrize("selection", SELECTED)
 def test_bfloat16_without_gradients(selection: str) -> None:
-    """Products in bfloat16 with float32 sums, where the processor has them: within two roundings of the weights of the definition."""
+    """Products in bfloat16 with float32 sums, where the processor has them: within two roundings of the weights of the
+    definition.
+    """
     name, case = SELECTED[selection]
     operator = randomised(KINDS[name]()).float()  # type: ignore[operator]
     data = inputs(case).to(torch.bfloat16)
@@ -168,7 +174,9 @@ def test_nan_stays_where_it_is(name: str, where: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("kernels", ["on", "off"])
 @pytest.mark.parametrize("name", ["distance", "distance-squared", "distance-count"])
 def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the definition in float32 is."""
+    """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the
+    definition in float32 is.
+    """
     monkeypatch.setenv(availability.VARIABLE, kernels)
     operator = KINDS[name]()  # type: ignore[operator]
     q, _, v = (x.detach() for x in sample(60))
@@ -248,7 +256,9 @@ def test_few_heads_are_split_over_queries() -> None:
 
 
 def test_a_broken_kernel_is_seen() -> None:
-    """The comparison above can fail: a link with a wrong derivative, compiled, gives a wrong gradient and the right output."""
+    """The comparison above can fail: a link with a wrong derivative, compiled, gives a wrong gradient and the right
+    output.
+    """
     operator, (q, k, v) = m.yat(eps=0.5), sample(40)
     good = native.code_of(operator.link)
     assert good is not None
@@ -263,7 +273,7 @@ def test_a_broken_kernel_is_seen() -> None:
     assert (found[0][1] - found[1][1]).abs().max() > 1e-3 * found[0][1].abs().max()
 
 
-# -- torch's machinery -------------------------------------------------------------------------------------------------------
+# -- torch's machinery -----------------------------------------------------------------------------------------------
 
 
 def arguments(learned: bool = True) -> tuple:
@@ -334,7 +344,7 @@ def test_export() -> None:
     assert torch.allclose(program.module()(other), layer(other), atol=1e-6)
 
 
-# -- compiling ---------------------------------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -471,7 +481,7 @@ def test_refusals_say_why(call, reason: str) -> None:
     assert reason in (native.refusal(call()) or "")
 
 
-# -- a link of one's own -----------------------------------------------------------------------------------------------------
+# -- a link of one's own ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -493,7 +503,9 @@ def test_a_new_link_is_thirty_lines() -> None:
 
 @pytest.mark.parametrize("tiles", ["kernel", "torch"])
 def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in test_triton.py."""
+    """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in
+    test_triton.py.
+    """
     monkeypatch.setenv(availability.VARIABLE, "on" if tiles == "kernel" else "off")
     operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
     assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")

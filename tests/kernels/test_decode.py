@@ -1,4 +1,6 @@
-"""The compiled kernel for a decoder's steps: token by token and a few at once against the float64 definition, and what it leaves to torch."""
+"""The compiled kernel for a decoder's steps: token by token and a few at once against the float64 definition, and what
+it leaves to torch.
+"""
 
 import copy
 import itertools
@@ -91,7 +93,9 @@ def pieces(
 
 
 def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
-    """What a row's rounding is multiplied by, (B, H, T, 1): sums from features cancel where a positive polynomial nearly vanishes (docs/paths.md)."""
+    """What a row's rounding is multiplied by, (B, H, T, 1): sums from features cancel where a positive polynomial
+    nearly vanishes (docs/paths.md).
+    """
     if not operator.tags.normalises or isinstance(operator.link, link.Identity):
         return torch.ones(())
     mean = zonal.attention(
@@ -215,7 +219,7 @@ def test_memory_does_not_grow() -> None:
     assert early.nbytes == late.nbytes == late.bytes_at(1 << 20)
 
 
-# -- memories as values --------------------------------------------------------------------------------------------------------
+# -- memories as values ----------------------------------------------------------------------------------------------
 
 
 def test_the_memory_given_stays_and_forks_part() -> None:
@@ -252,7 +256,9 @@ def test_saved_and_loaded_in_the_middle(name: str, tmp_path: Path) -> None:
 
 
 def test_padding_of_the_past_counts(steps: list[int]) -> None:
-    """Rows of a batch with prompts of different lengths: the mask goes with the prompt, the steps after it are the kernel's."""
+    """Rows of a batch with prompts of different lengths: the mask goes with the prompt, the steps after it are the
+    kernel's.
+    """
     operator = m.squared_affine().replace(anchor=anchor.Count())
     q, k, v = draw((4, 2, 5, 6), 30)
     mask = torch.ones(2, 30, dtype=torch.bool)
@@ -267,7 +273,7 @@ def test_padding_of_the_past_counts(steps: list[int]) -> None:
     assert memory.real.tolist() == [23, 30]  # type: ignore[attr-defined]
 
 
-# -- what it leaves to torch ---------------------------------------------------------------------------------------------------
+# -- what it leaves to torch -----------------------------------------------------------------------------------------
 
 
 def test_learned_values_are_followed(steps: list[int]) -> None:
@@ -455,7 +461,7 @@ def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (good - bad).abs().max() > 1e-5
 
 
-# -- those who call it ---------------------------------------------------------------------------------------------------------
+# -- those who call it -----------------------------------------------------------------------------------------------
 
 
 def test_a_model_generates_the_same_with_and_without(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

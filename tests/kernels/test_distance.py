@@ -1,4 +1,6 @@
-"""The compiled kernel for attention by distance: against the float64 definition, where points are near, far and opposite, and what surrounds it."""
+"""The compiled kernel for attention by distance: against the float64 definition, where points are near, far and
+opposite, and what surrounds it.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -155,11 +157,13 @@ def test_bfloat16(name: str, ran: list[str]) -> None:
     assert len(ran) == 2
 
 
-# -- near, far, opposite -------------------------------------------------------------------------------------------------------
+# -- near, far, opposite ---------------------------------------------------------------------------------------------
 
 
 def distances(kind: metric.Metric, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """d(q_i, k_i) by the kernel and its gradients, of pairs of points (N, D): a sequence each, of one query and one key."""
+    """d(q_i, k_i) by the kernel and its gradients, of pairs of points (N, D): a sequence each, of one query and one
+    key.
+    """
     terms = kind.terms(q.shape[1])
     assert terms is not None
     q, k = q[:, None, None], k[:, None, None]
@@ -211,7 +215,9 @@ def test_float32_has_five_digits(kind: metric.Metric, radius: float, source: str
 
 @pytest.mark.parametrize("kind", [metric.Euclidean(), metric.Sphere(), metric.Hyperbolic(), metric.Product()], ids=str)
 def test_the_same_points(kind: metric.Metric) -> None:
-    """Points on themselves are at no distance and are not pulled, wherever they are; beyond radius 40, in the direction of another, and opposite, all is finite."""
+    """Points on themselves are at no distance and are not pulled, wherever they are; beyond radius 40, in the direction
+    of another, and opposite, all is finite.
+    """
     x = torch.randn(200, 6, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 200)[:, None]
     x[0] = 0
     found, dq, dk = distances(kind, x, x)
@@ -264,7 +270,11 @@ def test_clustered_points(name: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["plane", "rewa-gates-dot", "rewa_oscillatory"])
 def test_a_poisoned_token(name: str, bad: float, where: str) -> None:
-    """A key that is not finite makes NaN of the queries that see it, and of their gradients; a query of itself and of the keys it sees. Of nothing else."""
+    """A key that is not finite makes NaN of the queries that see it, and of their gradients; a query of itself and of
+    the keys it sees.
+
+    Of nothing else.
+    """
     operator = randomised(KINDS[name]()).float()
     q, k, v = (torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     (q if where == "q" else k)[0, 1, 30, 2] = bad
@@ -281,7 +291,7 @@ def test_a_poisoned_token(name: str, bad: float, where: str) -> None:
         assert torch.equal(zonal.attention(*tensors, operator, causal=True, path="tiled").isnan(), y.isnan())
 
 
-# -- memory, threads, planning -------------------------------------------------------------------------------------------------
+# -- memory, threads, planning ---------------------------------------------------------------------------------------
 
 
 def sample(tokens: int = 100, heads: int = 2) -> list[Tensor]:
@@ -297,7 +307,9 @@ def run(operator: Operator, tensors: list[Tensor], path: str = "tiled") -> list[
 
 @pytest.mark.parametrize("name", ["rewa", "rewa-gates-dot"])
 def test_a_memory_of_keys(name: str, ran: list[str]) -> None:
-    """A decoder's tokens, queries prepared and keys remembered, run in the kernel and give what the whole sequence gives."""
+    """A decoder's tokens, queries prepared and keys remembered, run in the kernel and give what the whole sequence
+    gives.
+    """
     operator = KINDS[name]().float()
     tensors = [x.detach() for x in sample(40)]
     whole = zonal.attention(*tensors, operator, causal=True, path="dense")
@@ -336,7 +348,8 @@ def test_a_broken_kernel_is_seen() -> None:
     weights, terms = torch.full((1, 2, 30, 1), -1.0), metric.Hyperbolic().terms(9)
     y, factor = distance_library.forward(q, k, v, weights, nothing, None, None, DistanceSpec(rules, terms))
     found = [
-        distance_library.backward(torch.ones_like(y), q, k, v, y, factor, weights, nothing, None, None, DistanceSpec(rules, part), False)
+        distance_library.backward(torch.ones_like(y), q, k, v, y, factor, weights, nothing, None, None,
+        DistanceSpec(rules, part), False)
         for part in (terms, metric.Hyperbolic(scale=1.01).terms(9))
     ]  # fmt: skip
     truth = [x.requires_grad_() for x in (q.double(), k.double(), v.double())]
@@ -399,7 +412,7 @@ def test_a_kernel_that_cannot_be_had_is_said_once(tmp_path, monkeypatch: pytest.
         library._loaded.cache_clear()
 
 
-# -- torch's machinery -----------------------------------------------------------------------------------------------------------
+# -- torch's machinery -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("learned", [True, False])

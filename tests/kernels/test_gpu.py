@@ -1,4 +1,6 @@
-"""Attention on a CUDA device, from the public call down to the Triton kernels, against the dense path in float64 there."""
+"""Attention on a CUDA device, from the public call down to the Triton kernels, against the dense path in float64
+there.
+"""
 
 import copy
 
@@ -21,7 +23,8 @@ pytestmark = [
 ]
 
 OPERATORS = {
-    "softmax": mechanisms.softmax, "sko": mechanisms.sko, "yat": mechanisms.yat, "squared_affine": mechanisms.squared_affine,
+    "softmax": mechanisms.softmax, "sko": mechanisms.sko, "yat": mechanisms.yat,
+    "squared_affine": mechanisms.squared_affine,
     "windowed": lambda: mechanisms.softmax(prior=prior.Window(100, 20)),
 }  # fmt: skip
 # relative to the largest entry: rounding of the inputs' type, of weights and of sums over 300 keys
@@ -90,7 +93,9 @@ def test_the_planner_chooses_and_runs() -> None:
 
 
 def test_the_operator_is_one_of_torch() -> None:
-    """Shapes for tracing, gradients and mutation are what torch.library expects, and a compiled call has no graph break."""
+    """Shapes for tracing, gradients and mutation are what torch.library expects, and a compiled call has no graph
+    break.
+    """
     q, k, v = inputs(torch.float32, tokens=64)
     operator = mechanisms.softmax().cuda()
 

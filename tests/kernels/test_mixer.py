@@ -1,4 +1,6 @@
-"""The compiled convolution and gated norm against torch in float64: values and all gradients, tails, padding, packing, strides, parts."""
+"""The compiled convolution and gated norm against torch in float64: values and all gradients, tails, padding, packing,
+strides, parts.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The compiled kernels for ridge and Koopman read-outs: against the float64 definition, with memories before and after, and torch's machinery."""
+"""The compiled kernels for ridge and Koopman read-outs: against the float64 definition, with memories before and after,
+and torch's machinery.
+"""
 
 import copy
 import itertools
@@ -75,7 +77,9 @@ def everything(operator: Operator, data: Inputs, y: Tensor) -> list[Tensor]:
 def assert_as_good(
     got: list[Tensor], other: list[Tensor], truth: list[Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """At most twice the error of torch's blocks in the same precision, and a floor: P starts at 1 / rho = 10, and sums over heads may cancel."""
+    """At most twice the error of torch's blocks in the same precision, and a floor: P starts at 1 / rho = 10, and sums
+    over heads may cancel.
+    """
     for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
         assert a.dtype == b.dtype
         assert torch.isfinite(a).all()
@@ -88,7 +92,8 @@ def assert_as_good(
         assert error <= 2 * allowed + floor, f"item {index}: error {error:.3g}, torch {allowed:.3g}, size {size:.3g}"
 
 
-# the definition solves for each token, and takes most of the time: these stand for all kinds in what concerns the number type and what is made again
+# the definition solves for each token, and takes most of the time: these stand for all kinds in what concerns the
+# number type and what is made again
 CHOSEN = ("ridge", "ska-2")
 CALLS = [
     (name, case_name, dtype)
@@ -137,7 +142,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth)
 
 
-# -- ill-conditioned keys ------------------------------------------------------------------------------------------------------
+# -- ill-conditioned keys --------------------------------------------------------------------------------------------
 
 
 def few_directions(tokens: int, dim: int, rank: int, noise: float = 0.0, seed: int = 0) -> list[Tensor]:
@@ -166,7 +171,9 @@ def doubled(operator: Operator, tensors: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("rank", "noise", "eps"), [(5, 0.0, 0.1), (5, 0.0, 1e-4), (5, 1e-3, 1e-3), (24, 0.0, 1e-4)])
 @pytest.mark.parametrize("power", [0, 1])
 def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, power: int) -> None:
-    """Rank-deficient keys with a small ridge: as near to the float64 definition as torch's blocks, outputs and gradients."""
+    """Rank-deficient keys with a small ridge: as near to the float64 definition as torch's blocks, outputs and
+    gradients.
+    """
     tensors = few_directions(2100, 24, rank, noise)
     operator = m.ska(power=power, eps=eps, key_limit=None).requires_grad_(False)
 
@@ -194,7 +201,9 @@ def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, powe
 def test_long_keys_over_a_small_ridge_lose_no_digits(
     tokens: int, dim: int, eps: float, power: int, path: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cancels in P z, from 1 / rho down to 1 / (rho + z.z), is kept, in outputs and twice over in gradients of keys."""
+    """What cancels in P z, from 1 / rho down to 1 / (rho + z.z), is kept, in outputs and twice over in gradients of
+    keys.
+    """
     monkeypatch.setenv(availability.VARIABLE, kernels)
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, tokens, dim, generator=draw, dtype=torch.float64).float() for _ in range(4)]
@@ -263,7 +272,7 @@ def test_nan_stays_where_it_is(where: str) -> None:
     assert torch.equal(bad, expected)
 
 
-# -- memories ----------------------------------------------------------------------------------------------------------------
+# -- memories --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 41, 300), (0, 300), (0, 150, 300)])
@@ -283,7 +292,8 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
         for start, stop in itertools.pairwise(cuts):
             part = slice(start, stop)
             y, memory = zonal.attention(
-                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], operator, causal=True, key_padding_mask=data.key_padding_mask[:, part],
+                data.q[:, :, part], data.k[:, :, part], data.v[:, :, part], operator, causal=True,
+                key_padding_mask=data.key_padding_mask[:, part],
                 memory=memory, path="chunked",
             )  # fmt: skip
             parts.append(y)
@@ -312,7 +322,7 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     assert_as_good(got, gradients(operator, data, y, memory), truth)
 
 
-# -- a decoder's steps ---------------------------------------------------------------------------------------------------------
+# -- a decoder's steps -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cuts", [tuple(range(41)), (0, 7, 23, 24, 40)])
@@ -324,7 +334,9 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
 def test_steps_equal_the_definition(
     name: str, cuts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token and a few at once, from an empty memory; the memory given is not changed, and the one left is torch's."""
+    """Token by token and a few at once, from an empty memory; the memory given is not changed, and the one left is
+    torch's.
+    """
     operator = randomised(KINDS[name]()).float()
     data = inputs(Case(heads=4, kv_heads=2, queries=40, keys=40, key_dim=5, value_dim=6, strided=True)).to(dtype)
     exact = data.to(torch.float64)
@@ -425,7 +437,7 @@ def test_which_steps_are_refused() -> None:
     assert "no gradients" in why(operator, q, k, v)
 
 
-# -- its limits --------------------------------------------------------------------------------------------------------------
+# -- its limits ------------------------------------------------------------------------------------------------------
 
 
 def sample(
@@ -472,7 +484,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZONAL_KERNELS=off" in zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge
 
 
-# -- torch's machinery -------------------------------------------------------------------------------------------------------
+# -- torch's machinery -----------------------------------------------------------------------------------------------
 
 
 def arguments(learned: bool = True, memory: bool = True, power: int = 1) -> tuple:
@@ -536,7 +548,7 @@ def test_a_training_step_compiles_without_a_break() -> None:
         assert (a - b).abs().max() < 1e-5
 
 
-# -- the planner -------------------------------------------------------------------------------------------------------------
+# -- the planner -----------------------------------------------------------------------------------------------------
 
 
 def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:

@@ -1,4 +1,7 @@
-"""Libraries that came with the package: which are used, which are not, and who says so. What a wheel holds is in test_wheel.py."""
+"""Libraries that came with the package: which are used, which are not, and who says so.
+
+What a wheel holds is in test_wheel.py.
+"""
 
 import hashlib
 import json
@@ -136,9 +139,12 @@ def test_build_says_which_it_would_use(
 
 
 FAMILIES: dict[str, tuple[str, Callable[[], str]]] = {
-    "tile": ("identity", lambda: "tile"), "sums": ("identity", lambda: sums_library.SOURCE), "decode": ("identity", lambda: decode_library.SOURCE),
-    "ridge": ("identity", lambda: ridge_library.SOURCE), "ridge_decode": ("identity", lambda: ridge_decode_library.SOURCE),
-    "mixer": ("identity", lambda: mixer_library.SOURCE), "sparse": ("identity", lambda: sparse_library.SOURCE), "distance": ("exp", distance_library.source),
+    "tile": ("identity", lambda: "tile"), "sums": ("identity", lambda: sums_library.SOURCE),
+    "decode": ("identity", lambda: decode_library.SOURCE),
+    "ridge": ("identity", lambda: ridge_library.SOURCE),
+    "ridge_decode": ("identity", lambda: ridge_decode_library.SOURCE),
+    "mixer": ("identity", lambda: mixer_library.SOURCE), "sparse": ("identity", lambda: sparse_library.SOURCE),
+    "distance": ("exp", distance_library.source),
 }  # fmt: skip
 """Of each family of kernels the link and the source that this processor uses."""
 

@@ -50,8 +50,10 @@ def call_of(operator: Operator, data: Inputs) -> Call:
 
 # what the kernel must run, on every input that fits but for heads with too many features
 NAMES = (
-    "linear", "retention", "sko", "sko-fractional", "sko-reproducing", "squared_affine", "polynomial_square", "slay", "performer", "hedgehog",
-    "rewa_functional-linear", "sko-chunk", "squared_affine-count", "squared_affine-raw", "squared_affine-strict", "squared_affine-chunk", "sko-1", "sko-3",
+    "linear", "retention", "sko", "sko-fractional", "sko-reproducing", "squared_affine", "polynomial_square", "slay",
+    "performer", "hedgehog",
+    "rewa_functional-linear", "sko-chunk", "squared_affine-count", "squared_affine-raw", "squared_affine-strict",
+    "squared_affine-chunk", "sko-1", "sko-3",
     "degree-6", "squared_affine-decay", "squared_affine-decay-count", "identity-count", "linear-relu",
 )  # fmt: skip
 # these meet every input, the others share them out between them
@@ -165,7 +167,7 @@ def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> N
         assert (table.right[a:end] == table.right[a] + torch.arange(end - a)).all()
 
 
-# -- its limits --------------------------------------------------------------------------------------------------------------
+# -- its limits ------------------------------------------------------------------------------------------------------
 
 
 def run(operator: Operator, tensors: list[Tensor]) -> list[Tensor]:
@@ -253,7 +255,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
 
 
-# -- torch's machinery -------------------------------------------------------------------------------------------------------
+# -- torch's machinery -----------------------------------------------------------------------------------------------
 
 
 def arguments(learned: bool = True, fading: bool = False) -> tuple:
@@ -352,7 +354,7 @@ def test_a_training_step_compiles_without_a_break(monkeypatch: pytest.MonkeyPatc
         assert (a - b).abs().max() < 1e-5
 
 
-# -- the planner -------------------------------------------------------------------------------------------------------------
+# -- the planner -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case_name", ["causal 333", "queries of a quarter", "bidirectional", "left padding"])

@@ -1,4 +1,6 @@
-"""What the compiled kernel for sums over features carries: memories before and after, decays and key biases; and rows whose sums cancel."""
+"""What the compiled kernel for sums over features carries: memories before and after, decays and key biases; and rows
+whose sums cancel.
+"""
 
 import copy
 import itertools
@@ -24,12 +26,14 @@ from zonal.nn.recurrence import ssd
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 
-# -- memories ----------------------------------------------------------------------------------------------------------------
+# -- memories --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Fading:
-    """A call with padding, a decay for each token and a bias for each key; as leaves, and which of the two the call has."""
+    """A call with padding, a decay for each token and a bias for each key; as leaves, and which of the two the call
+    has.
+    """
 
     q: Tensor
     k: Tensor
@@ -88,8 +92,10 @@ class Fading:
         """Arguments of attention for some of the tokens."""
         part = slice(start, stop)
         return {
-            "q": self.q[:, :, part], "k": self.k[:, :, part], "v": self.v[:, :, part], "key_padding_mask": None if self.mask is None else self.mask[:, part],
-            "log_decay": None if self.log_decay is None else self.log_decay[:, :, part], "key_bias": None if self.key_bias is None else self.key_bias[:, :, part],
+            "q": self.q[:, :, part], "k": self.k[:, :, part], "v": self.v[:, :, part],
+            "key_padding_mask": None if self.mask is None else self.mask[:, part],
+            "log_decay": None if self.log_decay is None else self.log_decay[:, :, part],
+            "key_bias": None if self.key_bias is None else self.key_bias[:, :, part],
         }  # fmt: skip
 
     def run(self, operator: Operator, path: str) -> Tensor:
@@ -103,15 +109,19 @@ class Fading:
 
 
 PIECES = {
-    "squared_affine": (), "squared_affine-strict": (), "squared_affine-count": ("bias",), "linear": ("decay",), "sko-3": ("decay",),
-    "polynomial_square": ("bias",), "squared_affine-decay": ("bias",), "retention": (), "squared_affine-raw": ("decay", "bias"), "squared_affine-chunk": ("bias",),
+    "squared_affine": (), "squared_affine-strict": (), "squared_affine-count": ("bias",), "linear": ("decay",),
+    "sko-3": ("decay",),
+    "polynomial_square": ("bias",), "squared_affine-decay": ("bias",), "retention": (),
+    "squared_affine-raw": ("decay", "bias"), "squared_affine-chunk": ("bias",),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("cuts", [(0, 40, 41, 300), (0, 300), (0, 150, 300), (0, 5, 13, 24, 72, 300)])
 @pytest.mark.parametrize("name", PIECES)
 def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs, the memory at the end and all gradients through it: pieces against one call, and against what the memory itself absorbs."""
+    """Outputs, the memory at the end and all gradients through it: pieces against one call, and against what the memory
+    itself absorbs.
+    """
     operator = randomised(KINDS[name]()).float()
     data = Fading.of(what=PIECES[name]).to(torch.float32)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
@@ -165,7 +175,7 @@ def test_streaming_goes_on_from_the_kernels_memory() -> None:
     assert (y - expected).abs().max() < 1e-4
 
 
-# -- decays and key biases ---------------------------------------------------------------------------------------------------
+# -- decays and key biases -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strength", [1e-3, 0.05, 30.0])
@@ -177,9 +187,12 @@ def test_streaming_goes_on_from_the_kernels_memory() -> None:
 def test_decays_and_biases_of_tokens(
     name: str, what: tuple[str, ...], strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and all gradients, log_decay's and key_bias's among them, from decays that hardly forget to ones that forget all at once."""
+    """Outputs and all gradients, log_decay's and key_bias's among them, from decays that hardly forget to ones that
+    forget all at once.
+    """
     operator = randomised(KINDS[name]()).float()
-    # where all a query sees has faded below the smallest float its row is nothing: operators that may give a query's own key nothing are spared that
+    # where all a query sees has faded below the smallest float its row is nothing: operators that may give a query's
+    # own key nothing are spared that
     data = Fading.of(
         333, what, min(strength, 0.05) if name in ("squared_affine-strict", "linear-relu") else strength, queries=301
     ).to(torch.float32)
@@ -207,7 +220,9 @@ def test_decays_and_biases_of_tokens(
 def test_heads_that_share_queries_and_keys(
     name: str, documents: tuple[int, ...] | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One head of queries and keys for five of values: gradients are sums over the heads, from parts that do not hang on the run."""
+    """One head of queries and keys for five of values: gradients are sums over the heads, from parts that do not hang
+    on the run.
+    """
     operator = randomised(ssd() if name == "ssd" else KINDS[name]()).float()
     generator, batch = torch.Generator().manual_seed(3), 2 if documents is None else 1
     q, k = (torch.randn(batch, 1, 300, 4, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -290,7 +305,9 @@ def test_decays_within_documents() -> None:
 
 
 def test_strong_decays_lose_no_digits() -> None:
-    """A hundred nats a token: neighbours still count what they should, and a query that sees only what has vanished gets nothing."""
+    """A hundred nats a token: neighbours still count what they should, and a query that sees only what has vanished
+    gets nothing.
+    """
     operator, generator = m.squared_affine(), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 300, 4, generator=generator) for _ in range(3))
     decay = torch.full((1, 1, 300), -100.0)
@@ -303,11 +320,13 @@ def test_strong_decays_lose_no_digits() -> None:
     assert (y == 0).all()
 
 
-# -- rows that cancel --------------------------------------------------------------------------------------------------------
+# -- rows that cancel ------------------------------------------------------------------------------------------------
 
 
 def cancelling(gap: float, tokens: int, duplicates: bool) -> list[Tensor]:
-    """Unit queries and keys with q . k = -b (1 + gap) nearly everywhere for the bias b = 0.5: (x + b)^2 is then about (b gap)^2."""
+    """Unit queries and keys with q . k = -b (1 + gap) nearly everywhere for the bias b = 0.5: (x + b)^2 is then about
+    (b gap)^2.
+    """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, 2, 1 if duplicates else tokens, 6, generator=generator, dtype=torch.float64)
     across = torch.nn.functional.normalize(noise, dim=-1).expand(1, 2, tokens, 6)
@@ -331,10 +350,11 @@ def cancelling(gap: float, tokens: int, duplicates: bool) -> list[Tensor]:
 @pytest.mark.parametrize("duplicates", [False, True], ids=["keys", "one key again and again"])
 @pytest.mark.parametrize("gap", [0.3, 0.05, 0.01, 1e-3])
 def test_rows_that_cancel_are_summed_directly(gap: float, duplicates: bool) -> None:
-    """2048 keys at which (x + b)^2 nearly vanishes: outputs and gradients are as good as the definition's in the same precision.
+    """2048 keys at which (x + b)^2 nearly vanishes: outputs and gradients are as good as the definition's in the same
+    precision.
 
-    One key again and again rounds alike at every addition, and what its gradients are made of cancels; errors of 1e-5, and what l' / l makes of
-    them, are then allowed besides.
+    One key again and again rounds alike at every addition, and what its gradients are made of cancels; errors of 1e-5,
+    and what l' / l makes of them, are then allowed besides.
     """
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5, learn_bias=True), anchor.Row())
     tensors = cancelling(gap, 2048, duplicates)
@@ -381,7 +401,9 @@ def test_only_rows_that_cancel_are_summed_directly() -> None:
 
 @pytest.mark.parametrize("gap", [0.3, 0.05, 1e-5])
 def test_rows_that_cancel_in_a_memory(gap: float) -> None:
-    """What a memory brought cannot be summed again: a row is good to what rounding leaves of it, or NaN, and never a wrong number."""
+    """What a memory brought cannot be summed again: a row is good to what rounding leaves of it, or NaN, and never a
+    wrong number.
+    """
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5), anchor.Row())
     q, k, v = (x.float() for x in cancelling(gap, 600, False))
     with torch.no_grad():
@@ -402,7 +424,9 @@ def test_rows_that_cancel_in_a_memory(gap: float) -> None:
 def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(
     gap: float, fading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a memory, rows below 2^-16 of what bounds their terms are NaN in the kernel and in torch, and no others are; other rows agree."""
+    """After a memory, rows below 2^-16 of what bounds their terms are NaN in the kernel and in torch, and no others
+    are; other rows agree.
+    """
     operator = Operator(score.Cosine(), link.SquaredAffine(bias=0.5), anchor.Row())
     q, k, v = (x.float() for x in cancelling(gap, 512, False))
     decay = torch.full((1, 2, 512), -0.01) if fading else None

@@ -1,4 +1,6 @@
-"""Triton kernels against the float64 definition: on a CUDA device where there is one, else in the interpreter; and compiled ahead of time."""
+"""Triton kernels against the float64 definition: on a CUDA device where there is one, else in the interpreter; and
+compiled ahead of time.
+"""
 
 import importlib.util
 import json
@@ -84,7 +86,8 @@ from zonal.execution import native
 
 link = StudentT(sharpness=3.0)
 tile_cases.LINKS["student_t"] = link, native.code_of(link), 0
-found = [tile_cases.Case("student_t", anchor, mask) for anchor in tile_cases.ANCHORS for mask in ("causal", "padding", "gqa", "decode")]
+masks = ("causal", "padding", "gqa", "decode")
+found = [tile_cases.Case("student_t", anchor, mask) for anchor in tile_cases.ANCHORS for mask in masks]
 tile_cases.CASES.update({case.name: case for case in found})
 interpreted.main([case.name for case in found])
 """
@@ -103,7 +106,10 @@ def test_the_documented_link(tmp_path: Path) -> None:
 
 def test_package_imports_without_triton(tmp_path: Path) -> None:
     """The planner, which knows the kernels' sizes, among it."""
-    modules = "zonal.kernels.triton, zonal.kernels.distance_ops, zonal.kernels.ridge_ops, zonal.kernels.sums_ops, zonal.execution.cost_ridge_cuda, zonal.execution.cost_sums_cuda"
+    modules = (
+        "zonal.kernels.triton, zonal.kernels.distance_ops, zonal.kernels.ridge_ops, "
+        "zonal.kernels.sums_ops, zonal.execution.cost_ridge_cuda, zonal.execution.cost_sums_cuda"
+    )
     code = f"import sys; sys.modules['triton'] = None; import zonal, {modules}"
     done = python("-c", code, interpret=False, cache=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -126,7 +132,8 @@ def compile_sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ahead")
     code = (
         "from pathlib import Path; from zonal.kernels.triton import compile, tiles\n"
-        f"rows = [row for each, kernels in {AHEAD}.items() for row in compile.compiled_all(compile.Variant(*each), kernels)]\n"
+        f"rows = [row for each, kernels in {AHEAD}.items() for row in "
+        "compile.compiled_all(compile.Variant(*each), kernels)]\n"
         "tiles.choose = lambda *call: tiles.Tiling(128, 128, 4, 2)\n"
         "rows += compile.compiled_all(compile.Variant('exp', 'causal', 'bfloat16', 128, 80), ['forward'])\n"
         "assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False], rows\n"

@@ -1,4 +1,6 @@
-"""Triton kernels for attention by distance against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
+"""Triton kernels for attention by distance against the dense path in float64: on a CUDA device where there is one, else
+in the interpreter.
+"""
 
 import importlib.util
 import itertools
@@ -88,7 +90,8 @@ def test_the_planner_counts_a_pair_s_distances() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and which kernels of it
+# a sample of what `python -m zonal.kernels.triton.compile_distance` compiles: (kind, mask, type, size, device), and
+# which kernels of it
 AHEAD = {("rewa", "causal", "bfloat16", 96, 90): {"forward", "values"}}
 TITLES = {"notes", "forward", "decode", "combine", "values", "keys", "queries", "row_products"}
 
@@ -105,7 +108,9 @@ def test_kernels_compile_ahead_of_time(variant: tuple, compiled: list[dict]) -> 
 
 
 def test_the_committed_report() -> None:
-    """Every kernel in 16 bits with every mask, and none that spills: but for gradients of what is more than distances, and few numbers of those."""
+    """Every kernel in 16 bits with every mask, and none that spills: but for gradients of what is more than distances,
+    and few numbers of those.
+    """
     report = json.loads((ROOT / "results" / "benchmarks" / "triton_distance_aot.json").read_text(encoding="utf-8"))
     assert report["triton"]
     rows = report["kernels"]

@@ -1,4 +1,6 @@
-"""Triton kernels for ridge read-outs against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
+"""Triton kernels for ridge read-outs against the dense path in float64: on a CUDA device where there is one, else in
+the interpreter.
+"""
 
 import importlib.util
 import json
@@ -108,7 +110,8 @@ def test_the_planner_crosses_over() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_ridge` compiles: (power, mask, type, key size, device), and which kernels of it
+# a sample of what `python -m zonal.kernels.triton.compile_ridge` compiles: (power, mask, type, key size, device), and
+# which kernels of it
 AHEAD = {
     ("ridge-2", "causal", "bfloat16", 56, 90): {"inverse", "read"},
     ("ridge-0", "gqa", "float32", 24, 80): {"read", "keys_back"},
@@ -145,7 +148,8 @@ def test_the_committed_report() -> None:
     assert report["fit"]
     rows = report["kernels"]
     assert {(row["kernel"], row["link"], row["dim"], row["device"]) for row in rows} >= {
-        (kernel, f"ridge-{power}", dim, device) for kernel in TITLES for power in (0, 1, 2) if power or kernel != "steps_back"
+        (kernel, f"ridge-{power}", dim, device) for kernel in TITLES for power in (0, 1,
+        2) if power or kernel != "steps_back"
         for dim in (24, 32, 48, 56, 64) for device in (80, 90)
     }  # fmt: skip
     assert not [row for row in rows if row["spills"] or row["stack"] or row["registers"] > 255]

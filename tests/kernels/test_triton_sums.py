@@ -1,4 +1,6 @@
-"""Triton kernels for sums over features against the dense path in float64: on a CUDA device where there is one, else in the interpreter."""
+"""Triton kernels for sums over features against the dense path in float64: on a CUDA device where there is one, else in
+the interpreter.
+"""
 
 import importlib.util
 import itertools
@@ -35,7 +37,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_definition(name: str, verdicts: dict[str, str | None]) -> None:
-    """y, the memory that is left, and the gradients of both, through memories too; some cases run twice for the same bits."""
+    """y, the memory that is left, and the gradients of both, through memories too; some cases run twice for the same
+    bits.
+    """
     assert verdicts[name] is None, verdicts[name]
 
 
@@ -114,7 +118,9 @@ def problem(tokens: int, dim: int = 32) -> Problem:
 
 
 def test_the_planner_counts_what_the_kernels_do() -> None:
-    """Nothing is taken in where one chunk holds all; else each query meets half a chunk on average, and reads the sums behind it."""
+    """Nothing is taken in where one chunk holds all; else each query meets half a chunk on average, and reads the sums
+    behind it.
+    """
     assert work(problem(256))[:2] == (0.0, 0.0)
     absorbed, reads, pairs = work(problem(65536))
     assert absorbed == 65536 - 256
@@ -128,7 +134,9 @@ def test_the_planner_counts_what_the_kernels_do() -> None:
 
 
 def test_the_planner_crosses_over() -> None:
-    """Tiles for short sequences, sums for long ones, where both kernels run; and sums cost twice as much for twice as much."""
+    """Tiles for short sequences, sums for long ones, where both kernels run; and sums cost twice as much for twice as
+    much.
+    """
     seconds = {
         tokens: {path: cost.MODELS[path](problem(tokens, 64), DEFAULT_GPU).seconds for path in ("tiled", "chunked")}
         for tokens in (512, 65536, 131072)
@@ -140,7 +148,8 @@ def test_the_planner_crosses_over() -> None:
 
 # ---- compiled ahead of time ----
 
-# a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and which kernels of it
+# a sample of what `python -m zonal.kernels.triton.compile_sums` compiles: (link, mask, type, head size, device), and
+# which kernels of it
 AHEAD = {
     ("squared_affine", "packed", "bfloat16", 16, 90): {"absorb keys pairs", "keys_back"},
     ("squared_affine", "decay", "float16", 16, 80): {"read_back"},
@@ -148,7 +157,8 @@ AHEAD = {
     ("ssd", "decay", "bfloat16", 16, 90): {"read", "read_back"},
 }
 TITLES = {
-    "absorb keys pairs", "absorb keys rest", "absorb queries pairs", "absorb queries rest", "carry forwards", "carry backwards", "keys_back", "read",
+    "absorb keys pairs", "absorb keys rest", "absorb queries pairs", "absorb queries rest", "carry forwards",
+    "carry backwards", "keys_back", "read",
     "read_back",
 }  # fmt: skip
 

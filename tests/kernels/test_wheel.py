@@ -1,4 +1,7 @@
-"""The wheel: what is in it, with a compiler and without, and that its libraries run where no compiler is. `make wheel` runs this."""
+"""The wheel: what is in it, with a compiler and without, and that its libraries run where no compiler is.
+
+`make wheel` runs this.
+"""
 
 import json
 import os
@@ -93,17 +96,24 @@ q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)
 errors = {}
 for operator in (m.softmax(), m.sko(degrees=(2.0, 3.0)), m.yat(), m.squared_affine(), m.polynomial_square()):
     exact = zonal.attention(q.double(), k.double(), v.double(), operator, causal=True, path="dense")
-    errors[type(operator.link).__name__] = (zonal.attention(q, k, v, operator, causal=True, path="tiled") - exact).abs().max().item()
-compiled = torch.compile(lambda q: zonal.attention(q, k, v, m.yat(), causal=True, path="tiled"), backend="aot_eager", fullgraph=True)
-errors["traced"] = (compiled(q) - zonal.attention(q, k, v, m.yat(), causal=True, path="tiled")).abs().max().item()
+    tiled = zonal.attention(q, k, v, operator, causal=True, path="tiled")
+    errors[type(operator.link).__name__] = (tiled - exact).abs().max().item()
+
+def attend(q):
+    return zonal.attention(q, k, v, m.yat(), causal=True, path="tiled")
+
+compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+errors["traced"] = (compiled(q) - attend(q)).abs().max().item()
 loaded = library.load(native.code_of(zonal.link.Exp()))
 threads = []
 for count in (1, 3, 2):
     torch.set_num_threads(count)
     threads.append(loaded.omp_get_max_threads())
-mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()} if sys.platform == "linux" else set()
+maps = Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else []
+mapped = {line.split()[-1] for line in maps}
 print(json.dumps({
-    "file": zonal.__file__, "errors": errors, "threads": threads, "mapped": sorted(mapped), "tiles": zonal.explain(m.yat(), q.shape, causal=True).tiles,
+    "file": zonal.__file__, "errors": errors, "threads": threads, "mapped": sorted(mapped),
+    "tiles": zonal.explain(m.yat(), q.shape, causal=True).tiles,
 }))
 """
 

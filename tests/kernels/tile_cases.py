@@ -142,7 +142,9 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    """Each link with each mask, under anchors that take turns, in float32; each mask in 16 bits; large, small and clustered scores."""
+    """Each link with each mask, under anchors that take turns, in float32; each mask in 16 bits; large, small and
+    clustered scores.
+    """
     kinds = list(ANCHORS)
     found = [
         Case(name, kinds[(i + j) % len(kinds)], mask) for i, mask in enumerate(MASKS) for j, name in enumerate(LINKS)
@@ -162,7 +164,9 @@ def _cases() -> dict[str, Case]:
 
 
 def _rest() -> dict[str, Case]:
-    """The other triples of a link, an anchor and a mask, for a device: the interpreter takes a quarter of a second for each."""
+    """The other triples of a link, an anchor and a mask, for a device: the interpreter takes a quarter of a second for
+    each.
+    """
     found = [Case(name, kind, mask) for mask in MASKS for name in LINKS for kind in ANCHORS]
     return {case.name: case for case in found if case.name not in CASES}
 
@@ -172,7 +176,8 @@ def _large() -> dict[str, Case]:
     kinds = {"exp": "row", "horner": "count", "yat": "row", "squared_affine": "row"}
     found = [
         Case(name, kind, mask, dtype)
-        for mask in LARGE_MASKS for name, kind in kinds.items() for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for mask in LARGE_MASKS for name,
+        kind in kinds.items() for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]  # fmt: skip
     return {case.name: case for case in found}
 
@@ -249,7 +254,9 @@ NAMES = ("y", "dq", "dk", "dv", "dscale", "dcoefficients")
 
 
 def defined(case: Case, data: Inputs, dtype: torch.dtype) -> list[Tensor]:
-    """y and its gradients with respect to q, k, v, scale and the learned coefficients, by the definition in ``dtype``."""
+    """y and its gradients with respect to q, k, v, scale and the learned coefficients, by the definition in
+    ``dtype``.
+    """
     rules, learned = case.rules, LINKS[case.link][2]
     priors: tuple[prior.Prior, ...] = ()
     if rules.causal:
@@ -304,7 +311,9 @@ def _unbounded(declared: link.Link) -> link.Link:
 
 
 def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
-    """Where ``got`` is further from float64 than twice the definition in the same type and a floor of rounding; None if nowhere."""
+    """Where ``got`` is further from float64 than twice the definition in the same type and a floor of rounding; None if
+    nowhere.
+    """
     truth, reference = defined(case, data, torch.float64), defined(case, data, case.dtype)
     magnified = 1.0
     if case.link == "exp" and data.k.shape[2]:  # an absolute error of a score becomes a relative one
@@ -330,5 +339,8 @@ def failure(case: Case, data: Inputs, got: list[Tensor]) -> str | None:
             # a row's sum over keys is taken out of its gradients by way of y, which has been rounded
             floor += (2 if name == "y" else 4) * terms * torch.finfo(case.dtype).eps * size
         if error > 2 * allowed + floor:
-            return f"{case.name}: {name} is off by {error:.3g}, the definition in the same type by {allowed:.3g}, of {size:.3g}"
+            return (
+                f"{case.name}: {name} is off by {error:.3g}, the definition in the same type by "
+                f"{allowed:.3g}, of {size:.3g}"
+            )
     return None

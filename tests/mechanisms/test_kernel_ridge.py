@@ -1,4 +1,6 @@
-"""Kernel ridge beyond the matrix: harmonics, kernels that are refused, weights that learn under a memory, keys of zeros, the planner's choice, a compiled call."""
+"""Kernel ridge beyond the matrix: harmonics, kernels that are refused, weights that learn under a memory, keys of
+zeros, the planner's choice, a compiled call.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""SKO: degrees of any number of heads, the sphere of the head, weights that learn in units of their size, arguments of the wrong type."""
+"""SKO: degrees of any number of heads, the sphere of the head, weights that learn in units of their size, arguments of
+the wrong type.
+"""
 
 import pytest
 import torch
@@ -71,7 +73,9 @@ def test_fewer_degrees_have_fewer_weights() -> None:
 
 
 def test_the_sphere_of_the_head() -> None:
-    """manifold_dim="head": unit vectors of D numbers lie on a sphere of dimension D - 1; in layers, bare calls and memories."""
+    """manifold_dim="head": unit vectors of D numbers lie on a sphere of dimension D - 1; in layers, bare calls and
+    memories.
+    """
     for dim in (6, 16):
         q, k, v = tokens(4, dim)
         open_, given = m.sko(manifold_dim="head"), m.sko(manifold_dim=dim - 1)
@@ -96,7 +100,9 @@ def test_the_sphere_of_the_head() -> None:
 
 
 def test_weights_of_the_theory_learn_in_units_of_their_size() -> None:
-    """w_k = N_k u_k with u learned: it starts at h(k / n), the kernel is that of the theory, and 50 steps of AdamW leave u near 1."""
+    """w_k = N_k u_k with u learned: it starts at h(k / n), the kernel is that of the theory, and 50 steps of AdamW
+    leave u near 1.
+    """
     torch.manual_seed(0)
     layer = Attention(32, 2, m.sko(degrees=(4.0, 5.0), init="reproducing", manifold_dim="head"))
     parameter = layer.operator.learned_parts["link_weight"]

@@ -53,7 +53,8 @@ def test_keys_are_prepared_and_typed() -> None:
     )
     assert isinstance(memory, KeyValues)
     k, v, mask, decay, bias = memory.keys_and_values()
-    # unit vectors would lose more by rounding than their keys had; keys that the score leaves alone are kept as they came
+    # unit vectors would lose more by rounding than their keys had; keys that the score leaves alone are kept as they
+    # came
     assert (k.dtype, v.dtype) == (torch.float32, torch.bfloat16)
     assert torch.allclose(k.norm(dim=-1), torch.ones(1, 2, 5))
     plain = Memory.empty(m.softmax(), 1, 2, 4, 3, torch.bfloat16).absorb(

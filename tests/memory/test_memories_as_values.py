@@ -1,4 +1,6 @@
-"""Every memory of every operator: absorb, read, merge, subtract, fork, bytes, gradients, against the definition on all keys."""
+"""Every memory of every operator: absorb, read, merge, subtract, fork, bytes, gradients, against the definition on all
+keys.
+"""
 
 import itertools
 from pathlib import Path
@@ -139,7 +141,9 @@ def test_subtract_the_end(name: str) -> None:
 @pytest.mark.parametrize("cut", [8, 12])
 @pytest.mark.parametrize("name", [name for name in NAMES if EXPECTED[name] in ("decayed", "fading")])
 def test_the_end_of_what_fades_is_told_from_its_beginning(name: str, cut: int, tmp_path: Path) -> None:
-    """The end would have to be taken from sums in which the beginning has faded: refused, like tokens that were absorbed and not merged."""
+    """The end would have to be taken from sums in which the beginning has faded: refused, like tokens that were
+    absorbed and not merged.
+    """
     op, tokens, q = operator(name), span(), queries()
     a, b, c = (tokens.part(*part).into(empty(op)) for part in ((0, cut), (cut, 2 * cut - 4), (2 * cut - 4, TOKENS)))
     for whole in (a.merge(b).merge(c), a.merge(b.merge(c))):

@@ -127,7 +127,8 @@ def test_shapes_that_do_not_fit_the_header(tmp_path) -> None:
     for name in ("softmax", "ska-1", "squared_affine", "retention"):
         memory = filled(name)
         header = {
-            "memory": memory.kind, "operator": memory.operator.config(), "batch": 3, "heads": 2, "key_dim": 5, "value_dim": 3, "dtype": "float64",
+            "memory": memory.kind, "operator": memory.operator.config(), "batch": 3, "heads": 2, "key_dim": 5,
+            "value_dim": 3, "dtype": "float64",
             "count": memory.count, "plain": memory.plain(),
         }  # fmt: skip
         named = {f"memory.{key}": x for key, x in memory.tensors().items()} | {

@@ -30,7 +30,9 @@ def test_power_zero_is_kernel_ridge_regression() -> None:
 
 @pytest.mark.parametrize("power", [0, 1, 2, 3])
 def test_power_looks_ahead(power: int) -> None:
-    """With at most r distinct keys and a small ridge, the query for key t gets the value stored ``power`` steps later."""
+    """With at most r distinct keys and a small ridge, the query for key t gets the value stored ``power`` steps
+    later.
+    """
     r = 16
     operator = m.ska(power=power, eps=1e-9, key_limit=None).double()
     operator.learned_parts["anchor_eta"].data.fill_(1.0)
@@ -76,7 +78,9 @@ def same(a: Memory, b: Memory) -> None:
 
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_taking_out_any_merged_span(power: int) -> None:
-    """Borders that merge made are known, so a span in the middle goes too, and its neighbours then follow each other."""
+    """Borders that merge made are known, so a span in the middle goes too, and its neighbours then follow each
+    other.
+    """
     a, b, c, d = spans(power, 5, 7, 3, 9)
     whole = a.merge(b).merge(c.merge(d))
     same(whole.subtract(b), a.merge(c).merge(d))
@@ -159,7 +163,9 @@ def test_a_long_single_precision_stream(power: int, kind: str) -> None:
 @pytest.mark.parametrize("known", [0, 9])
 @torch.no_grad()
 def test_what_steps_leave_is_what_absorbing_leaves(power: int, known: int) -> None:
-    """However many of the last tokens stay beside the sums, whoever looks in between, and whatever else went on from the same memory."""
+    """However many of the last tokens stay beside the sums, whoever looks in between, and whatever else went on from
+    the same memory.
+    """
     operator, r, tokens = m.ska(power=power), 6, 40
     q, k, v = (
         draw(2, 4, tokens, r, seed=1).float(),

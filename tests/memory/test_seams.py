@@ -1,4 +1,6 @@
-"""Spans taken out of merged ridge statistics, where rows of a batch have spans without a real token: M, first and last key against the merge of the rest."""
+"""Spans taken out of merged ridge statistics, where rows of a batch have spans without a real token: M, first and last
+key against the merge of the rest.
+"""
 
 import itertools
 

@@ -257,14 +257,17 @@ def test_parts_keep_tokens_as_they_were_weighed(name: str) -> None:
             piece = slice(start, stop)
             k = tokens.k[:, :, piece]
             _, memory = zonal.attention(
-                k, k, tokens.v[:, :, piece], op, causal=True, memory=memory.open(one), path=path, key_padding_mask=tokens.mask[:, piece],
+                k, k, tokens.v[:, :, piece], op, causal=True, memory=memory.open(one), path=path,
+                key_padding_mask=tokens.mask[:, piece],
                 action_mask=stored[:, piece], key_gate=gate[:, :, piece],
             )  # fmt: skip
         close(memory.close().forget("b").read(q), expected.read(q))
 
 
 def test_decays_a_token_go_with_their_span() -> None:
-    """What came before a forgotten span fades by the others alone, and their ridge is given back where it would have been."""
+    """What came before a forgotten span fades by the others alone, and their ridge is given back where it would have
+    been.
+    """
     op, tokens, q = m.ska(power=1, fading=True).double(), span(True), queries()
     decay = -torch.rand(BATCH, KV, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
@@ -393,7 +396,9 @@ def test_spans_are_whole_chunks() -> None:
 
 
 def test_spans_that_come_and_go_leave_no_rounding() -> None:
-    """Float32 sums after 300 large spans came and went are those that never saw them; by subtraction their digits would be gone."""
+    """Float32 sums after 300 large spans came and went are those that never saw them; by subtraction their digits would
+    be gone.
+    """
     op = m.squared_affine()
     k, v = (
         torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(0)),

@@ -1,4 +1,6 @@
-"""Memories that say what they do not know: support, verdicts, rates that hold, and what stays as more evidence arrives."""
+"""Memories that say what they do not know: support, verdicts, rates that hold, and what stays as more evidence
+arrives.
+"""
 
 import dataclasses
 import math
@@ -206,7 +208,9 @@ def test_a_label_changes_only_when_evidence_about_its_key_does_and_never_to_unde
 
 
 def test_one_token_moves_an_answer_by_no_more_than_what_is_open():
-    """|dy| <= |v - W z| sqrt(q^T P q) / 2, and q^T P q = (1 - support) |q|^2 / rho: reached where z is the query and as large as the ridge."""
+    """|dy| <= |v - W z| sqrt(q^T P q) / 2, and q^T P q = (1 - support) |q|^2 / rho: reached where z is the query and as
+    large as the ridge.
+    """
     rho = 0.1
     memory = filled(m.ridge(eps=rho, learn_ridge=False, key_limit=None), 10)
     q, v = draw(1, 1, 30, R, seed=20), draw(1, 1, 1, P, seed=40)

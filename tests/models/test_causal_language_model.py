@@ -44,7 +44,7 @@ def targets_for(tokens, every=3):
     return targets
 
 
-# --- loss and prediction -----------------------------------------------------------------------------------------------
+# --- loss and prediction --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -156,7 +156,7 @@ def test_locate_nonfinite_names_the_first_culprit():
     assert model.locate_nonfinite(tokens) == "blocks.0.attention.value.weight"
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [[13], [1] * 13, [6, 1, 1, 5]], ids=str)
@@ -227,7 +227,7 @@ def test_a_memory_file_goes_on_where_it_stood(tmp_path):
         model.load_memory(tmp_path / "memory.safetensors")
 
 
-# --- generation --------------------------------------------------------------------------------------------------------
+# --- generation -----------------------------------------------------------------------------------------------------
 
 
 def run(model, tokens, count, **options):
@@ -330,7 +330,7 @@ def test_generation_goes_on_from_a_memory():
     assert torch.equal(run(model, tokens[:, 6:], 8, temperature=0, memory=memory), run(model, tokens, 8, temperature=0))
 
 
-# --- starts ------------------------------------------------------------------------------------------------------------
+# --- starts ---------------------------------------------------------------------------------------------------------
 
 
 def test_shared_parameters_start_identical_across_operators():
@@ -382,7 +382,7 @@ def test_operators_keep_their_declared_start():
                 assert torch.equal(got, wanted), name
 
 
-# --- looking at it, files ----------------------------------------------------------------------------------------------
+# --- looking at it, files -------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_counted_once():

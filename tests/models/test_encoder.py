@@ -1,4 +1,6 @@
-"""The encoder and the vision transformer: bidirectional, any operator, merged tokens, files; and that it learns the digits."""
+"""The encoder and the vision transformer: bidirectional, any operator, merged tokens, files; and that it learns the
+digits.
+"""
 
 import pytest
 import torch

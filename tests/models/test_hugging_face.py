@@ -1,4 +1,6 @@
-"""Models of transformers on operators: the same logits, caches, padding, windows and gradients and calls of a stand-in for transformers."""
+"""Models of transformers on operators: the same logits, caches, padding, windows and gradients and calls of a stand-in
+for transformers.
+"""
 
 import copy
 import importlib
@@ -140,12 +142,16 @@ def test_padding_and_windows(registered: dict[str, Any]) -> None:
 
 # the needs that layers of transformers do not meet, by mechanism; all others are converted
 REFUSED = {
-    "sinkhorn": "a bidirectional layer", "hyperbolic_transport": "a bidirectional layer", "hierarchical": "a bidirectional layer",
-    "rewa_categorical": "one map that makes both queries and keys", "rewa_categorical(transport=True)": "one map that makes both queries and keys",
-    "rewa(shared_witness=True)": "one map that makes both queries and keys", "rewa_topological": "4 deaths of its neighbourhood behind each query and key",
+    "sinkhorn": "a bidirectional layer", "hyperbolic_transport": "a bidirectional layer",
+    "hierarchical": "a bidirectional layer",
+    "rewa_categorical": "one map that makes both queries and keys",
+    "rewa_categorical(transport=True)": "one map that makes both queries and keys",
+    "rewa(shared_witness=True)": "one map that makes both queries and keys",
+    "rewa_topological": "4 deaths of its neighbourhood behind each query and key",
     "ska(fading=True)": "a decay that each token sets", "ridge(fading=True)": "a decay that each token sets",
     "rewa(parts=(1, 1, 1), adaptive=True)": "logits of its own weights",
-    "rewa_operator": "other queries and keys than those of 6 numbers a head", "rewa(parts=(2, 2, 4))": "queries and keys of 8 numbers a head, and these have 6",
+    "rewa_operator": "other queries and keys than those of 6 numbers a head",
+    "rewa(parts=(2, 2, 4))": "queries and keys of 8 numbers a head, and these have 6",
 }  # fmt: skip
 LIST = sorted({*m.names(), *REFUSED, "ska(power=1)"})
 
@@ -169,8 +175,10 @@ def test_a_converted_layer_is_that_of_nn_attention_or_refused(spec: str, registe
     hugging_face.convert(model, spec)
     wanted = zonal.nn.Attention(24, 4, spec, kv_heads=2)
     wanted.load_state_dict(
-        {f"{name}.weight": linear.weight for name, linear in zip(("query", "key", "value"), layer.maps, strict=True)}  # type: ignore[arg-type]
-        | {name: value for name, value in layer.state_dict().items() if not name.startswith("maps")} | {"output.weight": torch.eye(24)}
+        {f"{name}.weight": linear.weight for name,
+        linear in zip(("query", "key", "value"), layer.maps, strict=True)}  # type: ignore[arg-type]
+        | {name: value for name,
+        value in layer.state_dict().items() if not name.startswith("maps")} | {"output.weight": torch.eye(24)}
     )  # fmt: skip
     if wanted.readout is not None:
         for norm in (wanted.readout, layer.readout):
@@ -219,7 +227,8 @@ def test_what_does_not_fit(registered: dict[str, Any], monkeypatch: pytest.Monke
         hugging_face.attend(model.layers[0], x, x, x, None)
     hugging_face.convert(model)
     for given, words in (
-        ({"softcap": 30.0}, "asks for softcap"), ({"s_aux": x}, "asks for s_aux"), ({"output_attentions": True}, "asks for output_attentions"),
+        ({"softcap": 30.0}, "asks for softcap"), ({"s_aux": x}, "asks for s_aux"),
+        ({"output_attentions": True}, "asks for output_attentions"),
         ({"sliding_window": 4}, "keeps 4 tokens, and its operator has no such Window"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=words):

@@ -1,4 +1,6 @@
-"""Models of unlike layers: lists in one line, recurrences beside attention, one memory, training, files, and another library's weights."""
+"""Models of unlike layers: lists in one line, recurrences beside attention, one memory, training, files, and another
+library's weights.
+"""
 
 import importlib.util
 
@@ -78,7 +80,10 @@ def test_each_layer_is_what_the_line_says():
 
 
 def test_queries_and_keys_are_lifted():
-    line = "lifted(operator='ska(power=1, rank=4)', size=6), mixture(parts=(\"lifted(operator='ska(rank=4)', size=5)\", 'softmax'))"
+    line = (
+        "lifted(operator='ska(power=1, rank=4)', size=6), mixture(parts=(\"lifted(operator='ska(rank=4)', "
+        "size=5)\", 'softmax'))"
+    )
     model = build(ModelConfig(23, layers=line, dim=16, heads=2, conv=3), seed=3).double()
     first, (inner, plain) = model.blocks[0].attention, model.blocks[1].attention.parts
     assert first.qk_dim == 4
@@ -204,7 +209,8 @@ def test_logits_and_gradients_of_transformers_model(tied):
     modeling = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
     torch.manual_seed(0)
     config = modeling.Mamba2Config(
-        vocab_size=23, hidden_size=24, num_heads=6, head_dim=8, state_size=16, n_groups=2, chunk_size=16, num_hidden_layers=3,
+        vocab_size=23, hidden_size=24, num_heads=6, head_dim=8, state_size=16, n_groups=2, chunk_size=16,
+        num_hidden_layers=3,
         tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     theirs = modeling.Mamba2ForCausalLM(config)

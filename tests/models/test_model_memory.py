@@ -1,4 +1,6 @@
-"""The memory of a model as a value: prefill, fork and continue; documents that are read apart, merged, forgotten; many users in one batch."""
+"""The memory of a model as a value: prefill, fork and continue; documents that are read apart, merged, forgotten; many
+users in one batch.
+"""
 
 import pytest
 import torch
@@ -65,13 +67,15 @@ def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-12) -> None:
     assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
 
 
-# --- prefill, fork, continue -------------------------------------------------------------------------------------------
+# --- prefill, fork, continue ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_forked_continuation_equals_recomputation(name: str, padded: bool) -> None:
-    """The same calls give the same bits; one pass over the whole text gives the same numbers, after warm prefills of many tokens too."""
+    """The same calls give the same bits; one pass over the whole text gives the same numbers, after warm prefills of
+    many tokens too.
+    """
     model, prompt, more = make(name), text(11, batch=2), text(6, 2, batch=2)
     mask = torch.tensor([[False] * 4 + [True] * 7, [True] * 11]) if padded else None
     logits, memory = model.prefill(prompt, key_padding_mask=mask)
@@ -156,7 +160,7 @@ def test_a_row_that_met_its_stop_reads_no_more(name: str) -> None:
     near(model.prefill(more, done.memory.gather([0]))[0], model(torch.cat([alone, more], 1))[:, -1])
 
 
-# --- spans -------------------------------------------------------------------------------------------------------------
+# --- spans ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -214,7 +218,9 @@ def test_documents_that_were_read_apart(name: str, conv: int, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "sums", "decayed", "ridge", "fading"])
 def test_merged_is_documents_that_do_not_see_each_other(name: str) -> None:
-    """Against all keys and values of every layer, kept one document after another: a text that sees both, which do not see each other."""
+    """Against all keys and values of every layer, kept one document after another: a text that sees both, which do not
+    see each other.
+    """
     model, a, b, more = make(name), text(7, 1), text(5, 2), text(4, 3)
     first = model.prefill(a)[1]
     second = model.prefill(b, model.empty_memory(1, position=7))[1]
@@ -236,7 +242,9 @@ def test_merged_is_documents_that_do_not_see_each_other(name: str) -> None:
 
 
 def test_merged_softmax_equals_a_mask_over_one_sequence() -> None:
-    """The same written out with torch's own attention: block-diagonal over the documents, all of them open to what follows."""
+    """The same written out with torch's own attention: block-diagonal over the documents, all of them open to what
+    follows.
+    """
     model, a, b, more = make("softmax", conv=0, rotary=True), text(7, 1), text(5, 2), text(4, 3)
     second = model.prefill(b, model.empty_memory(1, position=7))[1]
     got = model.step(more, model.prefill(a)[1].merge(second))[0]
@@ -257,7 +265,8 @@ def test_merged_softmax_equals_a_mask_over_one_sequence() -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "sums", "decayed", "ridge", "fading", "mamba2", "fast"])
 def test_what_forgetting_an_older_span_of_one_text_means(name: str) -> None:
-    """Keys and values of one layer without convolution do not depend on their past: forgetting is exact there, but for positions, which stay.
+    """Keys and values of one layer without convolution do not depend on their past: forgetting is exact there, but for
+    positions, which stay.
 
     In a deeper model later tokens have seen the span below, and the gap to never having read it is far beyond rounding.
     """
@@ -292,7 +301,7 @@ def test_positions_stay_when_an_older_span_goes() -> None:
     near(model.step(more, forgotten)[0], model.step(more, gap)[0])
 
 
-# --- many users --------------------------------------------------------------------------------------------------------
+# --- many users -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -329,7 +338,7 @@ def test_stacked_users_keep_their_spans() -> None:
         near(got[i : i + 1], model.step(more[i : i + 1], user.forget("doc"))[0])
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_memories_of_another_model_are_refused(tmp_path) -> None:

@@ -1,4 +1,6 @@
-"""The encoder: it sees both ways and no padding, learns with every anchor that needs that, and refuses layers that read in one direction."""
+"""The encoder: it sees both ways and no padding, learns with every anchor that needs that, and refuses layers that read
+in one direction.
+"""
 
 import pytest
 import torch

@@ -93,7 +93,10 @@ def test_the_gain():
 
 def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = "train --task mqar-demo --train-examples 8 --test-examples 4 --steps 2 --batch-size 2 --dim 16 --heads 2 --layers 1 --mlp none --no-tensorboard --out r --silent-tokens 0"
+    words = (
+        "train --task mqar-demo --train-examples 8 --test-examples 4 --steps 2 --batch-size 2 --dim 16 "
+        "--heads 2 --layers 1 --mlp none --no-tensorboard --out r --silent-tokens 0"
+    )
     assert main([*words.split(), "--operator", "gated(operator='ska(power=1, eta=1.0)')"]) == 0
     trained, _ = load_model(tmp_path / "r" / "checkpoint.safetensors")
     assert trained.config.silent_tokens == (0,)

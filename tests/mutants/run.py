@@ -2,8 +2,9 @@
 
     python tests/mutants/run.py [--out results/mutants.json] [--cache FOLDER] [--named-only] [NAME …]
 
-A fault is killed when one of its tests fails that passes without it. One that its own tests let live is run against the whole suite, unless
---named-only. The exit status is 1 when a fault survives, does not apply, or leaves nothing that can be run.
+A fault is killed when one of its tests fails that passes without it. One that its own tests let live is run against the
+whole suite, unless --named-only. The exit status is 1 when a fault survives, does not apply, or leaves nothing that can
+be run.
 """
 
 import argparse
@@ -67,7 +68,9 @@ def pytest(tree: Path, cache: Path, *arguments: str) -> tuple[int, str]:
 
 
 def judged(mutant: Mutant, tree: Path, cache: Path, sound: dict[str, bool], named_only: bool) -> Outcome:
-    """Put a fault in, run tests, and take it out again. sound: tests that are known to pass, or not, without any fault."""
+    """Put a fault in, run tests, and take it out again. sound: tests that are known to pass, or not, without any
+    fault.
+    """
     started, file = time.perf_counter(), tree / mutant.file
     before = file.read_text(encoding="utf-8")
 

@@ -9,7 +9,9 @@ TABLE = Path(__file__).with_name("mutants.toml")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: ``old``, which stands exactly once in ``file``, becomes ``new``. tests: arguments of pytest that should see it."""
+    """One fault: ``old``, which stands exactly once in ``file``, becomes ``new``. tests: arguments of pytest that
+    should see it.
+    """
 
     name: str
     says: str
@@ -24,12 +26,16 @@ class Mutant:
         return tuple(each.partition("::")[0] for each in self.tests if each.startswith("tests/"))
 
     def applied(self, tree: Path) -> str:
-        """The text of the file with the fault. Raises: ValueError when the text has changed so that the fault has no place any more."""
+        """The text of the file with the fault.
+
+        Raises: ValueError when the text has changed so that the fault has no place any more.
+        """
         text = (tree / self.file).read_text(encoding="utf-8")
         count = text.count(self.old)
         if count != 1:
             raise ValueError(
-                f"mutant {self.name!r} does not apply: its old text stands {count} times in {self.file}, once is required. Write it anew in {TABLE.name}."
+                f"mutant {self.name!r} does not apply: its old text stands {count} times in {self.file}, once is "
+                f"required. Write it anew in {TABLE.name}."
             )
         return text.replace(self.old, self.new)
 

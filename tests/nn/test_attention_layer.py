@@ -50,7 +50,7 @@ def tokens(batch=2, length=13, dim=12, seed=1):
     return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# --- definition --------------------------------------------------------------------------------------------------------
+# --- definition -----------------------------------------------------------------------------------------------------
 
 
 def by_hand(layer, x):
@@ -122,7 +122,7 @@ def test_not_causal_sees_the_future():
         assert (difference == 0) is causal or bool(difference < 1e-12) is causal
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 SPLITS = ([13], [1] * 13, [7, 1, 1, 1, 1, 1, 1], [4, 9], [1, 5, 2, 5], [12, 1])
 
@@ -181,7 +181,7 @@ def test_saved_memory_goes_on_where_it_stood(spec, tmp_path):
     assert (loaded.length, loaded.nbytes) == (memory.length, memory.nbytes)
 
 
-# --- masks -------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -241,7 +241,7 @@ def test_no_output_depends_on_a_later_token(spec):
         assert difference[t:].max() > 1e-3
 
 
-# --- what the operator declares ----------------------------------------------------------------------------------------
+# --- what the operator declares -------------------------------------------------------------------------------------
 
 
 def test_readout_norm_follows_the_operator_unless_told():
@@ -254,7 +254,9 @@ def test_readout_norm_follows_the_operator_unless_told():
 
 @pytest.mark.parametrize(("init", "orthogonal"), [("auto", 3), ("orthogonal", 3), ("zero_output", 2), ("default", 0)])
 def test_how_projections_start(init, orthogonal):
-    """q, k and v from orthogonal projections of their own, keys of a width r of their own, and an output that is zero."""
+    """q, k and v from orthogonal projections of their own, keys of a width r of their own, and an output that is
+    zero.
+    """
     torch.manual_seed(0)
     layer = Attention(32, 4, "ska(rank=6)", head_dim=8, kv_heads=2, init=init)
     assert (layer.output.weight.abs().max() == 0) == (orthogonal > 0)
@@ -354,7 +356,7 @@ def test_autocast_to_bfloat16_stays_near_float32(spec):
     assert 0 < error < 0.05
 
 
-# --- block -------------------------------------------------------------------------------------------------------------
+# --- block ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mlp", [True, False])
@@ -387,7 +389,7 @@ def test_draws_are_named_streams():
     assert abs(wide.std().item() / 0.005 - 1) < 0.02
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Layers under torch.compile: one graph a mechanism, the same numbers, and one graph for sequences of several lengths."""
+"""Layers under torch.compile: one graph a mechanism, the same numbers, and one graph for sequences of several
+lengths.
+"""
 
 from collections.abc import Callable
 
@@ -20,8 +22,10 @@ SPECS = [
     "rewa_categorical(size=3, transport=True)",
 ]
 LAYERS: dict[str, Callable[[], nn.TokenMixer]] = {
-    "mamba2": lambda: nn.Mamba2(24, head_dim=6, state=4), "mamba3": lambda: nn.Mamba3(24, head_dim=6, state=4), "mesanet": lambda: nn.MesaNet(24, head_dim=6),
-    "gated_kalmanet": lambda: nn.GatedKalmaNet(24, head_dim=6), "gated_deltanet": lambda: nn.GatedDeltaNet(24, head_dim=6),
+    "mamba2": lambda: nn.Mamba2(24, head_dim=6, state=4), "mamba3": lambda: nn.Mamba3(24, head_dim=6, state=4),
+    "mesanet": lambda: nn.MesaNet(24, head_dim=6),
+    "gated_kalmanet": lambda: nn.GatedKalmaNet(24, head_dim=6),
+    "gated_deltanet": lambda: nn.GatedDeltaNet(24, head_dim=6),
 }  # fmt: skip
 
 

@@ -34,7 +34,9 @@ def test_a_full_and_an_empty_state():
 
 
 def test_dynamics_are_seen_in_the_spectrum():
-    """Keys that turn by a fixed angle a step have a pair of eigenvalues at that angle, near the unit circle; those of noise are inside."""
+    """Keys that turn by a fixed angle a step have a pair of eigenvalues at that angle, near the unit circle; those of
+    noise are inside.
+    """
     step = torch.arange(400, dtype=torch.float64)
     turning = torch.stack([(0.3 * step).cos(), (0.3 * step).sin()], -1)
     found = of_memory(absorbed(turning[None, None], eps=1e-6))

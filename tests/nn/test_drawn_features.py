@@ -1,4 +1,6 @@
-"""What operators draw at random belongs to a layer: its numbers follow from the model's seed, the layer and the head."""
+"""What operators draw at random belongs to a layer: its numbers follow from the model's seed, the layer and the
+head.
+"""
 
 import itertools
 

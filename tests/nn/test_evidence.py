@@ -91,7 +91,9 @@ def test_weights_times_values_are_the_read_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMED if refusal(NAMED[name]().operator) is None])
 def test_the_gauge_is_what_weights_do_not_see(name: str) -> None:
-    """A factor a row, or a column, of K leaves what the probe sees as it was where the probe says so, and nowhere else."""
+    """A factor a row, or a column, of K leaves what the probe sees as it was where the probe says so, and nowhere
+    else.
+    """
     made, x = named(name)
     call = made.called(x)
     for head, kernel in enumerate(made.evidence_of(call).unbind(1)):
@@ -129,7 +131,9 @@ def test_signed_kernels_have_no_logarithm() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_forms_of_softmax_heads(causal: bool) -> None:
-    """Shares sum to one, a head of 6 numbers is explained by 6 where nothing is forbidden, and the ladder of weights goes down."""
+    """Shares sum to one, a head of 6 numbers is explained by 6 where nothing is forbidden, and the ladder of weights
+    goes down.
+    """
     found = forms(layer(causal=causal), inputs(2, 14, 12, seed=3), (1, 3, 6), refine=8)
     assert len(found) == 2
     for head in found:
@@ -176,7 +180,9 @@ def test_ranks_must_rise_and_fit(ranks: tuple[int, ...], words: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_maps_add_up_to_the_form(causal: bool) -> None:
-    """The first sequence alone; the interaction is the evidence without its fields, its energy has the spectrum, and the product is the nearest of its rank."""
+    """The first sequence alone; the interaction is the evidence without its fields, its energy has the spectrum, and
+    the product is the nearest of its rank.
+    """
     made, x = layer(causal=causal).double(), inputs(2, 9, 12).double()
     form, *_ = forms(made, x[:1], (2,))
     drawn, *_ = maps(made, x, 2)

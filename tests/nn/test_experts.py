@@ -43,7 +43,9 @@ def test_it_is_its_definition_with_all_gradients(experts, top):
 
 
 def test_it_is_a_conditional_on_experts():
-    """Corollary 5.3: shares are a distribution, of which no more than ``top`` are not 0; the values depend on the row."""
+    """Corollary 5.3: shares are a distribution, of which no more than ``top`` are not 0; the values depend on the
+    row.
+    """
     layer, x = made(), torch.randn(4, 6, dtype=torch.float64)
     found = update.Conditional(layer.shares(x))
     assert ((found.weights > 0).sum(-1) == 2).all()
@@ -107,7 +109,9 @@ def test_models_are_made_of_them(tmp_path):
 
 
 def test_a_mixture_of_attentions_is_a_conditional_on_its_parts_keys():
-    """``nn.Mixture``: heads of its parts side by side are conditionals on the disjoint union of their keys, gated by its shares."""
+    """``nn.Mixture``: heads of its parts side by side are conditionals on the disjoint union of their keys, gated by
+    its shares.
+    """
     torch.manual_seed(0)
     parts = [Attention(8, 2, spec) for spec in ("softmax", "yat", "rewa(parts=(2,2,0))")]
     layer = Mixture(parts, hidden=4).double()

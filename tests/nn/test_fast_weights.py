@@ -1,4 +1,6 @@
-"""MesaNet, Gated KalmaNet and Gated DeltaNet: the recurrence token by token, every block size, gradients, memory, masks, and what they equal."""
+"""MesaNet, Gated KalmaNet and Gated DeltaNet: the recurrence token by token, every block size, gradients, memory,
+masks, and what they equal.
+"""
 
 import dataclasses
 
@@ -41,7 +43,7 @@ def tokens(batch=2, length=13, dim=12, seed=1):
     return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# --- definition --------------------------------------------------------------------------------------------------------
+# --- definition -----------------------------------------------------------------------------------------------------
 
 
 def by_hand(layer, u):
@@ -154,7 +156,7 @@ def test_gradients_of_any_size_are_solved_alike(kind):
     assert all((one - found[1]).norm() < 1e-4 * found[1].norm() for one in found[2:])
 
 
-# --- solvers -----------------------------------------------------------------------------------------------------------
+# --- solvers --------------------------------------------------------------------------------------------------------
 
 
 def system(condition=20.0, size=7, seed=0):
@@ -205,7 +207,7 @@ def test_a_solution_has_the_derivative_of_the_exact_one():
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
-# --- what they are equal to --------------------------------------------------------------------------------------------
+# --- what they are equal to -----------------------------------------------------------------------------------------
 
 
 def parts(length=40, n=6, p=4, heads=2, seed=0):
@@ -222,7 +224,9 @@ def parts(length=40, n=6, p=4, heads=2, seed=0):
 
 @pytest.mark.parametrize("kind", SOLVED)
 def test_without_forgetting_they_are_ridge_regression(kind):
-    """MesaNet with a constant Λ, and Gated KalmaNet with m = 1 up to its ridge: the ridge anchor over keys the query's own token among."""
+    """MesaNet with a constant Λ, and Gated KalmaNet with m = 1 up to its ridge: the ridge anchor over keys the query's
+    own token among.
+    """
     q, k, v, _, _ = parts()
     sums = FadingSums.of(
         k, torch.cat([k, v], -1), torch.zeros(1, 2, 40, dtype=torch.float64), q.new_zeros(1, 2, 6, 10), 16
@@ -241,7 +245,9 @@ def test_without_forgetting_they_are_ridge_regression(kind):
 
 
 def test_mesanet_of_earlier_keys_is_ska():
-    """``ska(power=0)`` sees strictly earlier keys: MesaNet's read-out one token earlier with the same query, times η, 1.5 at its start."""
+    """``ska(power=0)`` sees strictly earlier keys: MesaNet's read-out one token earlier with the same query, times η,
+    1.5 at its start.
+    """
     q, k, v, _, _ = parts()
     expected = attention(q, k, v, mechanisms.ska(power=0, eps=0.2), causal=True) / 1.5
     later = torch.cat([q[:, :, 1:], q[:, :, :1]], 2)
@@ -299,7 +305,7 @@ def test_a_reset_forgets_everything():
     torch.testing.assert_close(whole.last, after.last, rtol=0, atol=1e-12)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", [[1] * 13, [7, 1, 1, 4]], ids=lambda s: "+".join(map(str, s)))
@@ -344,7 +350,7 @@ def test_the_sums_of_two_spans_merge(kind):
         torch.testing.assert_close(merged.tensors()[name], value, **TOLERANCE)
 
 
-# --- masks -------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])

@@ -1,4 +1,6 @@
-"""How long the keys of ridge and Koopman read-outs are when a layer starts, and that their length counts and can be learned."""
+"""How long the keys of ridge and Koopman read-outs are when a layer starts, and that their length counts and can be
+learned.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,9 @@ def test_every_layer_learns_the_factor_from_the_start():
 
 @pytest.mark.parametrize("length", [1.0, 0.5, 0.25])
 def test_a_shorter_key_is_stored_more_weakly(length):
-    """What comes back of one stored value is |z|^2 / (|z|^2 + ridge) of it, times eta, for a stored key z of that length."""
+    """What comes back of one stored value is |z|^2 / (|z|^2 + ridge) of it, times eta, for a stored key z of that
+    length.
+    """
     layer = Attention(32, 2, "ska(power=0)")
     k, v = F.normalize(torch.randn(1, 2, 1, 16), dim=-1), torch.randn(1, 2, 1, 16)
     stored = length / layer.operator.learned_parts["score_log_factor"].exp().view(1, -1, 1, 1) * k

@@ -1,4 +1,6 @@
-"""Mamba-2 and Mamba-3: the recurrence token by token, every path, gradients, memory, packing, padding, and transformers' own weights."""
+"""Mamba-2 and Mamba-3: the recurrence token by token, every path, gradients, memory, packing, padding, and
+transformers' own weights.
+"""
 
 import importlib.util
 import math
@@ -35,7 +37,7 @@ def tokens(batch=2, length=13, dim=12, seed=1):
     return torch.randn(batch, length, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# --- definition --------------------------------------------------------------------------------------------------------
+# --- definition -----------------------------------------------------------------------------------------------------
 
 
 def taps(x, convolution):
@@ -46,7 +48,9 @@ def taps(x, convolution):
 
 
 def mamba2_by_hand(layer, u):
-    """h_t = exp(-A Δ_t) h_{t-1} + Δ_t x_t B_t^T, y_t = h_t C_t + D x_t, norm of y ⊙ SiLU(z) group by group: one token after another."""
+    """h_t = exp(-A Δ_t) h_{t-1} + Δ_t x_t B_t^T, y_t = h_t C_t + D x_t, norm of y ⊙ SiLU(z) group by group: one token
+    after another.
+    """
     s = layer.sizes
     z, mixed, step = torch.split(
         u @ layer.input.weight.T + layer.input.bias, [s.inner, s.inner + 2 * s.shared, s.heads], dim=2
@@ -187,7 +191,7 @@ def test_steps_and_rates_start_where_they_should():
     assert layer.learned()["rates"] == pytest.approx((-rate * step).exp().tolist(), rel=1e-5)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_a_long_memory_keeps_its_angles():
     assert (y - expected).abs().max() < 1e-4 * (1 + expected.abs().max())
 
 
-# --- masks -------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["dense", "chunked"])
@@ -304,7 +308,7 @@ def test_padded_prefill_then_decode_equals_each_row_alone(kind):
         torch.testing.assert_close(got, alone, **TOLERANCE)
 
 
-# --- precisions --------------------------------------------------------------------------------------------------------
+# --- precisions -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -333,7 +337,7 @@ def test_gated_norm_is_its_equation():
     torch.testing.assert_close(norm(x, z), expected, **TOLERANCE)
 
 
-# --- transformers ------------------------------------------------------------------------------------------------------
+# --- transformers ---------------------------------------------------------------------------------------------------
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -403,7 +407,7 @@ def test_weights_by_other_names_and_what_does_not_fit():
         assert all(torch.equal(kept[name], value) for name, value in target.state_dict().items())
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

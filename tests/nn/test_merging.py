@@ -40,7 +40,9 @@ def plans():
 @pytest.mark.parametrize("path", ["dense", "tiled"])
 @pytest.mark.parametrize("name", plans())
 def test_the_mass_of_a_bucket_is_its_part_of_a_plan(name, path):
-    """The plan is unique, so that equal tokens have equal parts of it, and their bucket the sum: to 1e-9, gradients too; without masses it is another plan."""
+    """The plan is unique, so that equal tokens have equal parts of it, and their bucket the sum: to 1e-9, gradients
+    too; without masses it is another plan.
+    """
     made, x, counts = (
         layer(m.softmax().replace(anchor=plans()[name])),
         (tokens(1, 5) / 2).requires_grad_(),
@@ -61,7 +63,10 @@ def test_the_mass_of_a_bucket_is_its_part_of_a_plan(name, path):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_mass_is_that_many_equal_tokens(spec):
-    """A layer on buckets with masses gives each of equal tokens what it gets among its copies; gradients too. Without masses it does not."""
+    """A layer on buckets with masses gives each of equal tokens what it gets among its copies; gradients too.
+
+    Without masses it does not.
+    """
     made, x, counts = layer(spec), tokens(1, 5).requires_grad_(), torch.tensor([1, 3, 1, 2, 4])
     copies = x.repeat_interleave(counts, 1)
     whole = made(copies)
@@ -88,7 +93,9 @@ def test_a_mass_of_zero_is_padding():
 
 
 def test_equal_tokens_merge_first_and_nothing_is_lost():
-    """Six pairs of equal tokens, one of each at an even place and one at an odd, become six buckets, and come back as they were."""
+    """Six pairs of equal tokens, one of each at an even place and one at an odd, become six buckets, and come back as
+    they were.
+    """
     x = tokens(1, 6)[0]
     doubled = torch.stack([x[[3, 0, 5, 1, 2, 4]], x[[2, 5, 0, 4, 3, 1]]], 1).flatten(0, 1)[None]
     state = Merged.of(doubled).without(6)

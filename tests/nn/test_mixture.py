@@ -21,7 +21,9 @@ def same(got: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 
 def make(seed: int = 0, causal: bool = True) -> Mixture:
-    """A plane, a tree and a state of sums, the second with a convolution and grouped heads, with a gate that decides."""
+    """A plane, a tree and a state of sums, the second with a convolution and grouped heads, with a gate that
+    decides.
+    """
     torch.manual_seed(seed)
     parts = [
         Attention(12, 2, m.rewa(), head_dim=6, rotary=True, causal=causal),
@@ -145,7 +147,10 @@ def test_what_does_not_fit_is_refused() -> None:
         layer(tokens(), dataclasses.replace(layer.empty_memory(2), others=()))
 
 
-LINE = "mixture(parts=('rewa', 'rewa_topological(neighbours=2)'), hidden=8), softmax, mixture(parts=('linear', 'mamba2(state=8, head_dim=8)'))"
+LINE = (
+    "mixture(parts=('rewa', 'rewa_topological(neighbours=2)'), hidden=8), softmax, mixture(parts=('linear', "
+    "'mamba2(state=8, head_dim=8)'))"
+)
 
 
 def test_models_of_mixtures(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def test_rms_norm_is_its_equation_with_gradients(dim):
 
 
 def test_rms_norm_of_bfloat16_is_rounded_once():
-    """Inside float32: the error against float64 is one rounding of the result, even for large inputs whose squares bfloat16 loses."""
+    """Inside float32: the error against float64 is one rounding of the result, even for large inputs whose squares
+    bfloat16 loses.
+    """
     torch.manual_seed(0)
     x = (1e3 * torch.randn(4, 257)).bfloat16()
     y = RMSNorm(257)(x)

@@ -1,4 +1,6 @@
-"""What padding holds reaches nothing: in every layer that mixes tokens, outputs and all gradients are those of zeros there."""
+"""What padding holds reaches nothing: in every layer that mixes tokens, outputs and all gradients are those of zeros
+there.
+"""
 
 from collections.abc import Callable
 

@@ -68,7 +68,9 @@ def test_from_torch(bias: bool, causal: bool) -> None:
 
 
 def test_open_gates_learn() -> None:
-    """What softmax cannot do as it stands: a converted layer fits a hyperbolic teacher better than the frozen dot product, by its gates alone."""
+    """What softmax cannot do as it stands: a converted layer fits a hyperbolic teacher better than the frozen dot
+    product, by its gates alone.
+    """
     torch.manual_seed(0)
     layer = Attention(48, 4, "softmax")
     teacher = rewa.from_softmax(layer, weights=(1.0, 1.0, 4.0), gates=(0.0, 0.0, 2.0))
@@ -138,7 +140,9 @@ def test_parts_of_nothing_are_left_out() -> None:
 
 
 def test_adaptive_weights() -> None:
-    """Each query weighs the spaces by a softmax over its first three numbers; those of keys are not read, nor kept by a memory."""
+    """Each query weighs the spaces by a softmax over its first three numbers; those of keys are not read, nor kept by a
+    memory.
+    """
     torch.manual_seed(0)
     layer = Attention(60, 4, m.rewa(adaptive=True, parts=(4, 4, 4)))
     x = tokens(dim=60)

@@ -67,7 +67,7 @@ def test_parts_are_combined_freely():
     assert Stage(lambda h: (h, "beside"))(records[0])[1] == "beside"
 
 
-# --- no evidence, no change ----------------------------------------------------------------------------------------------
+# --- no evidence, no change -----------------------------------------------------------------------------------------
 
 OPERATORS = ["softmax", "sko(degrees=(2,3))", "yat", "ridge", "ska(power=1)", "rewa(parts=(2,2,2))", "linear"]
 
@@ -75,7 +75,9 @@ OPERATORS = ["softmax", "sko(degrees=(2,3))", "yat", "ridge", "ska(power=1)", "r
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(OPERATORS), st.sampled_from(RESIDUALS), st.integers(0, 4), st.integers(0, 1000))
 def test_rows_that_see_no_key_keep_what_they_had(operator, residual, padding, seed):
-    """The first token of a layer of strictly earlier keys, and padding before it: exactly what memory read, and after a post-norm its norm."""
+    """The first token of a layer of strictly earlier keys, and padding before it: exactly what memory read, and after a
+    post-norm its norm.
+    """
     torch.manual_seed(seed)
     layer = Attention(12, 2, m.resolve(operator).replace(prior=(Causal(include_self=False),)), head_dim=6)
     block = drawn(Block(layer, residual=residual, records=2), seed)
@@ -92,7 +94,9 @@ def test_rows_that_see_no_key_keep_what_they_had(operator, residual, padding, se
 
 
 def test_a_post_norm_keeps_what_it_has_made():
-    """The exception to the source's assumption 5.1: norm(m + 0) is m for m = norm(x), up to ε, as long as the gain is 1."""
+    """The exception to the source's assumption 5.1: norm(m + 0) is m for m = norm(x), up to ε, as long as the gain is
+    1.
+    """
     norm = RMSNorm(16).double()
     x = torch.randn(3, 16, dtype=torch.float64)
     made, compose = norm(x), PostNorm(norm)
@@ -110,7 +114,7 @@ def test_a_post_norm_keeps_what_it_has_made():
     assert (compose(made, torch.zeros_like(x)) - made).abs().max() > 0.01
 
 
-# --- models --------------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def config(residual, layers=("softmax", "ska(power=1)", "mamba2(state=4, head_dim=8)"), conv=(0, 3, 0)):

@@ -98,7 +98,9 @@ def test_coincident_points_and_short_types(dtype: torch.dtype) -> None:
 
 
 def test_the_layer_compares_shapes_alone() -> None:
-    """With the plane's gate closed two tokens of one neighbourhood shape are equal to every query, wherever they lie."""
+    """With the plane's gate closed two tokens of one neighbourhood shape are equal to every query, wherever they
+    lie.
+    """
     torch.manual_seed(0)
     layer = Attention(24, 2, m.rewa_topological(neighbours=2, gates=(0.0, 1.0)), qk_dim=4).double()
     assert (layer.qk_dim, layer.key_dim) == (4, 6)

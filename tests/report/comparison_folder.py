@@ -137,10 +137,17 @@ def write_comparison(
     failed: dict[tuple[str, int], str] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Path:
-    """A whole comparison folder. ``finals`` overrides (operator, seed) → accuracy at the best rate, ``failed`` → message; ``changes`` to comparison.json."""
+    """A whole comparison folder.
+
+    ``finals`` overrides (operator, seed) → accuracy at the best rate, ``failed`` → message; ``changes`` to
+    comparison.json.
+    """
     text = name == "text"
     finals, failed = finals or {}, failed or {}
-    command = f"zonal compare --task {'text --data novel' if text else 'mqar-demo'} --operators '{','.join(operators)}' --seeds {len(seeds)} --budget 10m --out runs/x"
+    command = (
+        f"zonal compare --task {'text --data novel' if text else 'mqar-demo'} --operators "
+        f"'{','.join(operators)}' --seeds {len(seeds)} --budget 10m --out runs/x"
+    )
     record = {
         "schema": 1,
         "title": "The text of a novel" if text else "Multi-query associative recall",

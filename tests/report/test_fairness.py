@@ -145,7 +145,8 @@ def test_a_best_rate_at_the_edge(fair):
         record["final"]["accuracy"] = 0.99
         path.write_text(json.dumps(record))
     assert sentence(fair, "edge") == (
-        "Best learning rates lie at the edge of the 3 that were tried: the highest (0.01) for Softmax. A rate beyond the edge may do better."
+        "Best learning rates lie at the edge of the 3 that were tried: the highest (0.01) for Softmax. A rate "
+        "beyond the edge may do better."
     )
 
 
@@ -164,7 +165,8 @@ def test_unequal_steps(fair):
     (fair / "comparison.json").write_text(json.dumps(record))
     edit(fair, "runs/sko/seed-2-lr-0.003", steps_done=120)
     assert sentence(fair, "steps").startswith(
-        "Runs were not trained equally long: from 120 steps (SKO, seed 2) to 300 (Softmax, seed 0); each run stops at accuracy 0.9"
+        "Runs were not trained equally long: from 120 steps (SKO, seed 2) to 300 (Softmax, seed 0); each run "
+        "stops at accuracy 0.9"
     )
 
 
@@ -178,7 +180,8 @@ def test_runs_that_diverged(fair):
     )
     edit(fair, "runs/sko/seed-1-lr-0.01", status="failed", final=None, message="train: out of memory.")
     assert sentence(fair, "failed") == (
-        "2 of 18 runs were dropped, 1 of them because the loss or its gradient was no longer finite: SKO at rate 0.01, 2 of 3 seeds."
+        "2 of 18 runs were dropped, 1 of them because the loss or its gradient was no longer finite: SKO at rate "
+        "0.01, 2 of 3 seeds."
     )
 
 

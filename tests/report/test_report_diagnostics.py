@@ -1,4 +1,6 @@
-"""What is inside a run's memories: read from diagnostics.json, drawn on the page, told in its tables; refused where it makes no sense."""
+"""What is inside a run's memories: read from diagnostics.json, drawn on the page, told in its tables; refused where it
+makes no sense.
+"""
 
 import cmath
 import json
@@ -20,7 +22,8 @@ def measured(seed=0, layers=2, heads=3, size=16):
         circle = [cmath.rect(draw.random() ** 0.5 * 0.98, draw.uniform(0, 6.28)) for _ in range(size)]
         stored = [4, 8, 16, 32, 64]
         return {
-            "smallest_eigenvalue": 0.1 * (1 + draw.random()), "condition": 10 ** draw.uniform(1, 3), "effective_rank": size * draw.uniform(0.3, 0.9), "size": size,
+            "smallest_eigenvalue": 0.1 * (1 + draw.random()), "condition": 10 ** draw.uniform(1, 3),
+            "effective_rank": size * draw.uniform(0.3, 0.9), "size": size,
             "spectrum": [[z.real, z.imag] for z in circle], "leverage": [draw.betavariate(2, 3) for _ in range(200)],
             "capacity": {"stored": stored, "estimate": [min(n, size * (1 - 0.7 ** (n / 6))) for n in stored]},
         }  # fmt: skip

@@ -1,4 +1,6 @@
-"""The page of what the heads of a model score: its numbers are those that are given, and what it draws can be read back."""
+"""The page of what the heads of a model score: its numbers are those that are given, and what it draws can be read
+back.
+"""
 
 import base64
 import json
@@ -61,8 +63,8 @@ def page(tmp_path_factory):
 
 def test_it_says_what_was_found(page):
     assert (
-        "On average over 3 heads 20% of the evidence is the queries&#39; own, 30% the keys&#39; own, and 50% interaction of queries with keys; weights do not see 10% (gauge)"
-        in page
+        "On average over 3 heads 20% of the evidence is the queries&#39; own, 30% the keys&#39; own, and 50% "
+        "interaction of queries with keys; weights do not see 10% (gauge)" in page
     )
     assert "explains from 40% (head 3.1) to 90% (head 1.2)" in page
     assert "Layer 2 is left out: the kernel of sko may be negative." in page

@@ -207,8 +207,8 @@ def test_commands_remake_the_whole_and_each_row(written):
     page = written.html.read_text().replace("&#39;", "'")
     assert summary["command"] in page
     assert (
-        "zonal compare --task mqar-demo --operators 'softmax,sko,squared_affine,linear,ska(power=0)' --seeds 3 --steps 300"
-        in page
+        "zonal compare --task mqar-demo --operators 'softmax,sko,squared_affine,linear,ska(power=0)' --seeds 3 "
+        "--steps 300" in page
     )
     for row in summary["operators"]:
         assert row["command"] in page
@@ -238,9 +238,9 @@ def test_within_the_spread_is_said(tmp_path):
 
 def test_beyond_the_spread_is_said(tmp_path):
     summary = difference(tmp_path, {"softmax": (0.70, 0.72, 0.71), "sko": (0.94, 0.95, 0.945)})
-    assert (
-        summary.headline
-        == "SKO is ahead in accuracy: 0.945 against 0.710 for Softmax. The difference, 0.23, is larger than the spread over seeds."
+    assert summary.headline == (
+        "SKO is ahead in accuracy: 0.945 against 0.710 for Softmax. The difference, 0.23, is larger than the "
+        "spread over seeds."
     )
     assert summary.verdicts[0].within is False
     report.write(tmp_path)

@@ -140,9 +140,13 @@ def test_colours_stand_out_from_both_pages(look):
 
 
 def test_row_command_sets_what_differs_and_drops_places():
-    command = "zonal compare --task text --data 'my file.txt' --operators softmax,sko --seeds 3 --budget 10m --out runs/x --resume"
+    command = (
+        "zonal compare --task text --data 'my file.txt' --operators softmax,sko --seeds 3 --budget 10m "
+        "--out runs/x --resume"
+    )
     assert commands.row_command(command, "sko(degrees=(2, 3))", 0.003, 420) == (
-        "zonal compare --task text --data 'my file.txt' --operators 'sko(degrees=(2, 3))' --seeds 3 --learning-rates 0.003 --steps 420"
+        "zonal compare --task text --data 'my file.txt' --operators 'sko(degrees=(2, 3))' --seeds 3 "
+        "--learning-rates 0.003 --steps 420"
     )
 
 

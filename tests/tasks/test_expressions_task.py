@@ -1,4 +1,6 @@
-"""Expressions are read by a solver that sees words alone and knows the rules from the documentation, not from the generator."""
+"""Expressions are read by a solver that sees words alone and knows the rules from the documentation, not from the
+generator.
+"""
 
 import pytest
 import torch

@@ -36,7 +36,9 @@ def step(nodes, relation, inside):
 
 
 def questions(task, tokens, targets):
-    """(labels by candidate, [(entity, relations, label)]) of a row, candidates and entities as the source numbers them."""
+    """(labels by candidate, [(entity, relations, label)]) of a row, candidates and entities as the source numbers
+    them.
+    """
     entities = task.vocab_size - task.source.entities
     names = [task.decode([token]) for token in tokens]
     end = names.index("?")
@@ -266,7 +268,8 @@ def test_bad_arguments(make, words):
 
 def test_bad_batches(hypernyms):
     for make in (
-        lambda: hypernyms.train_batch(-1, 4, 0), lambda: hypernyms.train_batch(0, 0, 0), lambda: next(hypernyms.evaluation_batches(0)), lambda: next(hypernyms.examine(Speaker(hypernyms, True), 0)),
+        lambda: hypernyms.train_batch(-1, 4, 0), lambda: hypernyms.train_batch(0, 0, 0),
+        lambda: next(hypernyms.evaluation_batches(0)), lambda: next(hypernyms.examine(Speaker(hypernyms, True), 0)),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=r"Lookup\.\w+: (batch_size must|step and seed)"):
             make()

@@ -23,7 +23,8 @@ def test_published_fixture():
     assert sha256(labels) == "ebb458ffaca9896f4af763e7a9608eb23b3f409f2dbd8dfd6f036c8ef5c38780"
 
 
-# first 16 digits of SHA-256 of what zoology's own function gives (commit d88d6f5), torch.manual_seed(noise) before each call
+# first 16 digits of SHA-256 of what zoology's own function gives (commit d88d6f5), torch.manual_seed(noise) before each
+# call
 ZOOLOGY = [
     # vocabulary, examples, length, seed, power_a, pairs, random_non_queries, noise, inputs, labels
     (8192, 50, 64, 843828734, 0.01, 4, True, 843828734, "caab852b5fb4d81c", "69bf95bd67098e80"),

@@ -88,7 +88,8 @@ def test_evaluation_is_fixed_and_labelled(mixed):
 
 def test_describe_decode_and_length(mixed):
     assert mixed.describe() == (
-        "Multi-query associative recall: 2 pairs in 16 tokens, 4 pairs in 32 tokens; vocabulary 200, blank fillers; 33 training and 12 test sequences."
+        "Multi-query associative recall: 2 pairs in 16 tokens, 4 pairs in 32 tokens; vocabulary 200, blank "
+        "fillers; 33 training and 12 test sequences."
     )
     assert mixed.decode([7, 150, 0]) == "k7 v150 ·"
     assert (mixed.length, mixed.metric, mixed.bytes_per_token) == (64, "accuracy", None)
@@ -137,7 +138,9 @@ def test_tokens_are_fillers_keys_or_values():
 
 @pytest.mark.parametrize("seed", [0, 1, 123])
 def test_no_test_sequence_is_trained_on(seed):
-    """Small enough that equal seeds would make equal rows: neither split draws from a seed of the other, and no row is in both."""
+    """Small enough that equal seeds would make equal rows: neither split draws from a seed of the other, and no row is
+    in both.
+    """
     shapes = [Segment(16, 2, 200), Segment(32, 4, 200)]
     task = MQAR(200, train_segments=shapes, test_segments=shapes, seed=seed)
     train, test = task._seeds

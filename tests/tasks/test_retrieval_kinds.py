@@ -1,4 +1,6 @@
-"""Each kind of sequence is read by a solver that sees the tokens alone and knows the format from the documentation, not from the generator."""
+"""Each kind of sequence is read by a solver that sees the tokens alone and knows the format from the documentation, not
+from the generator.
+"""
 
 from collections import Counter
 
@@ -105,7 +107,8 @@ def test_the_solver_notices_a_wrong_sequence(kind):
 def test_how_many_are_asked():
     asked = {kind: sum(example(kind, 8, 128, WORDS, (0,))[1] != -100) for kind in KINDS}
     assert asked == {
-        "mqar": 8, "system-prompt": 4, "system-prompt-distractors": 4, "tool-trace": 4, "needle": 1, "two-hop": 1, "two-hop-written": 1, "common-word": 1,
+        "mqar": 8, "system-prompt": 4, "system-prompt-distractors": 4, "tool-trace": 4, "needle": 1, "two-hop": 1,
+        "two-hop-written": 1, "common-word": 1,
         **{f"offset-{j}": 1 for j in range(1, 5)},
     }  # fmt: skip
 

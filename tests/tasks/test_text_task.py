@@ -145,7 +145,8 @@ def test_novel_by_default():
     assert task.decode(batch.tokens[0].tolist()) in task.decode(task.corpus.read(0, task.split).tolist())
     assert task.decode(task.encode("Ahab’s leg")) == "Ahab’s leg"
     assert task.describe() == (
-        "Byte-level language modelling of Moby-Dick (embedded): 1,084,498 training tokens, 120,499 validation tokens (65,536 evaluated), sequences of 256."
+        "Byte-level language modelling of Moby-Dick (embedded): 1,084,498 training tokens, 120,499 validation "
+        "tokens (65,536 evaluated), sequences of 256."
     )
 
 
@@ -186,7 +187,10 @@ def test_a_text_shorter_than_a_sequence_says_how_much_is_needed(tmp_path):
     path.write_text("x" * 300)
     with pytest.raises(
         FileFormatError,
-        match=r"short\.txt is too short: its validation part has 30 of 300 byte tokens, one sequence of length 64 takes 65",
+        match=(
+            r"short\.txt is too short: its validation part has 30 of 300 byte tokens, one sequence of length "
+            r"64 takes 65"
+        ),
     ) as caught:
         Text(path, length=64)
     enough = int(str(caught.value).split("about ")[1].split(" tokens")[0])

@@ -2,8 +2,8 @@
 
     python kill_and_resume.py FOLDER KILLS SEED
 
-The children are forks of this process, which has everything imported and has never run a tensor operation: a kill then costs
-no start-up. Prints the step each kill found, one a line.
+The children are forks of this process, which has everything imported and has never run a tensor operation: a kill then
+costs no start-up. Prints the step each kill found, one a line.
 """
 
 import contextlib

@@ -42,7 +42,8 @@ class StopAfter:
 
 def run(folder, *, stop=None, config=None, model=None, task=None):
     return train(
-        model or tiny_model("sko"), task or Recall(), config or tiny_config(), folder, should_stop=stop, on_event=stop.listen if stop else None
+        model or tiny_model("sko"), task or Recall(), config or tiny_config(), folder, should_stop=stop,
+        on_event=stop.listen if stop else None
     )  # fmt: skip
 
 

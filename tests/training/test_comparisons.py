@@ -199,9 +199,12 @@ def test_folders_that_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax")}, "must not repeat"), ({"operators": ("softmx",)}, "Did you mean"),
-        ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"), ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),
-        ({"labels": ("one",)}, "labels"), ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not there"), ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
+        ({"operators": ()}, "at least one operator"), ({"operators": ("softmax", "softmax")}, "must not repeat"),
+        ({"operators": ("softmx",)}, "Did you mean"),
+        ({"seeds": ()}, "one seed"), ({"seeds": (-1,)}, "seed must be"),
+        ({"learning_rates": (0.0,)}, "learning_rate must be"), ({"budget_seconds": 0.0}, "budget"),
+        ({"labels": ("one",)}, "labels"), ({"device": "gpu"}, "not a device"), ({"device": "cuda:99"}, "is not there"),
+        ({"model": replace(a_spec().model, vocab_size=64)}, "vocab_size must be that of the task"),
     ],
 )  # fmt: skip
 def test_spec_refuses(changes, message):
@@ -308,7 +311,8 @@ def test_the_best_learning_rate_is_chosen_by_the_mean_over_seeds(tmp_path, monke
     spec = a_spec(operators=("softmax",), learning_rates=(0.01, 0.02, 0.04))
     comparison = Comparison(tmp_path, spec)
     assert [run.name for run in spec.runs()][:4] == [
-        "runs/softmax/seed-0-lr-0.01", "runs/softmax/seed-0-lr-0.02", "runs/softmax/seed-0-lr-0.04", "runs/softmax/seed-1-lr-0.01",
+        "runs/softmax/seed-0-lr-0.01", "runs/softmax/seed-0-lr-0.02", "runs/softmax/seed-0-lr-0.04",
+        "runs/softmax/seed-1-lr-0.01",
     ]  # fmt: skip
     accuracy = {(0, 0.01): 0.5, (1, 0.01): 0.5, (0, 0.02): 0.9, (1, 0.02): 0.2, (0, 0.04): 0.8, (1, 0.04): None}
     records = tuple(

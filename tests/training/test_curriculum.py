@@ -1,4 +1,6 @@
-"""The curriculum of geometries: what is closed stays, what has just opened goes a tenth of the way, and a run that stops goes on as if it had not."""
+"""The curriculum of geometries: what is closed stays, what has just opened goes a tenth of the way, and a run that
+stops goes on as if it had not.
+"""
 
 import copy
 import json
@@ -61,7 +63,9 @@ def test_stages_are_a_function_of_the_step():
     ("step", "open_"), [(0, [False, True, False]), (3, [True, True, False]), (6, [True, True, True])]
 )
 def test_what_is_closed_does_not_move(step, open_):
-    """Sphere, then plane, then hyperbolic space; to the bit, with weight decay, and with nothing left in the optimiser."""
+    """Sphere, then plane, then hyperbolic space; to the bit, with weight decay, and with nothing left in the
+    optimiser.
+    """
     model = model_of()
     curriculum = Curriculum(model, STARTS, 10)
     optimiser = adamw(model, weight_decay=0.1, betas=(0.9, 0.95))
@@ -183,7 +187,10 @@ def test_places_of_any_product():
 
 def test_rows_of_every_layer():
     """Logits in front, deaths behind, grouped heads, one map, a lift, and layers within a mixture."""
-    line = "mixture(parts=('rewa(gates=(0.0,1.0,0.0),adaptive=True)', 'rewa_topological(neighbours=2,gates=(0.5,1.0))')), rewa(gates=(0.0,1.0,0.0))"
+    line = (
+        "mixture(parts=('rewa(gates=(0.0,1.0,0.0),adaptive=True)', "
+        "'rewa_topological(neighbours=2,gates=(0.5,1.0))')), rewa(gates=(0.0,1.0,0.0))"
+    )
     model = build(ModelConfig(16, 32, line, 4, kv_heads=2, mlp="none"), 0)
     layers = gated(model)
     assert [(layer.heads, layer.kv_heads) for layer in layers] == [(2, 1), (2, 1), (4, 2)]

@@ -1,4 +1,6 @@
-"""Files that are whole by their checksum and yet make no sense, links in a run's folder, and folders that cannot be written: refused by name."""
+"""Files that are whole by their checksum and yet make no sense, links in a run's folder, and folders that cannot be
+written: refused by name.
+"""
 
 import copy
 import json
@@ -149,7 +151,10 @@ def test_records(whole, tmp_path, field):
 
 def test_comparisons_and_recipes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = "compare --task mqar-demo --train-examples 8 --test-examples 4 --steps 1 --batch-size 2 --dim 8 --heads 2 --no-tensorboard --operators softmax --out c"
+    words = (
+        "compare --task mqar-demo --train-examples 8 --test-examples 4 --steps 1 --batch-size 2 --dim 8 "
+        "--heads 2 --no-tensorboard --operators softmax --out c"
+    )
     assert main(words.split()) == 0
     stored = json.loads((tmp_path / "c" / "comparison.json").read_text())
     for key in (

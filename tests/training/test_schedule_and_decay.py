@@ -112,8 +112,10 @@ def test_config_survives_json():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("steps", 0), ("batch_size", 0), ("accumulate", 3), ("learning_rate", 0.0), ("learning_rate", math.nan), ("min_lr_ratio", 1.5),
-        ("warmup_ratio", 1.0), ("weight_decay", -1.0), ("betas", (0.9, 1.0)), ("clip", 0.0), ("dtype", "float16"), ("eval_every", 0),
+        ("steps", 0), ("batch_size", 0), ("accumulate", 3), ("learning_rate", 0.0), ("learning_rate", math.nan),
+        ("min_lr_ratio", 1.5),
+        ("warmup_ratio", 1.0), ("weight_decay", -1.0), ("betas", (0.9, 1.0)), ("clip", 0.0), ("dtype", "float16"),
+        ("eval_every", 0),
         ("checkpoint_seconds", -1.0), ("stop_at_accuracy", 2.0), ("thresholds", (0.0,)), ("seed", -1),
     ],
 )  # fmt: skip

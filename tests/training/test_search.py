@@ -65,7 +65,9 @@ def test_every_legal_move_is_an_operator_and_every_skipped_one_has_a_reason():
 
 
 def test_moves_are_judged_by_the_declaration_not_by_a_list():
-    """From cosine scores the links that need them are legal; count anchors take signed ones, and those that solve only what is positive definite."""
+    """From cosine scores the links that need them are legal; count anchors take signed ones, and those that solve only
+    what is positive definite.
+    """
     cosine = Regime((canonical("regime(score='cosine', anchor='count')"),) * 2, 4e-3)
     targets = {move.target.operator for move in moves(cosine, MODEL, kinds=("link", "anchor")).legal}
     assert "sko" in targets
@@ -273,7 +275,9 @@ def test_costs_of_each_measure():
 
 
 def test_edges_join_single_moves_and_mixed_rungs_circulate():
-    """Costs made by hand: with equal steps everywhere a potential gives all efforts; an edge on a short rung, where the order is another, does not."""
+    """Costs made by hand: with equal steps everywhere a potential gives all efforts; an edge on a short rung, where the
+    order is another, does not.
+    """
     scores = [
         START,
         *(Regime((canonical(f"regime(score='{name}')"),) * 2, 4e-3) for name in ("cosine", "negative_distance")),

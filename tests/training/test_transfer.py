@@ -1,4 +1,6 @@
-"""What a finished run is measured on once more: other tasks and lengths, read whole or in pieces from the model's memory."""
+"""What a finished run is measured on once more: other tasks and lengths, read whole or in pieces from the model's
+memory.
+"""
 
 import dataclasses
 

@@ -60,7 +60,8 @@ def tiny_model(operator="softmax", seed=0, layers=1, vocab_size=16):
 
 def tiny_config(**changes):
     settings = {
-        "steps": 12, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 5, "checkpoint_every": 4, "checkpoint_seconds": None,
+        "steps": 12, "batch_size": 8, "learning_rate": 1e-2, "eval_every": 5, "checkpoint_every": 4,
+        "checkpoint_seconds": None,
         "tensorboard": False,
     }  # fmt: skip
     return TrainConfig(**{**settings, **changes})
