@@ -1,6 +1,6 @@
 """Wheels carry the CPU kernels of the library's own links, compiled, where a C++ compiler is there; pyproject.toml says everything else.
 
-torch is not needed: zonal/formula.py and zonal/kernels/cpp/recipe.py stand below it, and are imported without the package around them.
+torch is not needed: zonal/formula.py and zonal/kernels/build.py stand below it, and are imported without the package around them.
 """
 
 import functools
@@ -22,26 +22,26 @@ sys.modules["zonal"] = types.ModuleType("zonal")
 sys.modules["zonal"].__path__ = [str(ROOT / "zonal")]
 
 from zonal.formula import FORMULAS  # noqa: E402
-from zonal.kernels.cpp import recipe  # noqa: E402
+from zonal.kernels import build  # noqa: E402
 
 
 @functools.cache
 def compiled() -> Path | None:
     """A folder with the library of every link, or None, with a note, when they cannot be compiled."""
-    compiler = recipe.find(os.environ.get("CXX") or None)
+    compiler = build.find(os.environ.get("CXX") or None)
     folder = Path(tempfile.mkdtemp(prefix="zonal-kernels-"))
     try:
         if compiler is None:
-            raise recipe.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
-        recipe.version(compiler)
+            raise build.BuildError("no C++ compiler was found (looked for CXX, g++, clang++, c++).")
+        build.version(compiler)
         jobs = [
-            (formula, source, recipe.flags(source, recipe.is_x86()))
+            (formula, source, build.flags(source, build.is_x86()))
             for formula in FORMULAS.values()
-            for source in recipe.sources(formula)
+            for source in build.sources(formula)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: recipe.make(compiler, *job, folder / recipe.file_name(*job)), jobs))
-    except (recipe.BuildError, OSError) as error:
+            list(pool.map(lambda job: build.make(compiler, *job, folder / build.file_name(*job)), jobs))
+    except (build.BuildError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.write(f"zonal: the wheel carries no compiled kernels, they are compiled when first used. {error}\n")
         return None
@@ -64,7 +64,7 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         folder = self.distribution.libraries_folder()
-        place = Path(self.build_lib, *recipe.SHIPPED.relative_to(ROOT).parts)
+        place = Path(self.build_lib, *build.SHIPPED.relative_to(ROOT).parts)
         shutil.rmtree(place, ignore_errors=True)  # of an earlier build
         if folder is not None:
             shutil.copytree(folder, place)

@@ -27,7 +27,7 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.evaluation.recall import Coverage
 from zonal.execution.coverage import measured
-from zonal.kernels import availability
+from zonal.kernels import native as native_kernels
 
 TOP, DIM, CENTRES, ROWS = 256, 64, 128, 128
 # noise beside centres of 1.2; None: no centres
@@ -77,7 +77,7 @@ def attend(inputs: list[Tensor], operator: Operator, path: str) -> Tensor:
 
 
 def without_kernel(inputs: list[Tensor], operator: Operator) -> Tensor:
-    with common.environment(**{availability.VARIABLE: "off"}):
+    with common.environment(**{native_kernels.VARIABLE: "off"}):
         return attend(inputs, operator, "sparse")
 
 

@@ -23,7 +23,7 @@ import zonal
 from benchmarks import common, peers
 from benchmarks.recurrence import peak_bytes
 from zonal import mechanisms
-from zonal.kernels import availability
+from zonal.kernels import native as native_kernels
 
 OPERATORS: dict[str, Callable[[], zonal.Operator]] = {
     "sko": lambda: mechanisms.sko(degrees=(2.0, 3.0, 4.0, 5.0)), "yat": mechanisms.yat, "softmax": mechanisms.softmax,
@@ -127,7 +127,7 @@ class Work:
         return Work(case, draw(case.heads), draw(case.kv_heads), draw(case.kv_heads), operator, edges)
 
     def attend(self) -> Tensor:
-        with common.environment(**{availability.VARIABLE: "on" if self.case.kernel else "off"}):
+        with common.environment(**{native_kernels.VARIABLE: "on" if self.case.kernel else "off"}):
             return zonal.attention(
                 self.q, self.k, self.v, self.operator, causal=self.case.causal, cu_seqlens=self.edges, path="tiled"
             )

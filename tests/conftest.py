@@ -15,12 +15,12 @@ from zonal import store
 from zonal.data.cache import VARIABLE
 from zonal.execution import calibration
 from zonal.execution.constants import DEFAULT_CPU, Constants
-from zonal.kernels.cpp import build
+from zonal.kernels import native as native_kernels
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Without a compiler every call may say so, which no test is about but those that take the compiler away."""
-    if build.compiler() is None:
+    if native_kernels.compiler() is None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
 
 

@@ -25,7 +25,7 @@ from zonal.execution.problem import Problem, Span, problem_of
 from zonal.execution.streaming import streaming
 from zonal.execution.tally import Tally
 from zonal.execution.tiled import tiled
-from zonal.kernels import availability
+from zonal.kernels import native as native_kernels
 from zonal.memory import Memory
 
 GB = 1 << 30
@@ -66,7 +66,7 @@ def chosen(
 def torch_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The borders below are those of torch's own paths; the compiled kernel, where there is one, moves them."""
     if "kernel" not in request.node.name:
-        monkeypatch.setenv(availability.VARIABLE, "off")
+        monkeypatch.setenv(native_kernels.VARIABLE, "off")
 
 
 def test_short_is_dense_and_long_is_tiled() -> None:

@@ -7,10 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import zonal
 from zonal import mechanisms as m
 from zonal.execution import repeated
-from zonal.kernels import availability
-from zonal.kernels.cpp import build
+from zonal.kernels import native as native_kernels
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="needs a C++ compiler")
 
 
 def draw(tokens=200, dim=8, heads=4, kv_heads=2, seed=0):
@@ -106,7 +105,7 @@ def test_switched_off_and_looked_at(seen, monkeypatch):
         zonal.attention(q, k, v, operator, causal=True, path="chunked")
     with FlopCounterMode(display=False):
         zonal.attention(q, k, v, operator, causal=True, path="chunked")
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     zonal.attention(q, k, v, operator, causal=True, path="chunked")
     assert seen == [False, True, False, False]
 

@@ -7,7 +7,7 @@ import torch
 
 import zonal
 from zonal import mechanisms as m
-from zonal.kernels import availability
+from zonal.kernels import native as native_kernels
 
 MAKE = {
     "yat": m.yat, "cosine": m.cosine, "sko": m.sko, "squared_affine": m.squared_affine,
@@ -35,7 +35,7 @@ def run(operator, q, k, v, dy, path):
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_directions_count_alone(name, path, q_size, k_size, kernels, monkeypatch):
     if kernels == "off":
-        monkeypatch.setenv(availability.VARIABLE, "off")
+        monkeypatch.setenv(native_kernels.VARIABLE, "off")
     torch.manual_seed(0)
     q, k, v, dy = torch.randn(4, 1, 2, 40, 8).unbind(0)
     operator = MAKE[name]()
@@ -50,7 +50,7 @@ def test_directions_count_alone(name, path, q_size, k_size, kernels, monkeypatch
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_decoding_takes_short_vectors(name, kernels, monkeypatch):
     if kernels == "off":
-        monkeypatch.setenv(availability.VARIABLE, "off")
+        monkeypatch.setenv(native_kernels.VARIABLE, "off")
     torch.manual_seed(0)
     operator = MAKE[name]()
     q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)

@@ -22,14 +22,14 @@ from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU
 from zonal.execution.coverage import measured
 from zonal.features import hashing
+from zonal.kernels import native as native_kernels
 from zonal.kernels import sparse_ops
-from zonal.kernels.cpp import build
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.build import BuildError
 
 BODIES = (
     "torch",
     pytest.param(
-        "kernel", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+        "kernel", marks=pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
     ),
 )
 # of torch in float64, and of the kernel in float32 against float64
@@ -175,7 +175,7 @@ def test_a_lost_candidate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         same([data.run(operator, "sparse")], [data.run(operator, "dense")], TOLERANCE["torch"])
 
 
-@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("case_name", SMALL)
 def test_the_kernel_finds_the_same_places_as_torch(case_name: str) -> None:
     operator = with_top("softmax", FEW).float()
@@ -243,7 +243,7 @@ def test_later_tokens_change_nothing(name: str, body: str) -> None:
     [
         False,
         pytest.param(
-            True, marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+            True, marks=pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
         ),
     ],
 )
@@ -364,7 +364,7 @@ def test_keys_that_are_not_numbers_spoil_no_earlier_row(body: str) -> None:
                 assert y[:, :, 20:23].isnan().all()  # it is in their window, as every path has it
 
 
-@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 def test_bfloat16() -> None:
     operator = m.softmax().replace(anchor=anchor.TopK(6, ALL))
     data = inputs(Case(kv_heads=2, queries=33, keys=33, key_dim=16, value_dim=16)).to(torch.bfloat16)
@@ -459,7 +459,7 @@ def test_no_second_derivative() -> None:
             torch.autograd.grad(y.sum(), q, create_graph=True)
 
 
-@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("name", ["softmax", "rewa"])
 def test_opcheck(name: str) -> None:
     operator = with_top(name, FEW).float()

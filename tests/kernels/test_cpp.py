@@ -27,11 +27,12 @@ from zonal.errors import MissingKernelsWarning, PathError
 from zonal.execution import native, native_distance, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
-from zonal.kernels import availability, ops
-from zonal.kernels.cpp import build, library
+from zonal.kernels import build, ops
+from zonal.kernels import native as native_kernels
+from zonal.kernels.cpp import library
 from zonal.models import CausalLM, ModelConfig
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 
 def test_the_table_says_all() -> None:
@@ -66,7 +67,7 @@ def test_kernel_equals_definition(selection: str, dtype: torch.dtype, monkeypatc
     monkeypatch.setattr(native, "tiled", lambda call: called.append("kernel") or original(call))
     got = everything(operator, data, data.run(operator, "tiled"))
     assert called == ["kernel"]
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     other = everything(operator, data, data.run(operator, "tiled"))
     assert called == ["kernel"]
     for index, (a, b, t) in enumerate(zip(got, other, truth, strict=True)):
@@ -113,13 +114,13 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
     """Even widths run in pairs, forward and backward; odd ones in float32. A scale of zero still gets its gradient."""
     code = native.code_of(link.Identity())
     assert code is not None
-    if not library.load(code).zonal_has_bf16():
+    if not native_kernels.load(code).zonal_has_bf16():
         pytest.skip("this processor has no bfloat16 products")
     ran: list[str] = []
     original = library.run
     monkeypatch.setattr(library, "run", lambda function, call: ran.append(function._zonal) or original(function, call))
     for source in ("tile", "tile_bf16"):
-        kernel = library.load(code, source)
+        kernel = native_kernels.load(code, source)
         for name in ("zonal_forward", "zonal_backward"):
             getattr(kernel, name)._zonal = source
     q, k, v = (
@@ -177,7 +178,7 @@ def test_coincident_points(name: str, kernels: str, monkeypatch: pytest.MonkeyPa
     """Queries on their keys, keys on each other: every gradient is finite, and off by no more than twice what the
     definition in float32 is.
     """
-    monkeypatch.setenv(availability.VARIABLE, kernels)
+    monkeypatch.setenv(native_kernels.VARIABLE, kernels)
     operator = KINDS[name]()  # type: ignore[operator]
     q, _, v = (x.detach() for x in sample(60))
     q[:, :, 30:] = q[:, :, :30]
@@ -350,32 +351,32 @@ def test_export() -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    library._loaded.cache_clear()
-    library._failed.clear()
+    native_kernels._loaded.cache_clear()
+    native_kernels._failed.clear()
     yield tmp_path / "kernels"
-    library._loaded.cache_clear()
-    library._failed.clear()
+    native_kernels._loaded.cache_clear()
+    native_kernels._failed.clear()
 
 
 def test_built_once_and_kept(empty_cache: Path) -> None:
     code = native.code_of(link.Identity())
     assert code is not None
-    assert not build.built(code, "decode")
-    path = build.build(code, "decode")
+    assert not native_kernels.built(code, "decode")
+    path = native_kernels.build(code, "decode")
     stamp = path.stat().st_mtime_ns
-    assert build.built(code, "decode")
-    assert build.build(code, "decode") == path
+    assert native_kernels.built(code, "decode")
+    assert native_kernels.build(code, "decode") == path
     assert path.stat().st_mtime_ns == stamp
     assert sorted(p.suffix for p in empty_cache.iterdir()) == [".json", ".so"]  # nothing half written stays
     # other formulas, flags or compilers are other libraries
-    assert build.target(replace(code, cpp_value="x * x"), "decode") != path
+    assert native_kernels.target(replace(code, cpp_value="x * x"), "decode") != path
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "foreign record"])
 def test_a_damaged_library_is_compiled_again(empty_cache: Path, damage: str) -> None:
     code = native.code_of(link.Identity())
     assert code is not None
-    path = build.build(code, "decode")  # the smallest source
+    path = native_kernels.build(code, "decode")  # the smallest source
     data = path.read_bytes()
     if damage == "cut":
         path.write_bytes(data[:1000])
@@ -386,16 +387,16 @@ def test_a_damaged_library_is_compiled_again(empty_cache: Path, damage: str) -> 
     else:
         path.with_suffix(".json").write_text("[1]")
     with pytest.warns(UserWarning, match="damaged and is compiled again"):
-        build.build(code, "decode")
-    assert build.built(code, "decode")
-    library.load(code, "decode")
+        native_kernels.build(code, "decode")
+    assert native_kernels.built(code, "decode")
+    native_kernels.load(code, "decode")
 
 
 def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, tensors = m.sko(degrees=(2.0,)), sample(40)
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     monkeypatch.setenv("CXX", str(empty_cache / "nowhere"))
-    availability.say_once.cache_clear()
+    native_kernels.say_once.cache_clear()
     with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
         zonal.attention(*tensors, operator, causal=True, path="tiled")
     assert len(said) == 1
@@ -405,7 +406,7 @@ def test_without_a_compiler_torch_runs(empty_cache: Path, monkeypatch: pytest.Mo
     page = zonal.explain(operator, tensors[0].shape, causal=True)
     assert "no C++ compiler was found" in page.tiles
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
-        build.build(native.code_of(operator.link))  # type: ignore[arg-type]
+        native_kernels.build(native.code_of(operator.link))  # type: ignore[arg-type]
 
 
 def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +433,7 @@ def test_a_broken_compiler_is_said_once(empty_cache: Path, monkeypatch: pytest.M
 def test_a_cache_that_cannot_be_written(empty_cache: Path) -> None:
     empty_cache.parent.chmod(0o500)
     with pytest.raises(build.BuildError, match=r"could not be written .* Set ZONAL_CACHE"):
-        build.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
+        native_kernels.build(native.code_of(link.Identity()))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -506,7 +507,7 @@ def test_a_new_link_runs(student_t: Link, tiles: str, monkeypatch: pytest.Monkey
     """By the compiled kernel and by torch's tiles, outputs and gradients; the Triton functions run in
     test_triton.py.
     """
-    monkeypatch.setenv(availability.VARIABLE, "on" if tiles == "kernel" else "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "on" if tiles == "kernel" else "off")
     operator, tensors = Operator(score.Cosine(), student_t, anchor.Row()), sample(100)
     assert (native.refusal(prepare(operator, *tensors, causal=True)) is None) == (tiles == "kernel")
     expected = dense(operator, [x.detach().double().requires_grad_() for x in tensors])
@@ -518,7 +519,7 @@ def test_the_planner_counts_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     operator, tensors = m.yat(), sample(2000, heads=8)
     call = prepare(operator, *tensors, causal=True)
     fast = plan.choose(call)
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     slow = plan.choose(call)
     times = [next(e.seconds for e in p.estimates if e.path == "tiled") for p in (fast, slow)]
     assert fast.path == "tiled"

@@ -21,14 +21,14 @@ from zonal.execution import native_decode, plan
 from zonal.execution.call import prepare
 from zonal.execution.constants import DEFAULT_CPU
 from zonal.features import SymmetricPowers
-from zonal.kernels import availability
-from zonal.kernels.cpp import build, decode_library, library
+from zonal.kernels import native as native_kernels
+from zonal.kernels.cpp import decode_library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums
 from zonal.models import ModelConfig
 from zonal.models import build as build_model
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 KINDS: dict[str, Callable[[], Operator]] = {
     "squared_affine": m.squared_affine,
@@ -140,7 +140,7 @@ def test_steps_equal_the_definition(
         )
         y, memory = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
-        monkeypatch.setenv(availability.VARIABLE, "off")
+        monkeypatch.setenv(native_kernels.VARIABLE, "off")
         other, without = pieces(operator, tensors, PIECES)
         assert steps == list(PIECES)
     assert y.dtype == dtype
@@ -418,7 +418,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.decode == page.to_dict()["decode"] == "a compiled kernel"
     assert "one pass" in page.why
     assert "1 to 16 new tokens" in zonal.explain(m.squared_affine(), (1, 8, 17, 32), causal=True, memory=100).decode
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 1, 32), causal=True, memory=100).decode
 
 
@@ -430,7 +430,7 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
     expected = zonal.attention(*tensors, operator, causal=True, path="dense")
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(fails))
-    library._loaded.cache_clear()
+    native_kernels._loaded.cache_clear()
     try:
         with pytest.warns(UserWarning, match="in place of the compiled kernel"):
             first, memory = pieces(operator, [x[:, :, :1] for x in tensors], (1,))
@@ -438,10 +438,10 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
             warnings.simplefilter("error")
             second, _ = pieces(operator, [x[:, :, 1:] for x in tensors], (1,), memory=memory)
         assert torch.allclose(torch.cat([first, second], 2), expected, atol=1e-6)
-        assert library.failure(decode_library.CODE, decode_library.SOURCE) is not None
+        assert native_kernels.failure(decode_library.CODE, decode_library.SOURCE) is not None
     finally:
-        library._loaded.cache_clear()
-        library._failed.clear()
+        native_kernels._loaded.cache_clear()
+        native_kernels._failed.clear()
 
 
 def test_wrong_weights_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +479,7 @@ def test_a_model_generates_the_same_with_and_without(steps: list[int], monkeypat
 
     got, tokens = logits(), torch.stack(list(model.generate(prompt, 8, temperature=0)))
     assert len(steps) == 3 * 4 + 3 * 7
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert (got - logits()).abs().max() < 1e-4
     assert torch.equal(tokens, torch.stack(list(model.generate(prompt, 8, temperature=0))))
     assert len(steps) == 3 * 4 + 3 * 7

@@ -17,13 +17,14 @@ from zonal.errors import PathError
 from zonal.execution import native_distance
 from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
-from zonal.kernels import availability, distance_ops
-from zonal.kernels.cpp import build, distance_library, library
+from zonal.kernels import build, distance_ops
+from zonal.kernels import native as native_kernels
+from zonal.kernels.cpp import distance_library
 from zonal.kernels.distance_spec import DistanceSpec
 from zonal.kernels.spec import TileSpec
 from zonal.models import CausalLM, ModelConfig
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 _PARTS = (metric.Hyperbolic(scale=0.4), metric.Sphere(eps=1e-3), metric.SquaredEuclidean(), metric.Euclidean())
 
@@ -378,7 +379,7 @@ def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (m.rewa(prior=prior.ALiBi()), "log priors"),
     ):  # fmt: skip
         assert said in (refused(operator) or "")
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "off" in (refused(m.rewa()) or "")
 
 
@@ -389,18 +390,20 @@ def test_explain_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.path, found.tiles) == ("tiled", "a compiled kernel")
     assert "log priors" in zonal.explain(m.rewa(prior=prior.ALiBi()), shape, causal=True).tiles
     assert "float64" in zonal.explain(m.rewa(), shape, causal=True, dtype=torch.float64).tiles
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     slow = zonal.explain(m.rewa(), shape, causal=True)
     assert "off" in slow.tiles
-    monkeypatch.delenv(availability.VARIABLE)
+    monkeypatch.delenv(native_kernels.VARIABLE)
     assert slow.plan.estimates[0].seconds > zonal.explain(m.rewa(), shape, causal=True).plan.estimates[0].seconds
 
 
 def test_a_kernel_that_cannot_be_had_is_said_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's tiles run in its place, with a warning the first time, and the plan says so from then on."""
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(build.recipe, "make", lambda *_: (_ for _ in ()).throw(build.BuildError("build: no room")))
-    library._loaded.cache_clear()
+    monkeypatch.setattr(
+        native_kernels.recipe, "make", lambda *_: (_ for _ in ()).throw(build.BuildError("build: no room"))
+    )
+    native_kernels._loaded.cache_clear()
     try:
         tensors = sample(20)
         with pytest.warns(UserWarning, match="torch's tiles run in place"):
@@ -408,8 +411,8 @@ def test_a_kernel_that_cannot_be_had_is_said_once(tmp_path, monkeypatch: pytest.
         assert (y - zonal.attention(*tensors, m.rewa(), causal=True, path="dense")).abs().max() < 1e-5
         assert "no room" in zonal.explain(m.rewa(), (1, 2, 64, 9)).tiles
     finally:
-        library._failed.clear()
-        library._loaded.cache_clear()
+        native_kernels._failed.clear()
+        native_kernels._loaded.cache_clear()
 
 
 # -- torch's machinery -----------------------------------------------------------------------------------------------

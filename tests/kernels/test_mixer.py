@@ -7,7 +7,8 @@ import torch
 
 from zonal.errors import PathError
 from zonal.kernels import mixer_ops
-from zonal.kernels.cpp import library, mixer_library
+from zonal.kernels import native as native_kernels
+from zonal.kernels.cpp import mixer_library
 from zonal.nn import GatedNorm, Mamba2, ShortConvolution, compiled
 
 pytestmark = pytest.mark.skipif(
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def ran(monkeypatch):
     """The names of the compiled functions that are called."""
-    called, load = [], library.load
+    called, load = [], native_kernels.load
 
     class Spied:
         def __getattr__(self, name):
@@ -26,7 +27,9 @@ def ran(monkeypatch):
             return getattr(load(mixer_library.CODE, mixer_library.SOURCE), name)
 
     monkeypatch.setattr(
-        library, "load", lambda code, source="tile": Spied() if source == mixer_library.SOURCE else load(code, source)
+        native_kernels,
+        "load",
+        lambda code, source="tile": Spied() if source == mixer_library.SOURCE else load(code, source),
     )
     return called
 

@@ -18,13 +18,14 @@ from zonal.errors import NonFiniteError, PathError
 from zonal.execution import cost, native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU
-from zonal.kernels import availability, ridge_ops
-from zonal.kernels.cpp import build, ridge_library
+from zonal.kernels import native as native_kernels
+from zonal.kernels import ridge_ops
+from zonal.kernels.cpp import ridge_library
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE
 from zonal.models import CausalLM, ModelConfig
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 # blocks that are not whole, inverses made again on the way, and keys that no query stands between
 LARGE = {
@@ -122,7 +123,7 @@ def test_kernel_equals_definition(
     )
     got = everything(operator, data, data.run(operator, "chunked"))
     assert called == ["kernel"]
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth, dtype)
     assert called == ["kernel"]
 
@@ -137,7 +138,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
     got = everything(operator, data, data.run(operator, "chunked"))
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     with pytest.raises(AssertionError, match="item 0"):
         assert_as_good(got, everything(operator, data, data.run(operator, "chunked")), truth)
 
@@ -185,7 +186,7 @@ def test_few_directions_lose_no_digits(rank: int, noise: float, eps: float, powe
     truth = run([x.double() for x in tensors], "chunked")
     got = run(tensors, "chunked")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(availability.VARIABLE, "off")
+        patch.setenv(native_kernels.VARIABLE, "off")
         other = run(tensors, "chunked")
     for a, b, t in zip(got, other, truth, strict=True):
         size = t.abs().max().clamp_min(1.0)
@@ -204,7 +205,7 @@ def test_long_keys_over_a_small_ridge_lose_no_digits(
     """What cancels in P z, from 1 / rho down to 1 / (rho + z.z), is kept, in outputs and twice over in gradients of
     keys.
     """
-    monkeypatch.setenv(availability.VARIABLE, kernels)
+    monkeypatch.setenv(native_kernels.VARIABLE, kernels)
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, tokens, dim, generator=draw, dtype=torch.float64).float() for _ in range(4)]
     operator = m.ridge(eps=eps, key_limit=None) if power == 0 else m.ska(power=power, eps=eps, key_limit=None)
@@ -317,7 +318,7 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     got = gradients(operator, data, y, memory)
     assert called == [b - a for a, b in itertools.pairwise(cuts)]
     assert memory.count == 300
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     y, memory = run(operator, data)
     assert_as_good(got, gradients(operator, data, y, memory), truth)
 
@@ -479,7 +480,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in str(native_ridge.refusal(prepare(m.ska(), q.double(), k.double(), v.double(), causal=True)))
     assert "anchor Row" in str(native_ridge.refusal(prepare(m.linear(), q, k, v, causal=True)))
     assert zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge == "a compiled kernel"
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_ridge.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.ska(), (1, 8, 4096, 32), causal=True).ridge
 
@@ -567,5 +568,5 @@ def test_the_kernel_is_priced_below_torchs_blocks(monkeypatch: pytest.MonkeyPatc
         ).seconds
 
     fast = seconds()
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert fast < seconds()

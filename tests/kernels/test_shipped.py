@@ -30,13 +30,12 @@ from zonal.execution import (
 )
 from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
+from zonal.kernels import build
+from zonal.kernels import native as native_kernels
 from zonal.kernels.cpp import (
-    build,
     decode_library,
     distance_library,
-    library,
     mixer_library,
-    recipe,
     ridge_decode_library,
     ridge_library,
     sparse_library,
@@ -44,18 +43,18 @@ from zonal.kernels.cpp import (
 )
 from zonal.nn import compiled
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel would hold of two links."""
-    folder, compiler = tmp_path_factory.mktemp("libraries"), build.compiler()
+    folder, compiler = tmp_path_factory.mktemp("libraries"), native_kernels.compiler()
     assert compiler is not None
     for name in ("exp", "yat"):
-        for source in recipe.sources(FORMULAS[name]) if recipe.is_x86() else ("tile",):
-            job = FORMULAS[name], source, recipe.flags(source, recipe.is_x86())
-            recipe.make(compiler, *job, folder / recipe.file_name(*job))
+        for source in build.sources(FORMULAS[name]) if build.is_x86() else ("tile",):
+            job = FORMULAS[name], source, build.flags(source, build.is_x86())
+            build.make(compiler, *job, folder / build.file_name(*job))
     return folder
 
 
@@ -64,12 +63,20 @@ def as_installed(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """This process as if a wheel's libraries lay beside its sources, with an empty cache."""
     folder = tmp_path / "shipped"
     shutil.copytree(libraries, folder)
-    monkeypatch.setattr(recipe, "SHIPPED", folder)
+    monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
-    for cache in (library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear):
+    for cache in (
+        native_kernels._loaded.cache_clear,
+        native_kernels._failed.clear,
+        native_kernels._carried.cache_clear,
+    ):
         cache()
     yield folder
-    for cache in (library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear):
+    for cache in (
+        native_kernels._loaded.cache_clear,
+        native_kernels._failed.clear,
+        native_kernels._carried.cache_clear,
+    ):
         cache()
 
 
@@ -84,7 +91,7 @@ def first(folder: Path) -> Path:
 def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a compiler another is made, and that is said; without one torch runs, and explain says so."""
     path, code = first(as_installed), FORMULAS["exp"]
-    assert build.built(code) == path
+    assert native_kernels.built(code) == path
     data = path.read_bytes()
     if damage == "no record":
         path.with_suffix(".json").unlink()
@@ -92,16 +99,16 @@ def test_a_damaged_library_is_not_loaded(as_installed: Path, damage: str, monkey
         path.write_bytes(data[:1000] if damage == "cut" else data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "/nowhere/g++")
-        assert [name for name in ("exp", "yat") if build.carried(FORMULAS[name])] == ["yat"]
+        assert [name for name in ("exp", "yat") if native_kernels.carried(FORMULAS[name])] == ["yat"]
         assert "no good library" in zonal.explain(zonal.mechanisms.softmax(), (1, 1, 8, 4), causal=True).tiles
         with (
             pytest.raises(build.BuildError, match="no C\\+\\+ compiler"),
             pytest.warns(UserWarning, match="is damaged"),
         ):
-            build.build(code)
+            native_kernels.build(code)
     with pytest.warns(UserWarning, match="came with the package is damaged"):
-        assert build.build(code).parent != as_installed
-    assert library.load(code) is not None
+        assert native_kernels.build(code).parent != as_installed
+    assert native_kernels.load(code) is not None
 
 
 def test_a_library_that_does_not_load_is_compiled(as_installed: Path) -> None:
@@ -110,18 +117,18 @@ def test_a_library_that_does_not_load_is_compiled(as_installed: Path) -> None:
     path.write_bytes(b"no library")
     path.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(b"no library").hexdigest()}))
     with pytest.warns(UserWarning, match="is not used, one is compiled here"):
-        library.load(code)
-    assert build.built(code) == build.target(code)  # from now on
+        native_kernels.load(code)
+    assert native_kernels.built(code) == native_kernels.target(code)  # from now on
 
 
 def test_other_sources_flags_and_formulas_are_other_libraries(
     as_installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = FORMULAS["yat"]
-    assert build.shipped(code) is not None
-    assert build.shipped(replace(code, cpp_value="x")) is None
+    assert native_kernels.shipped(code) is not None
+    assert native_kernels.shipped(replace(code, cpp_value="x")) is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")  # a processor without AVX2
-    assert (build.shipped(code) is None) == recipe.is_x86()
+    assert (native_kernels.shipped(code) is None) == build.is_x86()
 
 
 def test_build_says_which_it_would_use(
@@ -131,7 +138,7 @@ def test_build_says_which_it_would_use(
     assert command.run(command.Build(), "zonal build") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
-    build.build(FORMULAS["exp"], again=True)
+    native_kernels.build(FORMULAS["exp"], again=True)
     assert command.run(command.Build(), "zonal build") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("exp (float32)")]
     assert "was there" in line
@@ -155,8 +162,8 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for name, source in FAMILIES.values():
         code = FORMULAS[name]
-        file = folder / recipe.file_name(code, source(), build.flags(source()))
-        data = build.build(code, source()).read_bytes()
+        file = folder / build.file_name(code, source(), native_kernels.flags(source()))
+        data = native_kernels.build(code, source()).read_bytes()
         file.write_bytes(data)
         file.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
     return folder
@@ -197,20 +204,20 @@ def test_every_shipped_family_runs_without_a_compiler(
     name, source = FAMILIES[family]
     folder, code = tmp_path / "shipped", FORMULAS[name]
     shutil.copytree(families, folder)
-    monkeypatch.setattr(recipe, "SHIPPED", folder)
+    monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    caches = library._loaded.cache_clear, library._failed.clear, build._carried.cache_clear
+    caches = native_kernels._loaded.cache_clear, native_kernels._failed.clear, native_kernels._carried.cache_clear
     for clear in caches:
         clear()
     try:
-        assert build.compiler() is None
+        assert native_kernels.compiler() is None
         with torch.no_grad():
             assert refused(family) is None
-        assert library.load(code, source()) is not None
+        assert native_kernels.load(code, source()) is not None
         for clear in caches:
             clear()
-        (folder / recipe.file_name(code, source(), build.flags(source()))).unlink()
+        (folder / build.file_name(code, source(), native_kernels.flags(source()))).unlink()
         with torch.no_grad():
             assert f"no good library of source {source()!r} for link {name!r} came with the package" in (
                 refused(family) or ""

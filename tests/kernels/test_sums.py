@@ -19,11 +19,12 @@ from zonal.execution.constants import DEFAULT_CPU
 from zonal.execution.cost_sums import work
 from zonal.execution.problem import problem_of
 from zonal.features import SymmetricPowers
-from zonal.kernels import availability, sums_ops
-from zonal.kernels.cpp import build, sums_library
+from zonal.kernels import native as native_kernels
+from zonal.kernels import sums_ops
+from zonal.kernels.cpp import sums_library
 from zonal.models import CausalLM, ModelConfig
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 # long enough for the state to be read, and for blocks that are not whole
 LARGE = {
@@ -250,7 +251,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     page = zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True)
     assert page.sums == "a compiled kernel"
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in str(native_sums.refusal(call))
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 4096, 32), causal=True).sums
 

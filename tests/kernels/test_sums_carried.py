@@ -19,12 +19,13 @@ from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
-from zonal.kernels import availability, sums_ops
-from zonal.kernels.cpp import build, sums_library
+from zonal.kernels import native as native_kernels
+from zonal.kernels import sums_ops
+from zonal.kernels.cpp import sums_library
 from zonal.memory.sums import anchored
 from zonal.nn.recurrence import ssd
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 # -- memories --------------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ def test_pieces_over_a_memory_are_the_whole(name: str, cuts: tuple[int, ...], mo
     assert memory.count == 300
     assert data.mask is not None
     assert torch.equal(memory.real, data.mask.sum(1))  # type: ignore[attr-defined]
-    monkeypatch.setenv(availability.VARIABLE, "off")
+    monkeypatch.setenv(native_kernels.VARIABLE, "off")
     y, by_torch = run(operator, data)
     assert memory.kind == by_torch.kind
     for key, mine in memory.tensors().items():
@@ -437,7 +438,7 @@ def test_the_chunked_path_loses_the_same_rows_with_and_without_a_kernel(
     found = []
     for kernels in ("on", "off"):
         if kernels == "off":
-            monkeypatch.setenv(availability.VARIABLE, "off")
+            monkeypatch.setenv(native_kernels.VARIABLE, "off")
         with torch.no_grad():
             found.append(zonal.attention(*new, operator, causal=True, memory=memory, path="chunked", **given)[0])
     lost = torch.arange(500, 512).expand(1, 2, -1) % 3 > 0 if gap < 2e-3 else torch.zeros(1, 2, 12, dtype=torch.bool)

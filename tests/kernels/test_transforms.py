@@ -12,10 +12,10 @@ from zonal import Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import native
+from zonal.kernels import native as native_kernels
 from zonal.kernels import ops, transforms
-from zonal.kernels.cpp import build
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 KINDS = {
     "softmax": m.softmax,

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 from zonal.formula import FORMULAS
-from zonal.kernels.cpp import build, recipe
+from zonal.kernels import build
+from zonal.kernels import native as native_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = {"CXX": "/nowhere/g++"}
 
 # the first test waits for a wheel: twenty seconds of one core
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
-compiler_needed = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
+compiler_needed = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -72,14 +73,14 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @compiler_needed
 def test_every_library_is_in_and_whole(unpacked: Path) -> None:
-    shipped = unpacked / recipe.SHIPPED.relative_to(ROOT)
+    shipped = unpacked / build.SHIPPED.relative_to(ROOT)
     jobs = [
-        (formula, source, recipe.flags(source, recipe.is_x86()))
+        (formula, source, build.flags(source, build.is_x86()))
         for formula in FORMULAS.values()
-        for source in recipe.sources(formula)
+        for source in build.sources(formula)
     ]
-    assert {file.name for file in shipped.glob("*.so")} == {recipe.file_name(*job) for job in jobs}
-    assert all(recipe.good(file) for file in shipped.glob("*.so"))
+    assert {file.name for file in shipped.glob("*.so")} == {build.file_name(*job) for job in jobs}
+    assert all(build.good(file) for file in shipped.glob("*.so"))
 
 
 RUN = """
@@ -89,8 +90,7 @@ import torch
 import zonal
 from zonal import mechanisms as m
 from zonal.execution import native
-from zonal.kernels.cpp import library
-
+from zonal.kernels import native as native_kernels
 warnings.simplefilter("error")
 q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
 errors = {}
@@ -104,7 +104,7 @@ def attend(q):
 
 compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
 errors["traced"] = (compiled(q) - attend(q)).abs().max().item()
-loaded = library.load(native.code_of(zonal.link.Exp()))
+loaded = native_kernels.load(native.code_of(zonal.link.Exp()))
 threads = []
 for count in (1, 3, 2):
     torch.set_num_threads(count)

@@ -13,8 +13,7 @@ from zonal import mechanisms as m
 from zonal.errors import MissingKernelsWarning
 from zonal.execution import native_ridge, native_sums
 from zonal.execution.call import prepare
-from zonal.kernels import availability
-from zonal.kernels.cpp import library
+from zonal.kernels import native as native_kernels
 
 KERNELS = {"sums": (m.squared_affine, native_sums), "ridge": (m.ska, native_ridge)}
 
@@ -35,7 +34,7 @@ def test_without_a_compiler_torch_runs(kind: str, tmp_path: Path, monkeypatch: p
     expected = zonal.attention(*(x.double() for x in tensors), operator, causal=True, path="dense")  # type: ignore[arg-type]
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    availability.say_once.cache_clear()
+    native_kernels.say_once.cache_clear()
     with pytest.warns(MissingKernelsWarning, match=r"Install g\+\+ or clang\+\+") as said:
         chunked(operator, tensors)
     assert len(said) == 1
@@ -53,7 +52,7 @@ def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypat
     fails.chmod(0o755)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", str(fails))
-    library._loaded.cache_clear()
+    native_kernels._loaded.cache_clear()
     make, kernel = KERNELS[kind]
     operator, tensors = make(), sample()
     try:
@@ -64,5 +63,5 @@ def test_a_compiler_that_fails_is_said_once(kind: str, tmp_path: Path, monkeypat
             assert torch.equal(chunked(operator, tensors), y)
         assert "could not be had" in str(kernel.refusal(prepare(operator, *tensors, causal=True)))  # type: ignore[arg-type]
     finally:
-        library._loaded.cache_clear()
-        library._failed.clear()
+        native_kernels._loaded.cache_clear()
+        native_kernels._failed.clear()

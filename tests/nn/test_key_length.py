@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import zonal
 from zonal import anchor, link, score
 from zonal import mechanisms as m
-from zonal.kernels import availability
+from zonal.kernels import native as native_kernels
 from zonal.nn import Attention
 
 CASES = {
@@ -105,7 +105,7 @@ def test_facts_five_times_longer_than_noise_are_recalled_from_the_start(power):
 @pytest.mark.parametrize("kernels", ["on", "off"])
 def test_all_paths_take_the_factor_and_give_its_gradient(path, kernels, monkeypatch):
     if kernels == "off":
-        monkeypatch.setenv(availability.VARIABLE, "off")
+        monkeypatch.setenv(native_kernels.VARIABLE, "off")
     torch.manual_seed(0)
     operator = zonal.Operator(
         score.Dot(scale=1.0, key_limit=1.0, factor=0.3), link.Identity(), anchor.Koopman(power=1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zonal.errors import ZonalError
 from zonal.formula import FORMULAS
-from zonal.kernels.cpp import build, library, recipe
+from zonal.kernels import build, native
 
 DESCRIPTION = """\
 Say which library the CPU kernels of every link with a formula come from, compile what is not there, and check that each
@@ -34,25 +34,25 @@ class Build:
 def run(options: Build, command: str) -> int:
     """Run the command. Returns 0 when every kernel is built and loads, 1 when one failed."""
     codes = list(FORMULAS.values())
-    compiler = build.compiler()
-    if compiler is None and (options.again or build.built(codes[0]) is None):
-        build.target(codes[0])  # says what to install
-    print(f"compiler  {compiler or 'none'} {' '.join(build.flags())}")
+    compiler = native.compiler()
+    if compiler is None and (options.again or native.built(codes[0]) is None):
+        native.target(codes[0])  # says what to install
+    print(f"compiler  {compiler or 'none'} {' '.join(native.flags())}")
     failed = 0
     for code in codes:
-        for source in recipe.sources(code):
-            if source == "tile_bf16" and (library.failure(code) is not None or not library.load(code).zonal_has_bf16()):
+        for source in build.sources(code):
+            if source == "tile_bf16" and (native.failure(code) is not None or not native.load(code).zonal_has_bf16()):
                 continue
             name, start = f"{code.name} ({_NAMES[source]})", time.perf_counter()
-            known = None if options.again else build.built(code, source)
+            known = None if options.again else native.built(code, source)
             try:
-                path = build.build(code, source, again=options.again)
-                library.load(code, source)
+                path = native.build(code, source, again=options.again)
+                native.load(code, source)
                 how = (
                     f"{time.perf_counter() - start:.1f} s"
                     if known is None
                     else "came with the package"
-                    if path.parent == recipe.SHIPPED
+                    if path.parent == build.SHIPPED
                     else "was there"
                 )
                 print(f"{name:<38} {how:>21}  {path}")

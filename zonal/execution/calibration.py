@@ -38,7 +38,7 @@ from zonal.execution import cost_sums, cost_sums_cuda, native, native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import Constants, Curve, default
 from zonal.execution.problem import problem_of
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.build import BuildError
 
 # -- measuring ---------------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels import transforms
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge

@@ -13,7 +13,8 @@ from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import availability, ops, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import ops, transforms
 from zonal.kernels.cpp import library
 from zonal.kernels.spec import TileSpec
 
@@ -25,7 +26,7 @@ LARGEST = 256
 
 def refusal(call: Call) -> str | None:
     """Why torch's tiles run in the kernel's place, or None."""
-    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
     if reason is not None:
         return reason
     link, score = call.bound.link, call.bound.score
@@ -48,7 +49,7 @@ def refusal(call: Call) -> str | None:
         if not (code.triton or (code.log and not code.cpp_value)):
             return f"link {type(link).__name__} has no Triton functions"
         return None if has_triton() else "triton is not installed (pip install triton)"
-    return availability.missing(code, "tile")
+    return native_kernels.missing(code, "tile")
 
 
 def _carried(call: Call, code: Formula) -> bool:

@@ -16,7 +16,8 @@ from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import feature_map
-from zonal.kernels import availability, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import transforms
 from zonal.kernels.cpp import decode_library
 from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
 from zonal.memory import FeatureSums, Memory
@@ -32,7 +33,7 @@ def refusal(call: Call, kind: str) -> str | None:
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
     bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
-    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
     if reason is not None:
         return reason
     if kind != "features":
@@ -51,7 +52,7 @@ def refusal(call: Call, kind: str) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return availability.missing(decode_library.CODE, decode_library.SOURCE)
+    return native_kernels.missing(decode_library.CODE, decode_library.SOURCE)
 
 
 class _Kept(NamedTuple):

@@ -7,7 +7,8 @@ from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.link import Link, Oscillatory
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.kernels import availability, distance_ops, transforms
+from zonal.kernels import distance_ops, transforms
+from zonal.kernels import native as native_kernels
 from zonal.kernels.cpp import distance_library
 from zonal.kernels.distance_spec import TERMS, WAVES, DistanceSpec
 
@@ -19,7 +20,7 @@ def refusal(call: Call) -> str | None:
         return reason
     if call.device.type == "cuda":
         return cuda_refusal()
-    return availability.missing(distance_library.CODE, distance_library.source())
+    return native_kernels.missing(distance_library.CODE, distance_library.source())
 
 
 def cuda_refusal() -> str | None:
@@ -29,7 +30,7 @@ def cuda_refusal() -> str | None:
 
 def unfit(call: Call) -> str | None:
     """What of a call no kernel for distances takes, or None."""
-    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
     if reason is not None:
         return reason
     score, link = call.bound.score, call.bound.link

@@ -8,7 +8,8 @@ from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.execution.native_sums import Runner, places_of
-from zonal.kernels import availability, ridge_ops, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import ridge_ops, transforms
 from zonal.kernels.cpp import ridge_library
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
@@ -19,7 +20,7 @@ from zonal.memory.lift import Lift, width_of
 def refusal(call: Call, remembers: bool = False) -> str | None:
     """Why torch's blocks run in the kernel's place, or None. remembers: the call goes on from a memory, or leaves one."""
     anchor = call.bound.anchor
-    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
     if reason is not None:
         return reason
     if type(anchor) not in (Ridge, Koopman):
@@ -40,7 +41,7 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "a call that is transformed needs operations of torch"
     if call.device.type == "cuda":
         return cuda_refusal(call)
-    return availability.missing(ridge_library.CODE, ridge_library.SOURCE)
+    return native_kernels.missing(ridge_library.CODE, ridge_library.SOURCE)
 
 
 def cuda_refusal(call: Call) -> str | None:

@@ -18,7 +18,8 @@ from zonal.execution.call import Call
 from zonal.execution.learned import Learned
 from zonal.execution.native_decode import MOST_TOKENS
 from zonal.execution.native_ridge import clipped_of, multiplied, query_scale
-from zonal.kernels import availability, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import transforms
 from zonal.kernels.cpp import ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
 from zonal.memory import Memory, RidgeStatistics
@@ -35,7 +36,7 @@ def refusal(call: Call, kind: str) -> str | None:
         return "a call that is traced or transformed needs operations of torch"
     bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
     anchor = bound.anchor
-    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
     if reason is not None:
         return reason
     if kind != "ridge":
@@ -58,7 +59,7 @@ def refusal(call: Call, kind: str) -> str | None:
         or any(p.requires_grad for p in bound.anchor_params.values())
     ):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return availability.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
+    return native_kernels.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
 
 
 def takes(memory: RidgeStatistics) -> bool:

@@ -11,7 +11,8 @@ from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, 
 from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
 from zonal.execution.call import Call
-from zonal.kernels import availability, sparse_ops, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import sparse_ops, transforms
 from zonal.kernels.cpp import sparse_library
 from zonal.kernels.cpp.sparse_library import KINDS, Candidates, Factors
 
@@ -22,7 +23,7 @@ _KINDS: dict[type[Metric], str] = {
 
 def refusal(call: Call) -> str | None:
     """Why torch runs in the kernel's place, or None."""
-    reason = availability.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
     if reason is not None:
         return reason
     reason = _factors_refusal(call.bound.score)
@@ -32,7 +33,7 @@ def refusal(call: Call) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    return availability.missing(sparse_library.CODE, sparse_library.SOURCE)
+    return native_kernels.missing(sparse_library.CODE, sparse_library.SOURCE)
 
 
 def _factors_refusal(score: Score) -> str | None:

@@ -15,7 +15,8 @@ from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
-from zonal.kernels import availability, sums_ops, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels import sums_ops, transforms
 from zonal.kernels.cpp import sums_library
 from zonal.kernels.cpp.sums_library import Places
 from zonal.kernels.sums_spec import SumsSpec
@@ -29,7 +30,7 @@ Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 def refusal(call: Call, kind: str | None = None) -> str | None:
     """Why torch's scan runs in the kernel's place, or None. kind: of the memory that the call goes on from or leaves, None without."""
     bound = call.bound
-    reason = availability.unfit(call.device.type, call.coefficients.dtype)
+    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
     if reason is not None:
         return reason
     code = native.code_of(bound.link)
@@ -45,7 +46,7 @@ def refusal(call: Call, kind: str | None = None) -> str | None:
         return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
     if call.device.type == "cuda":
         return cuda_refusal(call)
-    return availability.missing(code, sums_library.SOURCE)
+    return native_kernels.missing(code, sums_library.SOURCE)
 
 
 def cuda_refusal(call: Call) -> str | None:
@@ -210,7 +211,7 @@ def runner(call: Call) -> Runner | None:
     seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        if os.environ.get(availability.VARIABLE) == "off":
+        if os.environ.get(native_kernels.VARIABLE) == "off":
             return None
         return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
 

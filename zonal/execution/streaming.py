@@ -15,7 +15,7 @@ from zonal.execution import native_decode, native_ridge_decode
 from zonal.execution.call import Call
 from zonal.execution.chunked import check_memory, empty_memory, tail
 from zonal.execution.documents import by_document
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 
 

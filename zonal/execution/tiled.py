@@ -20,7 +20,7 @@ from zonal.algebra.score import Score
 from zonal.errors import PathError
 from zonal.execution import native, native_distance
 from zonal.execution.call import Call
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels.build import BuildError
 
 # the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in the cache.
 # Long sequences have few tiles on the diagonal to waste and gain from larger ones.

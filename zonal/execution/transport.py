@@ -30,8 +30,9 @@ from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution import native, tiled
 from zonal.execution.call import Call, prepare
+from zonal.kernels import native as native_kernels
+from zonal.kernels.build import BuildError
 from zonal.kernels.cpp import library
-from zonal.kernels.cpp.build import BuildError
 from zonal.kernels.spec import TileSpec
 from zonal.names import known_names
 
@@ -147,7 +148,7 @@ def _passes(call: Call, q: Tensor, k: Tensor) -> _Passes:
         code = native.code_of(call.bound.link)
         assert code is not None
         try:
-            library.load(code)
+            native_kernels.load(code)
             return _Compiled(call, q, k)
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(

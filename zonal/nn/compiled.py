@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from zonal.execution import native
-from zonal.kernels import availability, mixer_ops, transforms
-from zonal.kernels.cpp import library, mixer_library
-from zonal.kernels.cpp.build import BuildError
+from zonal.kernels import mixer_ops, transforms
+from zonal.kernels import native as native_kernels
+from zonal.kernels.build import BuildError
+from zonal.kernels.cpp import mixer_library
 from zonal.kernels.cpp.mixer_library import Seen
 
 
@@ -16,7 +17,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
     """Why torch runs in the kernel's place on these tensors, or None. The kernel is compiled at its first use."""
     given = [x for x in tensors if x is not None]
     reason = next(
-        (why for x in given if (why := availability.unfit(x.device.type, x.dtype, ("cpu", "meta"))) is not None), None
+        (why for x in given if (why := native_kernels.unfit(x.device.type, x.dtype, ("cpu", "meta"))) is not None), None
     )
     if reason is not None:
         return reason
@@ -24,11 +25,11 @@ def refusal(*tensors: Tensor | None) -> str | None:
         return "the kernel is for float32"
     if transforms.active():
         return "a call that is transformed needs operations of torch"
-    reason = availability.missing(mixer_library.CODE, mixer_library.SOURCE)
+    reason = native_kernels.missing(mixer_library.CODE, mixer_library.SOURCE)
     if reason is not None or torch.compiler.is_compiling():
         return reason
     try:
-        library.load(mixer_library.CODE, mixer_library.SOURCE)
+        native_kernels.load(mixer_library.CODE, mixer_library.SOURCE)
     except BuildError as error:  # once: from now on it is refused
         warnings.warn(f"zonal: convolutions and gated norms run in torch, several times slower. {error}", stacklevel=4)
         return f"the kernel could not be had ({error})"

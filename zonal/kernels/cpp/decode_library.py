@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library, sums_library
 
 SOURCE = "decode"
@@ -101,7 +102,7 @@ class Decoder:
         )  # fmt: skip
         self._address, self._square = ctypes.addressof(self._rules), dim == value_dim
         self._state = batch, kv_heads, weights.shape[1], value_dim + (spec.anchor == "row")
-        function = library.load(CODE, SOURCE).zonal_decode
+        function = native.load(CODE, SOURCE).zonal_decode
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
         self._function = function
 

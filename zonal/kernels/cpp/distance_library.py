@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 from zonal.kernels.distance_spec import DistanceSpec
 
@@ -69,7 +70,7 @@ class _Arguments(library.Arguments):
             dim=q.shape[3], waves=spec.waves,
         )  # fmt: skip
         self.kept.append(weights)
-        self.function = library.load(CODE, source())
+        self.function = native.load(CODE, source())
         self.width = int(self.function.zonal_distance_width(ctypes.byref(self.whole)))
 
     def run(self, name: str) -> None:

@@ -1,21 +1,17 @@
 """Calls the compiled kernel on tensors: float32 on the CPU, or bfloat16 where the processor has it; any strides but the last."""
 
 import ctypes
-import functools
-import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zonal.formula import Formula
-from zonal.kernels.cpp import recipe
-from zonal.kernels.cpp.build import BuildError, build
+from zonal.kernels import native
+from zonal.kernels.build import BuildError
 from zonal.kernels.spec import TileSpec
 
-_ABI = 6
 _ANCHORS = {"row": 0, "count": 1, "raw": 2}
 _POINTERS = ("q", "k", "v", "scale", "coefficients", "key_mask", "edges")
 _SIZES = (
@@ -40,77 +36,15 @@ class Fields(ctypes.Structure):
     ]  # fmt: skip
 
 
-# kernels that could not be had in this process, with the reason: they are not tried at every call
-_failed: dict[tuple[Formula, str], str] = {}
-
-
-def failure(code: Formula, source: str = "tile") -> str | None:
-    """Why an earlier attempt to load a link's kernel failed, or None."""
-    return _failed.get((code, source))
-
-
-def load(code: Formula, source: str = "tile") -> ctypes.CDLL:
-    """The library of a link, compiled first where it is not there yet. Raises: BuildError, the first time and from then on."""
-    if (code, source) in _failed:
-        raise BuildError(_failed[code, source])
-    try:
-        return _loaded(code, source)
-    except BuildError as error:
-        _failed[code, source] = str(error)
-        raise
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(code: Formula, source: str) -> ctypes.CDLL:
-    path = build(code, source)
-    if path.parent != recipe.SHIPPED:
-        return _opened(path)
-    try:
-        library = _opened(path)
-        if not _torchs_threads(library):
-            raise BuildError(
-                f"build: the kernel {path} has another OpenMP runtime than torch, so that both would start threads."
-            )
-    except BuildError as error:
-        warnings.warn(
-            f"zonal: the kernel that came with the package is not used, one is compiled here. {error}", stacklevel=2
-        )
-        return _opened(build(code, source, again=True))
-    return library
-
-
-def _torchs_threads(library: ctypes.CDLL) -> bool:
-    """Whether a library's OpenMP runtime is the one that torch has loaded: the same function at the same place."""
-    if sys.platform == "darwin":  # compiled without
-        return True
-    torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    return len({ctypes.cast(there.omp_get_max_threads, ctypes.c_void_p).value for there in (library, torchs)}) == 1
-
-
-def _opened(path: Path) -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(path))
-        found = library.zonal_version()
-    except (OSError, AttributeError) as error:
-        raise BuildError(
-            f"build: the kernel {path} does not load ({error}). Remove it, or run `zonal build --again`."
-        ) from error
-    if found != _ABI:
-        raise BuildError(
-            f"build: the kernel {path} has version {found}, {_ABI} was required. Remove it, or run `zonal build --again`."
-        )
-    return library
-
-
 def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
     """The kernel for bfloat16 products where it applies: all in bfloat16 with an even last axis, and the processor's instructions."""
     if any(x.dtype != torch.bfloat16 for x in tensors) or any(x.shape[3] % 2 for x in tensors[:1] + tensors[2:]):
         return None
-    if not load(link).zonal_has_bf16():
+    if not native.load(link).zonal_has_bf16():
         return None
-    known = (link, "tile_bf16") in _failed
+    known = native.failure(link, "tile_bf16") is not None
     try:
-        return load(link, "tile_bf16")
+        return native.load(link, "tile_bf16")
     except BuildError as error:
         if not known:
             warnings.warn(f"zonal: bfloat16 runs through the float32 kernel, twice as slow. {error}", stacklevel=2)
@@ -221,7 +155,7 @@ def forward(
         arguments = Arguments(q, k, v, scale, coefficients, key_mask, cu_seqlens, spec)
         arguments.point("y", y, torch.float32, shape)
         arguments.point("factor", factor, torch.float32, shape[:3])
-        run(load(spec.link).zonal_forward, arguments)
+        run(native.load(spec.link).zonal_forward, arguments)
         rounded = y.to(q.dtype)
         return rounded, factor, (y - rounded).to(q.dtype) if kept else q.new_empty(0)
     y, rest = q.new_empty(shape), q.new_empty(shape if kept else 0)
@@ -265,7 +199,7 @@ def backward(
     arguments.point("sums", empty(places, keys, dim + value_dim), torch.float32, (places, keys, dim + value_dim))
     arguments.point("dscale", dscale, torch.float64, (split, batch, heads))
     arguments.point("dcoefficients", dcoefficients, torch.float64, (split, batch, heads, learned))
-    run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward, arguments)
+    run((native.load(spec.link) if in_pairs is None else in_pairs).zonal_backward, arguments)
     sums = None if dcoefficients is None else dcoefficients.sum((0, 1))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dscale is None else dscale.sum((0, 1)), sums
 
@@ -284,9 +218,7 @@ __all__ = [
     "backward",
     "dense_last",
     "empty",
-    "failure",
     "forward",
-    "load",
     "run",
     "zeros",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 
 SOURCE = "mixer"
@@ -128,7 +129,7 @@ def convolution(
     call = _call(x, tail, across, bias, seen, silu, heads, parts)
     for i, y in enumerate(found):
         call.y[i] = _rows(y, *_part(x, heads, parts, i))
-    _run(library.load(CODE, SOURCE).zonal_convolution_forward, call)
+    _run(native.load(CODE, SOURCE).zonal_convolution_forward, call)
     return found
 
 
@@ -160,7 +161,7 @@ def convolution_backward(
         call.dy[i] = _rows(g, *_part(x, heads, parts, i))
     call.dx, call.dtail = _pointer(dx, batch, length, channels), _pointer(dtail, batch, width - 1, channels)
     call.sums = _pointer(sums, ranges, width + 1, channels)
-    _run(library.load(CODE, SOURCE).zonal_convolution_backward, call)
+    _run(native.load(CODE, SOURCE).zonal_convolution_backward, call)
     total = sums.sum(0)
     return dx, dtail, total[:-1].t().contiguous(), total[-1].clone()
 
@@ -201,7 +202,7 @@ def gated_norm(
     out = library.empty(*z.shape)
     call = _gated(y, v, z, skip, gain, groups, eps)
     call.out = _rows(out, *z.shape)
-    _run(library.load(CODE, SOURCE).zonal_gated_forward, call)
+    _run(native.load(CODE, SOURCE).zonal_gated_forward, call)
     return out
 
 
@@ -225,7 +226,7 @@ def gated_norm_backward(
     call.dout, call.dz = (_rows(x, *z.shape) for x in (dout, dz))
     call.dy, call.dv = (_rows(x, *y.shape) for x in (dy, dv))
     call.dgain, call.dskip = _pointer(dgain, ranges, heads * width), _pointer(dskip, ranges, heads * width)
-    _run(library.load(CODE, SOURCE).zonal_gated_backward, call)
+    _run(native.load(CODE, SOURCE).zonal_gated_backward, call)
     return dy, dv, dz, None if dskip is None else dskip.sum(0).view(heads, width).sum(1), dgain.sum(0)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 
 SOURCE = "ridge_decode"
@@ -43,7 +44,7 @@ class Stepper:
         self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
         heads = (shape[1],)
         self._rules = (limit, library.address(scale, torch.float64, heads), library.address(powers, torch.int64, heads))
-        function = library.load(CODE, SOURCE).zonal_ridge_step
+        function = native.load(CODE, SOURCE).zonal_ridge_step
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
         self._function = function
 

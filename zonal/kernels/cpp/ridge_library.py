@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zonal.errors import NonFiniteError
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 from zonal.kernels.cpp.sums_library import Places, plain
 
@@ -69,7 +70,7 @@ class Reader:
         )
         self.segments = seen.edges.shape[0] - 1
         self._rules = (self.segments, seen.lo.shape[0] > 1, max(powers), limit)
-        loaded = library.load(CODE, SOURCE)
+        loaded = native.load(CODE, SOURCE)
         self._again, self._forward, self._backward = (
             loaded.zonal_ridge_again,
             loaded.zonal_ridge_forward,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 from zonal.kernels.cpp.sums_library import plain
 
@@ -90,7 +91,10 @@ def codes(functions: list[Function], tables: int) -> Tensor:
     Numbers are made for some tokens at a time and never kept: all of them are many times what the points are.
     """
     batch, heads, tokens, _ = functions[0].x.shape
-    found, kernel = library.zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32), library.load(CODE, SOURCE)
+    found, kernel = (
+        library.zeros(batch, heads, 1 + tables, tokens, dtype=torch.int32),
+        native.load(CODE, SOURCE),
+    )
     at, count, cells = ctypes.c_void_p(found.data_ptr()), batch * heads * tokens, 0
     for function in functions:
         x = plain(function.x, torch.float32).flatten(0, 2)
@@ -136,7 +140,7 @@ def places(
     for name, x, shape in zip((*_CODES[:6], *_PLACES), (*kept, *found), (*given, *shapes), strict=True):
         setattr(call, name, library.address(x, torch.int32, shape))
     call.key_mask = library.address(mask, torch.bool, (batch, keys))
-    _run(library.load(CODE, SOURCE).zonal_sparse_places, call)
+    _run(native.load(CODE, SOURCE).zonal_sparse_places, call)
     return found
 
 
@@ -199,7 +203,7 @@ def forward(
     arguments.point("least", least, torch.float32, rows)
     arguments.point("whole", whole, torch.float32, rows)
     arguments.point("met", met, torch.int32, rows)
-    _run(library.load(CODE, SOURCE).zonal_sparse_forward, arguments.call)
+    _run(native.load(CODE, SOURCE).zonal_sparse_forward, arguments.call)
     return y, least, whole, met
 
 
@@ -227,7 +231,7 @@ def backward(
     arguments.point("dy", dy, torch.float32, shape, strided=True)
     for name, gradient, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         arguments.point(name, gradient, torch.float32, x.shape)
-    _run(library.load(CODE, SOURCE).zonal_sparse_backward, arguments.call)
+    _run(native.load(CODE, SOURCE).zonal_sparse_backward, arguments.call)
     return dq, dk, dv
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zonal.kernels import native
 from zonal.kernels.cpp import library
 from zonal.kernels.sums_spec import SumsSpec
 
@@ -260,7 +261,7 @@ def forward(
     arguments.point("factor", factor, torch.float32, rows)
     arguments.point("final", final if spec.keeps else None, torch.float32, state)
     arguments.point("apart", apart if spec.guards else None, torch.uint8, rows)
-    _run(library.load(spec.link, SOURCE).zonal_sums_forward, arguments)
+    _run(native.load(spec.link, SOURCE).zonal_sums_forward, arguments)
     return y, factor, final, apart
 
 
@@ -334,7 +335,7 @@ def backward(
         arguments.point(name, x, torch.float32, shapes[name])
     for name, x in (("dscale", dscale), ("dcoefficients", dcoefficients), ("dmonomials", dmonomials)):
         arguments.point(name, x, torch.float64, shapes[name])
-    _run(library.load(spec.link, SOURCE).zonal_sums_backward, arguments)
+    _run(native.load(spec.link, SOURCE).zonal_sums_backward, arguments)
 
     def by_head(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
@@ -375,7 +376,7 @@ def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
     call = _Dots(
         first, second, _Strides(*a.stride()[:3]), _Strides(*b.stride()[:3]), batch, heads, length, width, out.data_ptr()
     )
-    library.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
+    native.load(spec.link, SOURCE).zonal_sums_dots(ctypes.byref(call))
     return out
 
 

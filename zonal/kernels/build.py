@@ -15,7 +15,7 @@ from pathlib import Path
 from zonal.errors import ZonalError
 from zonal.formula import Formula
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "cpp"
 SOURCES = (
     "tile",
     "tile_bf16",
