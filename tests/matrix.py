@@ -12,9 +12,13 @@ from torch import Tensor
 import zonal
 from zonal import Operator, anchor, link, metric, prior, score
 from zonal import mechanisms as m
+from zonal.algebra.declaration import declared
 
 CAUSAL_NAMES = tuple(name for name in m.names() if not m.resolve(name).tags.couples)
 """Mechanisms that have a causal order; the others are for encoders."""
+
+DECLARED = declared("score", "link", "anchor", "prior", "metric", "search", "features")
+"""The types that the library declares, by name; tests and users declare more."""
 
 OPERATORS: dict[str, Callable[[], Operator]] = {
     "softmax": m.softmax,

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from matrix import OPERATORS, Case, inputs, randomised
+from matrix import DECLARED, OPERATORS, Case, inputs, randomised
 from torch import Tensor
 
 import zonal
 from zonal import Memory, Operator, anchor, hashing, ledger, link, mechanisms, prior, probe, score
-from zonal.algebra import definition, slots
+from zonal.algebra import definition
 from zonal.algebra.declaration import Declaration, Derived, Move
 from zonal.algebra.prior import Bias
 from zonal.execution import dense
@@ -505,7 +505,7 @@ def test_every_declared_part_says_what_it_assumes() -> None:
     """
     silent = [
         name
-        for name, kind in slots.ALL.items()
+        for name, kind in DECLARED.items()
         if kind.moves is Declaration.moves and kind.slot not in ("metric", "features")
     ]
     assert not silent, f"without moves(): {', '.join(silent)}"

@@ -9,11 +9,11 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import DECLARED
 from torch import Tensor
 
 import zonal
 from zonal.algebra.metric import (
-    METRICS,
     Euclidean,
     Fidelity,
     FisherRao,
@@ -111,7 +111,9 @@ def matched(q: Tensor, k: Tensor, eps: float) -> Tensor:
 
 def test_every_metric_is_tested() -> None:
     # matrices are points of m^2 numbers, and otherwise Euclidean; what learns has a file of its own
-    assert {type(metric) for metric in KINDS} | {HilbertSchmidt, Riemannian} == set(METRICS.values())
+    assert {type(metric) for metric in KINDS} | {HilbertSchmidt, Riemannian} == {
+        kind for kind in DECLARED.values() if kind.slot == "metric"
+    }
 
 
 @pytest.mark.parametrize("metric", KINDS, ids=str)

@@ -6,12 +6,11 @@ import json
 
 import pytest
 import torch
-from matrix import OPERATORS
+from matrix import DECLARED, OPERATORS
 
 import zonal
 from zonal import Operator, anchor, ledger, link, prior, score
 from zonal import mechanisms as m
-from zonal.algebra import slots
 from zonal.algebra.prior import visibility
 from zonal.errors import ArgumentError
 from zonal.features import Features, TensorSketch
@@ -31,10 +30,10 @@ def test_configuration_round_trip(name: str) -> None:
     assert hash(again.link) == hash(operator.link)
 
 
-@pytest.mark.parametrize("kind", slots.ALL)
+@pytest.mark.parametrize("kind", DECLARED)
 def test_declarations_are_frozen(kind: str) -> None:
-    assert slots.ALL[kind].__dataclass_params__.frozen  # type: ignore[attr-defined]
-    assert "__dataclass_params__" in vars(slots.ALL[kind])
+    assert DECLARED[kind].__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert "__dataclass_params__" in vars(DECLARED[kind])
 
 
 SLOTS = {"score": score.Cosine(), "link": link.Yat(), "anchor": anchor.Ridge(eps=10.0), "prior": (prior.Causal(),)}

@@ -6,10 +6,10 @@ import shlex
 import pytest
 
 from zonal.cli import parse
-from zonal.cli.app import COMMANDS, help_text, main, parse_options
+from zonal.cli.app import COMMANDS, help_text, main, option_names, parse_options
 from zonal.cli.compare import DESCRIPTION, Compare, specification
 from zonal.cli.demo import PARTS, Demo, parts
-from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line, option_names
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, command_line
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
 from zonal.models import preset

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import DECLARED
 
 import zonal
 from zonal import mechanisms as m
-from zonal.algebra import link, metric
 from zonal.algebra.anchor import TopK
 from zonal.algebra.hashing import LSH
 from zonal.cli import build as command
@@ -229,8 +229,10 @@ def test_every_shipped_family_runs_without_a_compiler(
 
 def test_every_link_is_known() -> None:
     """FORMULAS, which stand below links and metrics, are theirs."""
-    found = [native.code_of(kind()) for kind in link.LINKS.values()]  # type: ignore[arg-type]
+    found = [native.code_of(kind()) for kind in DECLARED.values() if kind.slot == "link"]  # type: ignore[arg-type]
     found += [
-        reduction.formula for kind in metric.METRICS.values() if (reduction := kind().dot_reduction(1.0)) is not None
+        reduction.formula
+        for kind in DECLARED.values()
+        if kind.slot == "metric" and (reduction := kind().dot_reduction(1.0)) is not None
     ]  # type: ignore[attr-defined]
     assert {replace(code, constants=()) for code in found if code is not None} == set(FORMULAS.values())

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from matrix import DECLARED
 from torch import Tensor
 
 from zonal import anchor, nn, prior, probe, score
 from zonal import mechanisms as m
-from zonal.algebra.anchor import ANCHORS
 from zonal.errors import ArgumentError
 from zonal.execution import dense
 from zonal.execution.call import prepare
@@ -69,7 +69,9 @@ def read_out(made: nn.Attention, x: Tensor, weights: Tensor) -> Tensor:
 
 
 def test_every_anchor_is_among_the_layers() -> None:
-    assert {type(made().operator.anchor).__name__ for made in NAMED.values()} == set(ANCHORS)
+    assert {type(made().operator.anchor).__name__ for made in NAMED.values()} == {
+        name for name, kind in DECLARED.items() if kind.slot == "anchor"
+    }
 
 
 @torch.no_grad()

@@ -41,8 +41,19 @@ class Move:
         return f"{self.step} [{self.slot}] {self.name}: {self.assumes}{f' ({self.settings})' if self.settings else ''}"
 
 
+REGISTRY: dict[str, type["Declaration"]] = {}
+"""Every declared type by its name, in the order of definition: what a configuration may contain."""
+
+
+def declared(*slots: str) -> dict[str, type["Declaration"]]:
+    """The library's own types of some slots by name, in the order of definition: what a spec may name, wherever it is read."""
+    return {name: kind for name, kind in REGISTRY.items() if kind.slot in slots and _of_library(kind)}
+
+
 class Declaration:
-    """Base of the frozen dataclasses that fill the slots.
+    """Base of the frozen dataclasses that fill the slots. Each subclass enters ``REGISTRY`` when it is defined.
+
+    Bases (``class Link(Declaration, abstract=True)``) and classes whose name begins with an underscore stay out of it.
 
     A declaration holds plain values only. What is learned is listed by ``initial()``: name -> initial tensor whose first
     axis runs over heads (one row means "the same for all heads"). The Operator turns these into parameters and hands
@@ -54,6 +65,27 @@ class Declaration:
     """Names in ``initial()`` and ``fixed()`` whose rows run over key heads (they shape what a memory holds) rather than query heads."""
     later: ClassVar[tuple[str, ...]] = ()
     """Fields that came after files had been written without them: ``config()`` leaves them out at their default."""
+
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        super().__init_subclass__()
+        if abstract or cls.__name__.startswith("_"):
+            return
+        known = REGISTRY.get(cls.__name__)
+        # a class of the library keeps its name; one of a user may be defined anew, as a notebook does
+        if (
+            known is not None
+            and _of_library(known)
+            and (known.__module__, known.__qualname__)
+            != (
+                cls.__module__,
+                cls.__qualname__,
+            )
+        ):
+            raise ArgumentError(
+                f"class {cls.__name__}: {known.__module__} declares a {known.slot} of this name, by which configurations "
+                "find it. Give the class another name, or one that begins with an underscore."
+            )
+        REGISTRY[cls.__name__] = cls
 
     def initial(self) -> dict[str, Tensor]:
         return {}
@@ -103,10 +135,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_config(config: Mapping[str, Any], valid: Mapping[str, type[Declaration]], slot: str) -> Declaration:
-    """The declaration that ``config()`` wrote down."""
+def _of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "zonal"
+
+
+def from_config(config: Mapping[str, Any], slot: str) -> Declaration:
+    """The declaration that ``config()`` wrote down. slot: what it is to fill, for the error of an unknown type."""
     fields = dict(config)
     name = fields.pop("type", None)
+    valid = REGISTRY
     if not isinstance(name, str) or name not in valid:
         raise unknown_name("Operator.from_config", slot, str(name), valid)
     known = {field.name: field for field in dataclasses.fields(valid[name])}  # type: ignore[arg-type]
@@ -116,19 +153,15 @@ def from_config(config: Mapping[str, Any], valid: Mapping[str, type[Declaration]
     values: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, list):
-            values[key] = tuple(_read(item, valid, key) for item in value)
+            values[key] = tuple(_read(item, key) for item in value)
         else:
-            values[key] = _read(value, valid, key)
+            values[key] = _read(value, key)
     return valid[name](**values)
 
 
-def _read(value: Any, valid: Mapping[str, type[Declaration]], key: str) -> Any:
+def _read(value: Any, key: str) -> Any:
     """A value of a configuration: a declaration where it was one."""
-    if not isinstance(value, dict):
-        return value
-    from zonal.algebra import slots  # the table of all slots imports this module
-
-    return from_config(value, {**valid, **slots.ALL}, key)
+    return from_config(value, key) if isinstance(value, dict) else value
 
 
 def row(*values: float) -> Tensor:

@@ -8,7 +8,7 @@ from zonal.algebra.declaration import Declaration, Move, require, require_whole
 MOST_BITS, MOST_PROJECTIONS = 16, 4
 
 
-class Search(Declaration):
+class Search(Declaration, abstract=True):
     """How candidates for a query's nearest keys are found."""
 
     slot = "search"
@@ -81,6 +81,4 @@ class LSH(Search):
         )
 
 
-SEARCHES: dict[str, type[Declaration]] = {"LSH": LSH}
-
-__all__ = ["LSH", "MOST_BITS", "SEARCHES", "Search"]
+__all__ = ["LSH", "MOST_BITS", "Search"]

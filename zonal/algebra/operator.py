@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zonal.algebra import ledger, slots
+from zonal.algebra import ledger
 from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
 from zonal.algebra.definite import indefinite_reason
@@ -442,8 +442,8 @@ class Operator(nn.Module):
         missing = {"score", "link", "anchor", "prior"} - set(config)
         if missing:
             raise ArgumentError(f"Operator.from_config: the configuration lacks {', '.join(sorted(missing))}.")
-        read = {slot: from_config(config[slot], slots.ALL, slot) for slot in ("score", "link", "anchor")}
-        prior = tuple(from_config(p, slots.ALL, "prior") for p in config["prior"])
+        read = {slot: from_config(config[slot], slot) for slot in ("score", "link", "anchor")}
+        prior = tuple(from_config(p, "prior") for p in config["prior"])
         return Operator(
             read["score"],
             read["link"],

@@ -26,7 +26,7 @@ _SEPARABLE = Derived(
 )
 
 
-class Prior(Declaration):
+class Prior(Declaration, abstract=True):
     """What is allowed or favoured before any score is seen."""
 
     slot = "prior"
@@ -391,16 +391,7 @@ def checked_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     return edges
 
 
-PRIORS: dict[str, type[Declaration]] = {
-    "Causal": Causal,
-    "ChunkCausal": ChunkCausal,
-    "Window": Window,
-    "ALiBi": ALiBi,
-    "Decay": Decay,
-}
-
 __all__ = [
-    "PRIORS",
     "ALiBi",
     "Bias",
     "Causal",

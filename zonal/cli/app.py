@@ -1,6 +1,7 @@
 """From words to a command: parsing, one-line errors, exit codes."""
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import io
@@ -14,6 +15,7 @@ from typing import Any
 
 import tyro
 
+import zonal
 from zonal.cli import limits
 from zonal.errors import ArgumentError, ZonalError, unknown_name
 
@@ -102,8 +104,6 @@ def _dispatch(words: list[str]) -> int:
         print(help_text())
         return 0 if words else MISTAKE
     if words[0] == "--version":
-        import zonal
-
         print(f"zonal {zonal.__version__}")
         return 0
     name, rest = words[0], words[1:]
@@ -160,8 +160,6 @@ def parse_options(kind: type, prog: str, description: str, words: list[str], def
 
 
 def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:
-    from zonal.cli.options import option_names
-
     if not word.startswith("-"):
         return ArgumentError(
             f"{call}: unexpected {word!r}. Options begin with --; values with spaces or brackets need quotes in the shell."
@@ -169,6 +167,19 @@ def _unknown_option(call: str, word: str, options: Any) -> ArgumentError:
     near = difflib.get_close_matches(word.split("=")[0], sorted(option_names(options)), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
     return ArgumentError(f"{call}: unknown option {word}.{hint} `zonal {call} --help` lists them.")
+
+
+def option_names(options: Any) -> set[str]:
+    """All options of a command, with the two forms of its switches."""
+    names = {"--help"}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            names |= option_names(value) - {"--help"}
+        else:
+            names |= {option, option.replace("--", "--no-", 1)} if isinstance(value, bool) else {option}
+    return names
 
 
 def _one_line(box: str) -> str:

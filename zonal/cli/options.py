@@ -255,19 +255,6 @@ def _words(values: Any, defaults: Any) -> list[str]:
     return words
 
 
-def option_names(options: Any) -> set[str]:
-    """All options of a command, with the two forms of its switches."""
-    names = {"--help"}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        option = f"--{field.name.replace('_', '-')}"
-        if dataclasses.is_dataclass(value):
-            names |= option_names(value) - {"--help"}
-        else:
-            names |= {option, option.replace("--", "--no-", 1)} if isinstance(value, bool) else {option}
-    return names
-
-
 def training_steps(options: TrainingOptions, budget: str | None, *, default: str) -> tuple[int, float | None]:
     """Steps (with a budget: the most allowed) and the budget in seconds; with neither, the ``default`` budget."""
     if options.steps is not None:

@@ -1,64 +1,22 @@
-"""Texts to learn from: the embedded novel, files and folders of UTF-8 text, data sets of the hub, pre-tokenised corpora.
-
-A source gives documents, and each document as pieces of about a megabyte, so that no text need fit in memory. Pieces are cut only before
-a space or line end that follows a visible character. GPT-2's tokeniser, which reads from left to right, begins a new token there whatever
-follows, so the tokens of the pieces are those of the whole text (the tests hold this up).
-"""
+"""Texts to learn from: the embedded novel, files and folders of UTF-8 text, data sets of the hub, pre-tokenised corpora."""
 
 import codecs
 import hashlib
 import itertools
 import lzma
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 
+from zonal.data.hub import HUB, HubDataset
+from zonal.data.source import Source, pieces
 from zonal.errors import ArgumentError, FileFormatError
 
 NOVEL = "novel"
-HUB = "hub:"
 _NOVEL_SHA256 = "fe282a57094ed62e7144fb7c804a9748fc1c909bf3b49d06e7276015f9f67240"
 _BLOCK = 1 << 20
-_SEARCHED = 1 << 16
 _FORMS = "a UTF-8 text file, a folder of them, a pattern such as 'texts/**/*.txt', a pre-tokenised corpus, 'novel', or 'hub:name[:split[:column]]'"
-
-
-class Source(ABC):
-    """Documents of text. ``spec`` rebuilds the source by ``open_source``; ``title`` is for people."""
-
-    spec: str
-    title: str
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of the contents: equal fingerprints give equal documents.
-
-        Raises: FileFormatError when a file cannot be read.
-        """
-
-    @abstractmethod
-    def documents(self) -> Iterator[Iterable[str]]:
-        """The documents in order, each as pieces in order.
-
-        Raises: FileFormatError when a file is not UTF-8 text.
-        """
-
-
-def pieces(blocks: Iterable[str]) -> Iterator[str]:
-    """Regroup text into pieces that end where a tokeniser cuts anyway; joined they are the text."""
-    held = ""
-    for block in blocks:
-        held += block
-        # text without white space (some scripts have none) is held until some comes or it ends
-        for cut in range(len(held) - 1, max(0, len(held) - _SEARCHED), -1):
-            if held[cut] in " \n" and not held[cut - 1].isspace():
-                yield held[:cut]
-                held = held[cut:]
-                break
-    if held:
-        yield held
 
 
 def novel() -> str:
@@ -174,8 +132,6 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     if text == NOVEL:
         return Novel()
     if text.startswith(HUB):
-        from zonal.data.hub import HubDataset  # it needs this module's Source
-
         return HubDataset.parse(text)
     if not text:
         raise ArgumentError(f"text source: the name is empty; required: {_FORMS}.")

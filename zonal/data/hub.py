@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zonal.data.corpora import HUB, Source, pieces
+from zonal.data.source import Source, pieces
 from zonal.errors import ArgumentError, FileFormatError, ZonalError
+
+HUB = "hub:"
 
 
 def _library() -> Any:

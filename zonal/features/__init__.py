@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from zonal.algebra import slots
 from zonal.algebra.declaration import from_config
+from zonal.errors import ArgumentError
 from zonal.features.base import Claim, FeatureMap, repeat_heads
 from zonal.features.fidelity import OutputFidelity, average_error, fidelity, mercer_bound, sample
 from zonal.features.fit import SquareFit, fit_square, row_weights
@@ -21,28 +21,16 @@ from zonal.features.slay import Slay
 from zonal.features.stationary import Stationary
 from zonal.features.symmetric import SymmetricPowers
 
-FEATURES: dict[str, type[FeatureMap]] = {
-    kind.__name__: kind
-    for kind in (
-        SymmetricPowers, Polynomial, PositiveRandom, Fourier, Stationary, RandomMaclaurin, TensorSketch, Anchors, Nystrom, LowRankSquare,
-        TensorProduct, Hadamard, Sketched, SharedHadamard, LearnedExp, Slay, Harmonics,
-    )
-}  # fmt: skip
-
-
-# what an operator's configuration may contain, from here on
-slots.ALL.update({**FEATURES, "Features": Features})
-
 
 def features_from_config(config: dict[str, Any]) -> FeatureMap:
     """The map that ``config()`` described. Raises: ArgumentError for unknown types or fields."""
-    found = from_config(config, FEATURES, "features")
-    assert isinstance(found, FeatureMap)
+    found = from_config(config, "features")
+    if not isinstance(found, FeatureMap):
+        raise ArgumentError(f"features_from_config: a feature map is required, received {config['type']!r}.")
     return found
 
 
 __all__ = [
-    "FEATURES",
     "Anchors",
     "Claim",
     "FeatureMap",

@@ -90,7 +90,7 @@ class Source:
         return self.keys
 
 
-class FeatureMap(Declaration, abc.ABC):
+class FeatureMap(Declaration, abc.ABC, abstract=True):
     """phi_q and phi_k of a kernel. A subclass gives ``dimension``, ``flops``, ``claim``, ``kernel`` and ``__call__``.
 
     Shapes: x (…, H, T, d), buffers (H, …) or (1, …), phi (…, H, T, m). Queries of grouped heads need the key heads' rows repeated.

@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from zonal.algebra import Operator, slots
-from zonal.algebra.anchor import ANCHORS, Anchor, Koopman
-from zonal.algebra.declaration import Declaration, require, require_whole
-from zonal.algebra.link import LINKS, Link
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Anchor, Koopman
+from zonal.algebra.declaration import Declaration, declared, require, require_whole
+from zonal.algebra.link import Link
 from zonal.algebra.operator import LayerInit, Readout
-from zonal.algebra.prior import PRIORS, Prior
-from zonal.algebra.score import SCORES, Score
+from zonal.algebra.prior import Prior
+from zonal.algebra.score import Score
 from zonal.errors import ArgumentError
-from zonal.features import FEATURES, FeatureMap, Features
+from zonal.features import FeatureMap, Features
 from zonal.mechanisms import spec as specs
 
 
@@ -41,11 +41,9 @@ def _inner(value: Any) -> Any:
     """A declaration where the text of an argument names one, as in negative_distance(metric='euclidean'); anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_inner(item) for item in value)
-    return (
-        _part(value, slots.ALL, "part")
-        if isinstance(value, str) and value.partition("(")[0].strip() in _named(slots.ALL)
-        else value
-    )
+    kinds = declared("score", "link", "anchor", "prior", "metric", "search", "features")
+    named = isinstance(value, str) and value.partition("(")[0].strip() in _named(kinds)
+    return _part(value, kinds, "part") if named else value
 
 
 def regime(
@@ -64,11 +62,11 @@ def regime(
 
     Raises: ArgumentError for names and arguments that there are not, and for parts that mean nothing together.
     """
-    scored = _part(score, {**SCORES, **FEATURES, "Features": Features}, "score")
+    scored = _part(score, declared("score", "features"), "score")
     scored = Features(scored) if isinstance(scored, FeatureMap) else scored
-    linked, anchored = _part(link, LINKS, "link"), _part(anchor, ANCHORS, "anchor")
+    linked, anchored = _part(link, declared("link"), "link"), _part(anchor, declared("anchor"), "anchor")
     require(isinstance(prior, tuple), f"regime: prior must be a tuple of texts such as ('alibi',), received {prior!r}.")
-    priors = tuple(_part(text, PRIORS, "prior") for text in prior)
+    priors = tuple(_part(text, declared("prior"), "prior") for text in prior)
     require(
         readout in ("auto", "head", "concat", None),
         f"regime: readout must be 'auto', 'head', 'concat' or None, received {readout!r}.",

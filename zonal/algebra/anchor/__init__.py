@@ -16,14 +16,8 @@ from zonal.algebra.anchor.base import (
 )
 from zonal.algebra.anchor.hierarchy import Hierarchical
 from zonal.algebra.anchor.plan import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan
-from zonal.algebra.declaration import Declaration
-
-ANCHORS: dict[str, type[Declaration]] = {
-    kind.__name__: kind
-    for kind in (Row, TopK, Count, Raw, Ridge, Koopman, Plan, UnbalancedPlan, BoundedPlan, Hierarchical)
-}
 
 __all__ = [
-    "ANCHORS", "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Marginals", "Plan", "PlanAnchor", "Potentials", "Raw", "Ridge", "Row",
+    "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Marginals", "Plan", "PlanAnchor", "Potentials", "Raw", "Ridge", "Row",
     "State", "SumAnchor", "TopK", "UnbalancedPlan",
 ]  # fmt: skip

@@ -75,7 +75,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-class Anchor(Declaration):
+class Anchor(Declaration, abstract=True):
     """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
 
     ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the other queries, too.
@@ -96,7 +96,7 @@ class Anchor(Declaration):
         return None
 
 
-class SumAnchor(Anchor):
+class SumAnchor(Anchor, abstract=True):
     """An anchor whose weights are K_ts times a factor of the row: the ones with a key-by-key reduction."""
 
     def init(self, shape: tuple[int, int, int], value_dim: int, like: Tensor) -> State:

@@ -59,7 +59,7 @@ def slack(mass: Tensor, change: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PlanAnchor(Anchor):
+class PlanAnchor(Anchor, abstract=True):
     """What all plans have in common.
 
     tolerance: the iteration stops where one more moves at most this part of a head's mass; for a balanced plan that is sum_s |n_s - nu_s|, which rows

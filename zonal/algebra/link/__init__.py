@@ -1,6 +1,5 @@
 """Links: how a score becomes evidence, K = l(S)."""
 
-from zonal.algebra.declaration import Declaration
 from zonal.algebra.link.base import (
     NO_COEFFICIENTS,
     Exp,
@@ -15,12 +14,7 @@ from zonal.algebra.link.base import (
 )
 from zonal.algebra.link.zonal import Gegenbauer
 
-LINKS: dict[str, type[Declaration]] = {
-    kind.__name__: kind for kind in (Exp, Identity, Gegenbauer, Yat, SquaredAffine, PolynomialSquare, Oscillatory)
-}
-
 __all__ = [
-    "LINKS",
     "NO_COEFFICIENTS",
     "Exp",
     "Formula",

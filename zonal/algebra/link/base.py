@@ -20,7 +20,7 @@ from zonal.formula import FORMULAS, Formula
 NO_COEFFICIENTS = torch.zeros(0, 1, 1, 1, dtype=torch.float64)
 
 
-class Link(Declaration):
+class Link(Declaration, abstract=True):
     """From a score to evidence. ``domain``: where it is defined, None = everywhere. ``log_space``: kept as its logarithm."""
 
     slot = "link"

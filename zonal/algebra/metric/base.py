@@ -20,7 +20,7 @@ class DotReduction(NamedTuple):
     extra: int
 
 
-class Metric(Declaration):
+class Metric(Declaration, abstract=True):
     """d(a, b) >= 0 on points of the last axis.
 
     A metric made of distances that the distance kernel has says so with ``terms``. One that is a function of one dot product says so with ``dot_reduction`` and

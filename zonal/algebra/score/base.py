@@ -61,7 +61,7 @@ def low_rank(meet: str) -> Move:
     return Move("approximation", "score", "low rank", f"queries and keys meet only through {meet}", (dot,))
 
 
-class Score(Declaration):
+class Score(Declaration, abstract=True):
     """From a query and a key to a number. ``bilinear``: a dot product of prepared vectors."""
 
     slot = "score"
