@@ -3,10 +3,10 @@ and decoding.
 
 B = 1, H = 8, values of 64 numbers, causal, float32. The peer of every ratio is
 ``torch.nn.functional.scaled_dot_product_attention`` with heads of 64 and as many tokens in the same process: a
-replacement, not the same function. Decoding reads and extends a memory of so many tokens token by token; its peer is
-fused attention of one query over as many keys and values, and for a row with "flat" the same steps after 1024 tokens,
-so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's bytes stand beside those of
-the keys and values it replaces.
+replacement, not the same function. Decoding is a loop of steps of a decoder (``Memory.decoder``) that goes on from so
+many tokens; its peer is fused attention of one query over as many keys and values, and for a row with "flat" the same
+steps after 1024 tokens, so that 1 is constant. Memory is what a call takes at its peak beyond its inputs; a memory's
+bytes stand beside those of the keys and values it replaces.
 """
 
 import argparse
@@ -100,11 +100,12 @@ class Work:
         self.operator = mechanisms.ska(power=case.power).requires_grad_(case.gradients)
         tokens = STEPS if case.decodes else case.tokens
         self.q, self.k, self.v = (x.requires_grad_(case.gradients) for x in tensors(case, tokens))
-        self.memory = self.short = None
+        self.memory = self.decoder = self.short = None
         if case.decodes:
             with torch.no_grad():
                 self.memory = remembered(case, self.operator, case.tokens)
-                self.short = remembered(case, self.operator, 1024)
+                self.decoder = self.memory.decoder()
+                self.short = remembered(case, self.operator, 1024).decoder()
         generator = torch.Generator().manual_seed(1)
         length = case.tokens if case.peer != "flat" else 1
         self.plain = [
@@ -114,22 +115,15 @@ class Work:
     def attend(self) -> Tensor:
         return zonal.attention(self.q, self.k, self.v, self.operator, causal=True, path="chunked")
 
-    def decode(self, memory: zonal.Memory | None) -> Tensor:
+    def decode(self, decoder: zonal.Decoder | None) -> Tensor:
         """A loop over the tokens."""
-        assert memory is not None
-        found = []
-        for t in range(STEPS):
-            stepped = zonal.attention(
-                *(x[:, :, t : t + 1] for x in (self.q, self.k, self.v)), self.operator, causal=True, memory=memory
-            )
-            assert isinstance(stepped, tuple)
-            y, memory = stepped
-            found.append(y)
-        return torch.cat(found, 2)
+        assert decoder is not None
+        tokens = [[x[:, :, t : t + 1] for x in (self.q, self.k, self.v)] for t in range(STEPS)]
+        return torch.cat([decoder.step(*token) for token in tokens], 2)
 
     def subject(self) -> object:
         if self.case.decodes:
-            return self.decode(self.memory)
+            return self.decode(self.decoder)
         y = self.attend()
         return (
             y
@@ -178,7 +172,7 @@ def gate(cases: list[Case]) -> dict[str, float]:
             before = zonal.Memory.empty(work.operator, 1, HEADS, dim, VALUES).absorb(k[:, :, :-STEPS], v[:, :, :-STEPS])
             work.q, work.k, work.v = (x[:, :, -STEPS:] for x in (q, k, v))
             errors[f"{name}, steps"] = common.gate(
-                f"{name}, steps", work.decode(before), reference[:, :, -STEPS:].detach(), 2e-5
+                f"{name}, steps", work.decode(before.decoder()), reference[:, :, -STEPS:].detach(), 2e-5
             )
     return errors
 

@@ -3,9 +3,9 @@ backward.
 
 B = 1, H = 8, P = d, causal, float32. The peer of every ratio is ``torch.nn.functional.scaled_dot_product_attention`` on
 the same tensors in the same process; that of a row with "doubled" is the same operator on half of the tokens, so that 2
-is linear. Decoding is a loop of steps, each of which takes the memory that the one before it returned, from a memory of
-16k tokens on; its peer is as many calls of fused attention over 16k keys and values. "flat" is the same loop after a
-million tokens, and its peer that loop after a thousand. Memory is what a call takes at its peak beyond its inputs.
+is linear. Decoding is a loop of steps of a decoder (``Memory.decoder``) that goes on from 16k tokens; its peer is as
+many calls of fused attention over 16k keys and values. "flat" is the same loop after a million tokens, and its peer
+that loop after a thousand. Memory is what a call takes at its peak beyond its inputs.
 """
 
 import argparse
@@ -90,8 +90,8 @@ class Work:
     k: Tensor
     v: Tensor
     operator: zonal.Operator
-    memory: zonal.Memory | None = None
-    short: zonal.Memory | None = None
+    decoder: zonal.Decoder | None = None
+    short: zonal.Decoder | None = None
     tokens: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     @staticmethod
@@ -104,10 +104,11 @@ class Work:
         work = Work(case, q, k, v, OPERATORS[case.operator]().requires_grad_(case.gradients))
         if case.peer in ("decode", "flat"):
             empty = zonal.Memory.empty(work.operator, 1, HEADS, case.dim, case.dim)
-            work.memory, work.short = empty.absorb(k, v), empty.absorb(k[:, :, :SHORT], v[:, :, :SHORT])
+            memory = empty.absorb(k, v)
+            while memory.count < case.tokens:  # the same tokens once more
+                memory = memory.merge(memory)
+            work.decoder, work.short = memory.decoder(), empty.absorb(k[:, :, :SHORT], v[:, :, :SHORT]).decoder()
             work.tokens = work.steps()
-        while work.memory is not None and work.memory.count < case.tokens:  # the same tokens once more
-            work.memory = work.memory.merge(work.memory)
         return work
 
     def steps(self, tokens: int = 1) -> list[tuple[Tensor, ...]]:
@@ -119,16 +120,10 @@ class Work:
             for t in range(0, STEPS * tokens, tokens)
         ]
 
-    def decode(self, memory: zonal.Memory | None, tokens: list[tuple[Tensor, ...]]) -> Tensor:
+    def decode(self, decoder: zonal.Decoder | None, tokens: list[tuple[Tensor, ...]]) -> Tensor:
         """A loop over the tokens."""
-        assert memory is not None
-        found = []
-        for q, k, v in tokens:
-            stepped = zonal.attention(q, k, v, self.operator, causal=True, memory=memory)
-            assert isinstance(stepped, tuple)
-            y, memory = stepped
-            found.append(y)
-        return torch.cat(found, 2)
+        assert decoder is not None
+        return torch.cat([decoder.step(*token) for token in tokens], 2)
 
     def attend(self, tokens: int | None = None) -> Tensor:
         q, k, v = (x[:, :, :tokens] for x in (self.q, self.k, self.v))
@@ -141,8 +136,8 @@ class Work:
         return torch.autograd.grad(y.sum(), leaves, allow_unused=True)
 
     def subject(self) -> object:
-        if self.memory is not None:
-            return self.decode(self.memory, self.tokens)
+        if self.decoder is not None:
+            return self.decode(self.decoder, self.tokens)
         return self.done(self.attend(), True)
 
     def peer(self) -> object:
@@ -200,7 +195,7 @@ def _steps(name: str, case: Case) -> float:
             work.k[:, :, : -STEPS * tokens], work.v[:, :, : -STEPS * tokens]
         )
         after = Work(case, q, k, v, work.operator)
-        got = after.decode(before, after.steps(tokens))
+        got = after.decode(before.decoder(), after.steps(tokens))
         reference = zonal.attention(
             work.q.double(), work.k.double(), work.v.double(), work.operator, causal=True, path="dense"
         )
@@ -214,7 +209,7 @@ def measured(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
         row: dict[str, Any] = {"row": str(case), **asdict(case)}
         row["against_peer"] = common.compare(work.subject, work.peer, device, pairs=9, budget=budget).to_dict()
         row["peak_bytes"] = peak_bytes(work.subject)
-        row["output_bytes"] = work.q[:, :, : case.tokens if work.memory is None else STEPS].nbytes
+        row["output_bytes"] = work.q[:, :, : case.tokens if work.decoder is None else STEPS].nbytes
     return row
 
 

@@ -17,13 +17,15 @@ from zonal.algebra import (
     update,
 )
 from zonal.attention import attention
+from zonal.execution.decoder import StepDecoder  # noqa: F401 (what Memory.decoder makes)
 from zonal.execution.explain import explain
 from zonal.execution.transport import potentials
-from zonal.memory import Memory
+from zonal.memory import Decoder, Memory
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Decoder",
     "Memory",
     "Operator",
     "anchor",

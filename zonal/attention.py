@@ -11,9 +11,9 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Hierarchical, Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import native_decode, native_ridge_decode, plan, repeated
+from zonal.execution import plan, repeated
 from zonal.execution.advice import advise
-from zonal.execution.call import Call, following, prepare
+from zonal.execution.call import Call, autocast, following, prepare
 from zonal.execution.chunked import check_memory, chunked, empty_memory
 from zonal.execution.constants import Constants
 from zonal.execution.dense import dense
@@ -23,7 +23,7 @@ from zonal.execution.streaming import streaming
 from zonal.execution.tiled import tiled
 from zonal.execution.transport import transported
 from zonal.kernels import transforms
-from zonal.memory import KeyValues, Memory, RidgeStatistics, Tokens
+from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.base import same_declaration
 from zonal.names import known_names
 
@@ -104,7 +104,7 @@ def attention(
     kind = q.device.type
     lowered = torch.is_autocast_enabled(kind)
     if lowered:  # as torch's own attention does
-        q, k, v = (_autocast(x, kind) for x in (q, k, v))
+        q, k, v = (autocast(x, kind) for x in (q, k, v))
     bare = (
         key_padding_mask
         is cu_seqlens
@@ -117,12 +117,6 @@ def attention(
         is start
         is None
     )
-    if memory is not None and causal and path in ("auto", "streaming") and bare:
-        # a decoder's step: to prepare and to plan it costs more than to run it
-        step = native_ridge_decode if isinstance(memory, RidgeStatistics) else native_decode
-        found = step.again(q, k, v, operator, memory, scale)
-        if found is not None:
-            return found if not memory.parts else (found[0], memory.recorded(found[1], memory.prepared(k, v)))
     alone = memory is None and not return_memory
     if alone and bare and path in ("auto", "chunked"):
         y = repeated.again(q, k, v, operator, causal, scale, path == "auto")
@@ -143,11 +137,6 @@ def attention(
                 repeated.keep(call, scale, constants)
             return y
         return _with_memory(call, memory, path)
-
-
-def _autocast(x: Tensor, kind: str) -> Tensor:
-    """In the type of torch.autocast, which leaves float64 and whole numbers as they are."""
-    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constants | None]:

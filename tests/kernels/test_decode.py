@@ -20,6 +20,7 @@ from zonal.errors import ArgumentError
 from zonal.execution import native_decode, plan
 from zonal.execution.call import prepare
 from zonal.execution.constants import DEFAULT_CPU
+from zonal.execution.native_decode import SumsSteps
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
 from zonal.kernels.cpp import decode_library
@@ -108,14 +109,14 @@ def room(operator: Operator, q: Tensor, k: Tensor) -> Tensor:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every call that the kernel took."""
     called: list[int] = []
-    original = native_decode._step
+    original = SumsSteps.run
 
-    def counted(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
-        stepped = original(decoder, memory, q, k, v)
-        called.extend([] if stepped is None else [q.shape[2]])
-        return stepped
+    def counted(steps: SumsSteps, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        y = original(steps, q, k, v)
+        called.extend([] if y is None else [q.shape[2]])
+        return y
 
-    monkeypatch.setattr(native_decode, "_step", counted)
+    monkeypatch.setattr(SumsSteps, "run", counted)
     return called
 
 

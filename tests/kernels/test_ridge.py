@@ -18,6 +18,7 @@ from zonal.errors import NonFiniteError, PathError
 from zonal.execution import cost, native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.constants import DEFAULT_CPU
+from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels import native as native_kernels
 from zonal.kernels import ridge_ops
 from zonal.kernels.cpp import ridge_library
@@ -342,11 +343,9 @@ def test_steps_equal_the_definition(
     data = inputs(Case(heads=4, kv_heads=2, queries=40, keys=40, key_dim=5, value_dim=6, strided=True)).to(dtype)
     exact = data.to(torch.float64)
     called: list[int] = []
-    original = native_ridge_decode._step
+    original = RidgeSteps.run
     monkeypatch.setattr(
-        native_ridge_decode,
-        "_step",
-        lambda kept, memory, q, k, v: called.append(q.shape[2]) or original(kept, memory, q, k, v),
+        RidgeSteps, "run", lambda steps, q, k, v: called.append(q.shape[2]) or original(steps, q, k, v)
     )
     memory: Memory = Memory.empty(operator, 2, 2, 5, 6, dtype=dtype)
     parts, memories = [], [memory]

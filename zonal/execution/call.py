@@ -162,6 +162,11 @@ class Call:
         return y.to(self.dtype)
 
 
+def autocast(x: Tensor, kind: str) -> Tensor:
+    """In the type of torch.autocast, which leaves float64 and whole numbers as they are."""
+    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
 def checked(
     q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None
 ) -> None:

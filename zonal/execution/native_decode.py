@@ -1,17 +1,12 @@
-"""The streaming path by a compiled kernel on the CPU: a few tokens absorbed and read in one pass over a memory of sums.
+"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into sums over features and read, in one pass over the sums."""
 
-A decoder's step is short, so that planning it costs more than running it: ``again`` repeats a step of which nothing but the numbers changed.
-"""
-
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Count, Raw, Row
-from zonal.algebra.operator import Bound
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
@@ -19,13 +14,12 @@ from zonal.features import feature_map
 from zonal.kernels import native as native_kernels
 from zonal.kernels import transforms
 from zonal.kernels.cpp import decode_library
-from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
-from zonal.memory import FeatureSums, Memory
-from zonal.memory.form import Form
+from zonal.kernels.cpp.decode_library import Decoder as Kernel
+from zonal.kernels.cpp.decode_library import DecodeSpec
+from zonal.memory import DecayedSums, FeatureSums
 
 MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``native_sums``) shares more work between them."""
-_KEPT = 64
 
 
 def refusal(call: Call, kind: str) -> str | None:
@@ -55,156 +49,119 @@ def refusal(call: Call, kind: str) -> str | None:
     return native_kernels.missing(decode_library.CODE, decode_library.SOURCE)
 
 
-class _Kept(NamedTuple):
-    """A decoder and what it was made from. fused: None where the score prepares queries and keys; fixed: its operator has learned nothing."""
+class Numbers:
+    """The learned and drawn numbers of an operator as they were when something was computed from them."""
 
-    decoder: Decoder
-    bound: Bound
-    fused: Fused | None
-    temperature: Tensor | None
-    fixed: bool
+    def __init__(self, operator: Operator) -> None:
+        self._kept = [x.detach().clone() for x in numbers_of(operator)]
 
-    def good(self, bound: Bound, fused: Fused | None) -> bool:
-        """Whether the operator's numbers are still those."""
-        if (
-            bound.coefficients is not self.bound.coefficients
-        ):  # the operator keeps them while what it learned stays the same
+    def changed(self, operator: Operator) -> bool:
+        """Whether the operator now has others."""
+        now = numbers_of(operator)
+        return len(now) != len(self._kept) or not all(
+            a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
+            for a, b in zip(now, self._kept, strict=True)
+        )
+
+    @property
+    def none(self) -> bool:
+        """Whether there is nothing that could change."""
+        return not self._kept
+
+
+def numbers_of(operator: Operator) -> list[Tensor]:
+    """What an operator has learned, and what it drew or was fitted to."""
+    return [*operator.learned_parts.values(), *operator.fixed_parts._buffers.values()]  # type: ignore[list-item]
+
+
+class Compiled:
+    """What the compiled steps of all memories share: which tensors the next step takes without being prepared and planned again."""
+
+    def __init__(self, call: Call) -> None:
+        batch, heads, _, _, _, value_dim = call.shape
+        self.operator, self.bound = call.operator, call.bound
+        self.heads, self.scale, self.dtype = heads, None if call.raw is None else call.raw.scale, call.dtype
+        self.sizes = batch, call.bound.kv_heads, call.head_dim, value_dim
+        self._numbers = Numbers(call.operator)
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+        """Whether the kernel runs a step of these tensors with the numbers that it has."""
+        batch, kv_heads, dim, value_dim = self.sizes
+        if q.ndim != 4 or scale != self.scale or not native.plain(q, k, v):
             return False
-        now = _temperature(fused)
-        return now is None if self.temperature is None else now is not None and torch.equal(now, self.temperature)
+        dtype, tokens, numbers = self.dtype, q.shape[2], self._numbers
+        if (
+            not 1 <= tokens <= MOST_TOKENS
+            or q.shape != (batch, self.heads, tokens, dim)
+            or k.shape != (batch, kv_heads, tokens, dim)
+            or v.shape != (batch, kv_heads, tokens, value_dim)
+            or not q.dtype is k.dtype is v.dtype is dtype
+        ):
+            return False
+        if torch.is_grad_enabled() and (not numbers.none or q.requires_grad or k.requires_grad or v.requires_grad):
+            return False
+        return numbers.none or not numbers.changed(self.operator)
 
 
-# of each operator, by (heads, key heads, key dim, value dim, batch, scale, whether the score prepares), and by what ``again`` has before it
-_made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
+class SumsSteps(Compiled):
+    """A memory of sums over features in the hands of the kernel, which changes its own copy of them in place.
 
-
-def _temperature(fused: Fused | None) -> Tensor | None:
-    return fused.scale if fused is not None and isinstance(fused.scale, Tensor) else None
-
-
-def streaming(call: Call, memory: FeatureSums) -> tuple[Tensor, Memory]:
-    """y (B, H, T, P) and the memory after the call's tokens, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
-    batch, heads, _, _, _, value_dim = call.shape
-    scale = None if call.raw is None else call.raw.scale
-    fused = None if call.raw is None else call.bound.score.fused(call.head_dim, call.bound.score_params, scale)
-    kept = _decoder(call, (heads, call.bound.kv_heads, call.head_dim, value_dim, batch, scale, call.raw is None), fused)
-    q, k, v = call.tokens if fused is None or call.raw is None else call.raw[:3]
-    if q.dtype not in decode_library.DTYPES:
-        q, k, v = q.float(), k.float(), v.float()
-    stepped = _step(kept.decoder, memory, q, k, v)
-    assert stepped is not None  # ``refusal`` has looked at the environment
-    return call.scaled(stepped[0]), stepped[1]
-
-
-def _decoder(call: Call, key: tuple[object, ...], fused: Fused | None) -> _Kept:
-    operator = call.operator
-    known = _made.setdefault(operator, {})
-    kept = known.get(key)
-    if kept is not None and kept.good(call.bound, fused):
-        return kept
-    if kept is not None or len(known) >= _KEPT:  # what the operator learned has changed, or there is no room
-        known.clear()
-    bound, features = call.bound, feature_map(call.bound.link)
-    assert features is not None
-    batch, heads, _, _, dim, value_dim = call.shape
-    plain = Fused(False, 0.0, 1.0) if fused is None else fused
-    spec = DecodeSpec(
-        (batch, heads, bound.kv_heads, dim, value_dim), features.degree, features.lowest,
-        "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self, plain.normalise, plain.eps,
-    )  # fmt: skip
-    with torch.no_grad():
-        monomials = (
-            torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
-            if features.trivial
-            else bound.link.monomials(bound.coefficients)
-        )
-        weights = features.scale(monomials.float(), dim)
-        scale = (
-            plain.scale if isinstance(plain.scale, Tensor) else torch.full((heads,), plain.scale, dtype=torch.float32)
-        )
-        decoder = Decoder(spec, scale, weights)
-    fixed = not any(True for _ in operator.parameters()) and not any(True for _ in operator.buffers())
-    temperature = _temperature(fused)
-    kept = known[key] = _Kept(
-        decoder, bound, fused, None if temperature is None else temperature.detach().clone(), fixed
-    )
-    return kept
-
-
-def _step(decoder: Decoder, memory: FeatureSums, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
-    """None when the environment has switched the kernels off since the decoder was made."""
-    found = decoder(q, k, v, memory.state.contiguous(), memory.count, memory.padding.contiguous())
-    return None if found is None else (found[0], memory.moved(q.shape[2], found[1]))
-
-
-def again(
-    q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None
-) -> tuple[Tensor, Memory] | None:
-    """A causal call without masks and priors of its own as it ran before, or None: then it goes the usual way, where everything is checked.
-
-    That this operator and these shapes are not refused was found when their decoder was made; what may differ from call to call is looked at here.
+    Raises: BuildError when the kernel does not compile.
     """
-    if type(memory) is not FeatureSums or memory.operator is not operator or not native.plain(q, k, v):
-        return None
-    known = _made.get(operator)
-    if known is None:
-        return None
-    state, dtype, form = memory.state, q.dtype, memory.form
-    kept = known.get((q.shape, k.shape, v.shape, scale, form))
-    if kept is None:
-        kept = _fitting(known, q, k, v, form, scale)
-        if kept is None:
+
+    def __init__(self, call: Call, memory: FeatureSums | DecayedSums) -> None:
+        super().__init__(call)
+        bound, dim, fused = call.bound, call.shape[4], None
+        features = feature_map(bound.link)
+        assert features is not None
+        if call.raw is not None:
+            fused = bound.score.fused(call.head_dim, bound.score_params, self.scale)
+        self.fused, plain = fused is not None, fused or Fused(False, 0.0, 1.0)
+        batch, kv_heads, _, value_dim = self.sizes
+        spec = DecodeSpec(
+            (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
+            "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self,
+            plain.normalise, plain.eps,
+        )  # fmt: skip
+        with torch.no_grad():
+            trivial = torch.tensor([0.0, 1.0], dtype=torch.float32).view(2, 1, 1, 1)
+            monomials = trivial if features.trivial else bound.link.monomials(bound.coefficients)
+            scale = plain.scale
+            scale = scale if isinstance(scale, Tensor) else torch.full((self.heads,), scale, dtype=torch.float32)
+            self._kernel = Kernel(spec, scale, features.scale(monomials.float(), dim))
+        self._before, self._count, self._padding = memory, memory.count, memory.padding.contiguous()
+        self._state, self._own = memory.state.contiguous(), False
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+        if self.fused:
+            return self.run(q, k, v)
+        score, params = self.bound.score, self.bound.score_params
+        with torch.autocast("cpu", enabled=False):
+            return self.run(
+                score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params), v.float()
+            )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """``step`` of queries and keys as the kernel takes them."""
+        if q.dtype not in decode_library.DTYPES:
+            q, k, v = q.float(), k.float(), v.float()
+        into = self._state if self._own else None
+        found = self._kernel(q, k, v, self._state, self._count, self._padding, into)
+        if found is None:
             return None
-    if (
-        not dtype is k.dtype is v.dtype
-        or dtype not in decode_library.DTYPES
-        or state.dtype is not torch.float32
-        or not state.is_cpu
-    ):
-        return None
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad or not kept.fixed
-    ):
-        return None
-    bound = kept.bound
-    if not kept.fixed:
-        bound = operator.bind(bound.heads, bound.kv_heads)
-        if not kept.good(bound, bound.score.fused(form.key_dim, bound.score_params, scale)):
-            return None
-    if kept.fused is not None:
-        return _step(kept.decoder, memory, q, k, v)
-    if torch.is_autocast_enabled("cpu"):
-        return None
-    score, params = bound.score, bound.score_params
-    stepped = _step(
-        kept.decoder,
-        memory,
-        score.prepare_query(q.float(), params, scale),
-        score.prepare_key(k.float(), params),
-        v.float(),
-    )
-    return None if stepped is None else (stepped[0].to(dtype), stepped[1])
+        self._count, self._state, self._own = self._count + q.shape[2], found[1], True
+        return found[0] if found[0].dtype is self.dtype else found[0].to(self.dtype)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count
+
+    def memory(self) -> FeatureSums | DecayedSums:
+        """The memory after all steps. Later ones leave it as it is: the next writes to a new place."""
+        self._own = False
+        return replace(self._before, count=self._count, state=self._state)
 
 
-def _fitting(
-    known: dict[tuple[object, ...], _Kept], q: Tensor, k: Tensor, v: Tensor, form: Form, scale: float | None
-) -> _Kept | None:
-    """The decoder for tensors of these shapes, if there is one; the next ones of the same find it at once."""
-    if q.ndim != 4:
-        return None
-    (batch, heads, key_dim, value_dim, _, _), (_, query_heads, tokens, _) = form, q.shape
-    kept = known.get((query_heads, heads, key_dim, value_dim, batch, scale, False))
-    if kept is None or not 1 <= tokens <= MOST_TOKENS:
-        return None
-    if (
-        q.shape != (batch, query_heads, tokens, key_dim)
-        or k.shape != (batch, heads, tokens, key_dim)
-        or v.shape != (batch, heads, tokens, value_dim)
-    ):
-        return None
-    if len(known) < _KEPT:
-        known[(q.shape, k.shape, v.shape, scale, form)] = kept
-    return kept
-
-
-__all__ = ["MOST_TOKENS", "again", "refusal", "streaming"]
+__all__ = ["MOST_TOKENS", "Compiled", "Numbers", "SumsSteps", "numbers_of", "refusal"]

@@ -1,33 +1,23 @@
-"""The streaming path of ridge and Koopman read-outs by a compiled kernel on the CPU: a few tokens absorbed and read in O(r^2) each.
+"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into ridge statistics and read, in O(r^2) each."""
 
-A decoder's step is short, so that planning it costs more than running it: ``again`` repeats a step of which nothing but the numbers changed.
-"""
-
+from dataclasses import replace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from zonal.algebra import Operator
 from zonal.algebra.anchor import Koopman, Ridge
-from zonal.algebra.operator import Bound
 from zonal.algebra.score import Clipped
-from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.execution.learned import Learned
-from zonal.execution.native_decode import MOST_TOKENS
+from zonal.execution.native_decode import MOST_TOKENS, Compiled
 from zonal.execution.native_ridge import clipped_of, multiplied, query_scale
 from zonal.kernels import native as native_kernels
 from zonal.kernels import transforms
 from zonal.kernels.cpp import ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
-from zonal.memory import Memory, RidgeStatistics
+from zonal.memory import RidgeStatistics
 from zonal.memory.lift import width_of
 from zonal.memory.ridge import REMAKE, Inverse, ridge_version
-from zonal.memory.stepped import Stepped, Sums
-
-_KEPT = 64
 
 
 def refusal(call: Call, kind: str) -> str | None:
@@ -62,143 +52,126 @@ def refusal(call: Call, kind: str) -> str | None:
     return native_kernels.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
 
 
-def takes(memory: RidgeStatistics) -> bool:
-    """Whether the sums of a memory are as the kernel reads them, and nobody asks for their gradients."""
-    if memory.stepped is not None:
-        return True
-    return memory.gram.is_cpu and not (
-        torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad)
-    )
+class Sums(NamedTuple):
+    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r, r), first and last key (B, Hkv, r)."""
+
+    gram: Tensor
+    cross: Tensor
+    inverse: Tensor
+    shift: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+
+    def contiguous(self) -> "Sums":
+        """The same, each in one piece."""
+        return Sums(*(None if x is None else x.contiguous() for x in self))  # type: ignore[arg-type]
+
+    def updated(self, rows: list[Tensor], begun: Tensor) -> "Sums":
+        """With pending updates: rows (T, B, Hkv, 2 r + P) of key z, value v, and P z / sqrt(1 + z . P z) with the inverse P before z.
+
+        begun (B,): whether the sums held a token before.
+        """
+        if not rows:
+            return self
+        dim, value_dim = self.gram.shape[-1], self.cross.shape[-2]
+        z, v, half = torch.cat(rows).permute(1, 2, 0, 3).split([dim, value_dim, dim], -1)
+        gram, cross, inverse = self.gram + z.mT @ z, self.cross + v.mT @ z, self.inverse - half.mT @ half
+        if self.shift is None or self.first is None or self.last is None:
+            return Sums(gram, cross, inverse, None, None, None)
+        earlier = torch.cat([self.last.unsqueeze(2), z[:, :, :-1]], 2)
+        first = torch.where(begun[:, None, None], self.first, z[:, :, 0])
+        return Sums(gram, cross, inverse, self.shift + z.mT @ earlier, first, z[:, :, -1].clone())
 
 
-class _Kept(NamedTuple):
-    """What stays from step to step. clipped: how the kernel takes raw tokens, None: it takes prepared ones. version: of the ridge, as long as what
-    was learned ``stands``."""
+class RidgeSteps(Compiled):
+    """Ridge statistics in the hands of the kernel.
 
-    bound: Bound
-    stepper: Stepper
-    clipped: Clipped | None
-    learned: Learned
-    version: tuple[float, ...] | None
+    To write all sums at each token takes several times as long as to read them. So the last few tokens stay beside the sums as pending updates,
+    through which a read-out goes as well, and only every 16 tokens they are added to the sums, in a new place.
 
-
-# of each operator, by (heads, the memory's form, scale)
-_made: WeakKeyDictionary[Operator, dict[tuple[object, ...], _Kept]] = WeakKeyDictionary()
-
-
-def streaming(call: Call, memory: RidgeStatistics) -> tuple[Tensor, Memory]:
-    """y (B, H, T, P) and the memory after the call's tokens, for a call that is not refused. Raises: BuildError when the kernel does not compile."""
-    raw, bound = call.raw, call.bound
-    clipped = clipped_of(call)
-    anchor = bound.anchor
-    assert isinstance(anchor, Ridge)
-    batch, heads, _, _, _, value_dim = call.shape
-    dim = width_of(bound, call.head_dim)
-    with torch.no_grad():
-        scale = query_scale(call, anchor, clipped or Clipped(1.0, None)).contiguous()
-    limit = 0.0 if clipped is None or clipped.limit is None else clipped.limit
-    stepper = Stepper(
-        (batch, heads, bound.kv_heads, dim, value_dim),
-        anchor.shifts > 0,
-        scale,
-        torch.tensor(anchor.powers(heads), dtype=torch.int64),
-        limit,
-        call.include_self,
-    )
-    kept = _Kept(bound, stepper, clipped, Learned(call.operator), ridge_version(call.operator))
-    if clipped is None or raw is None:
-        q, k, v = call.tokens
-    else:
-        q, k, v = raw.q, multiplied(raw.k, clipped), raw.v
-    q, k = memory.featured(q), memory.featured(k)
-    if q.dtype not in ridge_decode_library.DTYPES:
-        q, k, v = q.float(), k.float(), v.float()
-    stepped = _step(kept, memory, q, k, v)
-    assert stepped is not None  # ``refusal`` has looked at the environment
-    if raw is not None:
-        known = _made.setdefault(call.operator, {})
-        if len(known) >= _KEPT:
-            known.clear()
-        known[heads, memory.form, raw.scale] = kept
-    return stepped[0].to(call.dtype), stepped[1]
-
-
-def _step(kept: _Kept, memory: RidgeStatistics, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Memory] | None:
-    """None when the environment has switched the kernels off since the stepper was made."""
-    stepped, version, tokens = memory.stepped, kept.version, q.shape[2]
-    if stepped is None or stepped.version != version or stepped.age + memory.count - stepped.count + tokens > REMAKE:
-        stepped = _begun(kept, memory, tokens)
-    after = None
-    if len(stepped.rows_at) + tokens >= ridge_decode_library.LATE:
-        after = Sums(*(None if x is None else torch.empty_like(x) for x in stepped.sums))  # type: ignore[arg-type]
-    found = kept.stepper(q, k, v, stepped.sums_at, stepped.rows_at, stepped.count, memory.padding, after)
-    if found is None:
-        return None
-    y, rows = found
-    if after is not None:
-        stepped = Stepped.of(after, memory.count + tokens, stepped.age + memory.count - stepped.count + tokens, version)
-    elif rows is not None:
-        stepped = stepped.followed(rows)
-    return y, memory.moved(tokens, stepped)
-
-
-def _begun(kept: _Kept, memory: RidgeStatistics, tokens: int) -> Stepped:
-    """The sums of a memory that no step has left, or whose inverse is to be made again before so many tokens more."""
-    inverse, version = memory.inverse, kept.version
-    with torch.no_grad():
-        if inverse is None or inverse.version != version:
-            inverse = Inverse(
-                memory.solved(kept.bound), 0, version
-            )  # the memory keeps it: others may go on from there, too
-        elif inverse.age + tokens > REMAKE:
-            inverse = Inverse(memory.made(kept.bound), 0, version)
-    sums = Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last)
-    stepped = Stepped.of(sums, memory.count, inverse.age, version)
-    kept.stepper.places(stepped.sums)
-    if not (memory.gram.requires_grad or memory.cross.requires_grad):
-        memory.keep(stepped)
-    return stepped
-
-
-def again(
-    q: Tensor, k: Tensor, v: Tensor, operator: Operator, memory: Memory, scale: float | None
-) -> tuple[Tensor, Memory] | None:
-    """A causal call without masks and priors of its own as it ran before, or None: then it goes the usual way, where everything is checked.
-
-    That this operator and these heads are not refused was found when the step was first made; what may differ from call to call is looked at here.
+    Raises: BuildError when the kernel does not compile.
     """
-    known = _made.get(operator)
-    if (
-        known is None
-        or type(memory) is not RidgeStatistics
-        or memory.operator is not operator
-        or q.ndim != 4
-        or not native.plain(q, k, v)
-    ):
-        return None
-    form, dtype = memory.form, q.dtype
-    _, heads, tokens, _ = shape = q.shape
-    kept = known.get((heads, form, scale))
-    if (
-        kept is None
-        or kept.clipped is None
-        or not 1 <= tokens <= MOST_TOKENS
-        or not takes(memory)
-        or not kept.learned.stands(operator)
-    ):
-        return None
-    batch, kv_heads, key_dim, value_dim, _, _ = form
-    if (
-        shape != (batch, heads, tokens, key_dim)
-        or k.shape != (batch, kv_heads, tokens, key_dim)
-        or v.shape != (batch, kv_heads, tokens, value_dim)
-    ):
-        return None
-    if dtype not in ridge_decode_library.DTYPES or k.dtype is not dtype or v.dtype is not dtype:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or not kept.learned.nothing):
-        return None
-    return _step(kept, memory, q, multiplied(k, kept.clipped), v)
+
+    def __init__(self, call: Call, memory: RidgeStatistics) -> None:
+        super().__init__(call)
+        bound, anchor, self._clipped = call.bound, call.bound.anchor, clipped_of(call)
+        assert isinstance(anchor, Ridge)
+        batch, kv_heads, _, value_dim = self.sizes
+        clipped, shape = (
+            self._clipped or Clipped(1.0, None),
+            (batch, self.heads, kv_heads, width_of(bound, call.head_dim), value_dim),
+        )
+        powers = torch.tensor(anchor.powers(self.heads), dtype=torch.int64)
+        with torch.no_grad():
+            scale = query_scale(call, anchor, clipped).contiguous()
+            self._stepper = Stepper(shape, anchor.shifts > 0, scale, powers, clipped.limit or 0.0, call.include_self)
+            self._version, inverse = ridge_version(call.operator), memory.inverse
+            if inverse is None or inverse.version != self._version:
+                inverse = Inverse(memory.solved(bound), 0, self._version)
+        self._before, self._padding = memory, memory.padding.contiguous()
+        self._settled(
+            Sums(memory.gram, memory.cross, inverse.matrix, memory.shift, memory.first, memory.last).contiguous(),
+            memory.count, inverse.age,
+        )  # fmt: skip
+
+    def _settled(self, sums: Sums, count: int, age: int) -> None:
+        """From now on these are the sums, of ``count`` tokens, and nothing is pending."""
+        self._sums, self._count, self._age = sums, count, age
+        self._places = self._stepper.places(sums)
+        self._rows: list[Tensor] = []
+        self._rows_at: tuple[int, ...] = ()
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """y (B, H, T, P), or None where the environment has switched kernels off, and nothing has changed."""
+        if self._clipped is not None:
+            return self.run(q, multiplied(k, self._clipped), v)
+        score, params = self.bound.score, self.bound.score_params
+        with torch.autocast("cpu", enabled=False):
+            q, k = score.prepare_query(q.float(), params, self.scale), score.prepare_key(k.float(), params)
+            return self.run(q, k, v.float())
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """``step`` of queries and keys as the kernel takes them."""
+        if self._clipped is None:
+            q, k = self._before.featured(q), self._before.featured(k)
+        if q.dtype not in ridge_decode_library.DTYPES:
+            q, k, v = q.float(), k.float(), v.float()
+        tokens, pending, after = q.shape[2], len(self._rows_at), None
+        if self._age + pending + tokens > REMAKE:
+            with torch.no_grad():
+                memory = replace(self.memory(), inverse=None)
+                self._settled(self._sums._replace(inverse=memory.made(self.bound).contiguous()), self._count, 0)
+            pending = 0
+        if pending + tokens >= ridge_decode_library.LATE:
+            after = Sums(*(None if x is None else torch.empty_like(x) for x in self._sums))  # type: ignore[arg-type]
+        found = self._stepper(q, k, v, self._places, self._rows_at, self._count, self._padding, after)
+        if found is None:
+            return None
+        y, rows = found
+        if after is not None:
+            self._settled(after, self._count + pending + tokens, self._age + pending + tokens)
+        elif rows is not None:
+            start, step = rows.data_ptr(), rows.stride(0) * 8
+            self._rows.append(rows)
+            self._rows_at += tuple(start + t * step for t in range(tokens))
+        return y if y.dtype is self.dtype else y.to(self.dtype)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._count + len(self._rows_at)
+
+    def memory(self) -> RidgeStatistics:
+        """The memory after all steps. Later ones leave it as it is."""
+        if self._rows:
+            pending = len(self._rows_at)
+            sums = self._sums.updated(self._rows, self._count > self._padding).contiguous()
+            self._settled(sums, self._count + pending, self._age + pending)
+        gram, cross, inverse, shift, first, last = self._sums
+        return replace(
+            self._before, count=self._count, gram=gram, cross=cross, shift=shift, first=first, last=last,
+            inverse=Inverse(inverse, self._age, self._version),
+        )  # fmt: skip
 
 
-__all__ = ["again", "refusal", "streaming", "takes"]
+__all__ = ["RidgeSteps", "refusal"]

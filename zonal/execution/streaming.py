@@ -15,6 +15,8 @@ from zonal.execution import native_decode, native_ridge_decode
 from zonal.execution.call import Call
 from zonal.execution.chunked import check_memory, empty_memory, tail
 from zonal.execution.documents import by_document
+from zonal.execution.native_decode import SumsSteps
+from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 
@@ -47,19 +49,11 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         # the first queries stand before the first key and see nothing
         y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
         return F.pad(y, (0, 0, queries - keys, 0)), after
-    if _by_kernel(call, memory):
-        try:
-            y, after = (
-                native_ridge_decode.streaming(call, memory)
-                if isinstance(memory, RidgeStatistics)
-                else native_decode.streaming(call, memory)
-            )  # type: ignore[arg-type]
-            return y, after if return_memory else None
-        except BuildError as error:  # once: from now on it is refused
-            warnings.warn(
-                f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
-                stacklevel=3,
-            )
+    steps = compiled_steps(call, memory)
+    if steps is not None:
+        y = first_step(call, steps)
+        if y is not None:
+            return y, steps.memory() if return_memory else None
     tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
     if keys > queries:
         memory = memory.extended(tokens.span(0, keys - queries))
@@ -76,13 +70,31 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
     return call.scaled(y), memory if return_memory else None
 
 
-def _by_kernel(call: Call, memory: Memory) -> bool:
-    if isinstance(memory, RidgeStatistics):
-        return native_ridge_decode.refusal(call, memory.kind) is None and native_ridge_decode.takes(memory)
-    if not isinstance(memory, FeatureSums):
-        return False
-    recorded = torch.is_grad_enabled() and memory.state.requires_grad
-    return not recorded and memory.form.statistics == torch.float32 and native_decode.refusal(call, memory.kind) is None
+def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
+    """The compiled kernel with the numbers of a memory, for steps like this call, or None: torch's verbs run."""
+    try:
+        if isinstance(memory, RidgeStatistics):
+            recorded = torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad)
+            refused = recorded or native_ridge_decode.refusal(call, memory.kind)
+            return None if refused else RidgeSteps(call, memory)
+        if not isinstance(memory, FeatureSums) or memory.form.statistics != torch.float32:
+            return None
+        recorded = torch.is_grad_enabled() and memory.state.requires_grad
+        return None if recorded or native_decode.refusal(call, memory.kind) else SumsSteps(call, memory)
+    except BuildError as error:  # once: from now on it is refused
+        warnings.warn(
+            f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
+            stacklevel=4,
+        )
+    return None
+
+
+def first_step(call: Call, steps: SumsSteps | RidgeSteps) -> Tensor | None:
+    """y (B, H, T, P) of the call that the steps were made for, or None as theirs."""
+    if call.raw is not None:
+        return steps.step(*call.raw[:3])
+    y = steps.run(*call.tokens)
+    return None if y is None else y.to(call.dtype)
 
 
 def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, Memory]:
@@ -104,4 +116,4 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
     return memory.lookup(q, call.bound), memory.extended(token)
 
 
-__all__ = ["streaming", "streaming_refusal"]
+__all__ = ["compiled_steps", "first_step", "streaming", "streaming_refusal"]

@@ -2,6 +2,7 @@
 
 from zonal.memory.base import Memory
 from zonal.memory.criterion import Criterion
+from zonal.memory.decoding import Decoder
 from zonal.memory.fading import FadingStatistics
 from zonal.memory.form import Form
 from zonal.memory.keys import KeyValues
@@ -14,6 +15,7 @@ from zonal.memory.tokens import Tokens
 __all__ = [
     "Criterion",
     "DecayedSums",
+    "Decoder",
     "FadingStatistics",
     "FeatureSums",
     "Form",

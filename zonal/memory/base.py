@@ -19,6 +19,7 @@ from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
+from zonal.memory.decoding import Decoder
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.lift import MAX_STATISTICS, harmonics_of, width_of
 from zonal.memory.reading import Readable
@@ -297,6 +298,10 @@ class Memory(Readable):
     def forget_(self, span: str) -> Self:
         """``forget`` in place."""
         return self._become(self.forget(span))
+
+    def decoder(self) -> Decoder:
+        """What goes on from here token by token, in place: ``y = decoder.step(q, k, v)``, ended by ``decoder.memory()``. This memory stays."""
+        return Decoder.implementation(self)
 
     def fork(self) -> Self:
         """A copy that shares no storage."""

@@ -6,7 +6,7 @@ positive; in float64 the same error is 1e-16 |G| / rho.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -23,13 +23,11 @@ from zonal.memory.inverse import positive_inverse, with_ridge
 from zonal.memory.lift import Lift, harmonics_of, width_of
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
-from zonal.memory.stepped import Stepped
 from zonal.memory.sums import restored_pending, unpadded
 from zonal.memory.tokens import Tokens, joined
 
 REMAKE = 1024
 """After so many tokens of updates the inverse is made again from G, which bounds its drift."""
-_LATE = ("gram", "cross", "shift", "first", "last", "inverse")
 
 
 class Inverse(NamedTuple):
@@ -140,8 +138,7 @@ class RidgeStatistics(Memory):
 
     gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv), the largest
     z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no token at all).
-    The inverse is derived and made when it is first read; absorbing a few tokens updates it in O(r^2) each. What steps of a decoder leave is
-    ``stepped``: then the sums and the inverse are made when somebody first asks for them.
+    The inverse is derived and made when it is first read; absorbing a few tokens updates it in O(r^2) each.
 
     merge(a, b) adds b.first a.last^T to M and takes the larger peak: associative, not commutative. subtract takes the sums apart
     exactly, up to rounding; the peak stays (it cannot be known again); the transition across the border is known, and taken
@@ -161,41 +158,7 @@ class RidgeStatistics(Memory):
     padding: Tensor
     seams: tuple[Seam, ...] = ()
     pending: Tokens | None = None
-    inverse: Inverse | None = field(
-        default_factory=lambda: None
-    )  # a default would be found where ``stepped`` is to be asked
-    stepped: Stepped | None = field(default=None, init=False)  # so that no memory with other sums takes it over
-
-    def __getattr__(self, name: str) -> object:
-        """Of what is not there yet: the sums that steps have left."""
-        stepped = vars(self).get("stepped")
-        if stepped is None or name not in _LATE:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        gram, cross, inverse, shift, first, last = stepped.settled(self.padding)
-        made = Inverse(inverse, stepped.age + self.count - stepped.count, stepped.version)
-        # derived values: what this memory is does not change
-        vars(self).update(gram=gram, cross=cross, shift=shift, first=first, last=last, inverse=made)
-        return vars(self)[name]
-
-    def keep(self, stepped: Stepped) -> None:
-        """From now on steps find this memory's sums as they need them, which is a derived value, too."""
-        object.__setattr__(self, "stepped", stepped)
-
-    def moved(self, tokens: int, stepped: Stepped) -> "RidgeStatistics":
-        """The memory after so many tokens, of which a step has left this."""
-        after = object.__new__(RidgeStatistics)  # and no ``__init__``, which takes a good part of a step
-        vars(after).update(
-            operator=self.operator,
-            form=self.form,
-            count=self.count + tokens,
-            peak=None,
-            padding=self.padding,
-            seams=self.seams,
-            pending=None,
-            stepped=stepped,
-            parts=(),
-        )
-        return after
+    inverse: Inverse | None = None
 
     @classmethod
     def start(cls, operator: Operator, form: Form) -> Self:

@@ -107,20 +107,21 @@ class Decoder:
         self._function = function
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """y (B, H, T, P) in the type of q, and the state after the tokens; that before them is not changed. None where the environment
+        """y (B, H, T, P) in the type of q, and the state after the tokens, in a new place or ``into`` another. None where the environment
         says ZONAL_KERNELS=off: the kernel looks there by itself, in a tenth of the time that ``os.environ`` takes.
 
         q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, P), all of one of ``DTYPES``; state (B, Hkv, features, P,
         or one more with the row anchor) float32 and padding (B,) int64, contiguous. count: tokens in the state, padding included.
+        into: like the state, and may be the state itself.
         """
         qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
         if not qs[3] == ks[3] == vs[3] == 1:
             q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
-        after = torch.empty_like(state)
+        after = torch.empty_like(state) if into is None else into
         # like another tensor is made in half the time, which is a good part of a short step
         y = (
             torch.empty_like(q)

@@ -1,0 +1,106 @@
+"""The decoder of every memory: a compiled kernel where there is one, else torch's verbs of the memory."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zonal.errors import ArgumentError
+from zonal.execution.call import Call, autocast, prepare
+from zonal.execution.chunked import check_memory
+from zonal.execution.native_decode import SumsSteps, numbers_of
+from zonal.execution.native_ridge_decode import RidgeSteps
+from zonal.execution.streaming import compiled_steps, first_step, streaming
+from zonal.kernels import transforms
+from zonal.memory import Decoder, Memory, Tokens
+
+
+class StepDecoder(Decoder):
+    """``Decoder`` with a compiled kernel for the steps that one takes.
+
+    While ``_steps`` is there, it holds the numbers of all tokens, and ``_held`` the record of spans alone; else ``_held`` is the memory.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        if not isinstance(memory, Memory):
+            raise ArgumentError(f"Decoder: a memory is required, received {type(memory).__name__}.")
+        self.operator, self.form = memory.operator, memory.form
+        self._held: Memory = memory
+        self._steps: SumsSteps | RidgeSteps | None = None
+        self._shapes = [x.shape for x in numbers_of(memory.operator)]
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        log_decay: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        action_mask: Tensor | None = None,
+        key_gate: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
+        steps, bare = self._steps, key_padding_mask is log_decay is key_bias is action_mask is key_gate is None
+        if steps is not None and bare and steps.takes(q, k, v, scale):
+            y = steps.step(q, k, v)
+            if y is not None:
+                if self._held.parts:
+                    self._held = self._held.recorded(self._held, self._held.prepared(k, v))
+                return y
+        with torch.autocast(q.device.type, enabled=False):
+            self._check(q, k, v)
+            call = prepare(
+                self.operator, q, k, v, causal=True, key_padding_mask=key_padding_mask, log_decay=log_decay, key_bias=key_bias,
+                action_mask=action_mask, key_gate=key_gate, scale=scale, past=self.count,
+            )  # fmt: skip
+            return self._planned(call)
+
+    def memory(self) -> Memory:
+        return self._held if self._steps is None else replace(self._steps.memory(), parts=self._held.parts)
+
+    @property
+    def count(self) -> int:
+        """Tokens so far, padding included."""
+        return self._held.count if self._steps is None else self._steps.count
+
+    def _planned(self, call: Call) -> Tensor:
+        """A step of the kernel with new numbers, or of torch's verbs."""
+        memory = self.memory()
+        check_memory(call, memory)
+        steps = compiled_steps(call, memory.unnamed())
+        y = None if steps is None else first_step(call, steps)
+        if y is None:
+            y, after = streaming(call, memory.unnamed(), return_memory=True)
+            assert after is not None
+            steps = None
+        else:
+            after = memory
+        if memory.parts:
+            after = memory.recorded(
+                after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
+            )
+        self._held, self._steps = after, steps
+        return y
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if transforms.active():
+            raise ArgumentError(
+                "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on all tokens."
+            )
+        shapes = [x.shape for x in numbers_of(self.operator)]
+        if shapes != self._shapes:
+            raise ArgumentError(
+                f"Decoder.step: the learned parts of operator {self.operator.name!r} had the shapes {[tuple(s) for s in self._shapes]} and have "
+                f"{[tuple(s) for s in shapes]}. Absorb the tokens again into a memory of the operator as it is."
+            )
+        if q.ndim == k.ndim == 4 and (q.shape[2] != k.shape[2] or q.shape[2] == 0):
+            raise ArgumentError(
+                f"Decoder.step: at least one token is required, each with a query, received {q.shape[2]} queries and {k.shape[2]} keys."
+            )
+
+
+__all__ = ["StepDecoder"]
