@@ -20,6 +20,7 @@ import pytest
 import torch
 from matrix import DECLARED, OPERATORS
 
+from benchmarks import koopman_picture
 from zonal import mechanisms
 from zonal.cli import explain, parse
 from zonal.cli.app import COMMANDS, read
@@ -28,7 +29,10 @@ from zonal.models import preset
 from zonal.models.layers import check, layer_list
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LANGUAGES = {"python", "bash", "text", "json"}  # python runs; text is for what is only shown
 SECTIONS = ("Arguments", "When to use it", "Cost", "Example", "Source")
@@ -157,8 +161,7 @@ def test_every_mechanism_has_a_page_and_a_row(name: str) -> None:
     assert any(block.language == "python" and f"m.{name}(" in block.text for block in blocks(page))
     # ska-0, ska-1 … are rows of ska
     assert any(row == name or row.startswith(f"{name}-") for row in OPERATORS)
-    readme = prose(ROOT / "README.md")
-    assert f"(docs/mechanisms/{name}.md)" in readme
+    assert f"(mechanisms/{name}.md)" in prose(ROOT / "docs" / "operators.md")
 
 
 @pytest.mark.parametrize("name", mechanisms.names())
@@ -259,18 +262,35 @@ def test_operators_in_commands_exist() -> None:
 
 
 def test_readme_is_one_look() -> None:
-    """Under 150 lines; on the first screen one sentence, about ten lines of use, the two commands and the tree."""
+    """Under 100 lines; on the first screen a picture, about ten lines of use and the two commands."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 100
     first = next(block for block in blocks(ROOT / "README.md") if block.language == "python")
     assert len([line for line in first.text.splitlines() if line.strip()]) <= 14
-    assert text.index("make demo") < text.index("zonal/")
-    tree = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("zonal/"))
+    assert text.index("(docs/speed.svg)") < text.index("make demo") < text.index("make test")
+
+
+def test_the_picture_is_that_of_its_record() -> None:
+    """docs/speed.svg is what ``python -m benchmarks.koopman_picture`` draws from results/benchmarks/koopman.json."""
+    assert koopman_picture.PICTURE.read_text(encoding="utf-8") == koopman_picture.from_record(), (
+        "docs/speed.svg is not the picture of its record: run python -m benchmarks.koopman_picture"
+    )
+
+
+def test_the_tree_of_folders_is_whole() -> None:
+    """CONTRIBUTING.md names every package of the library, and nothing that is not there."""
+    tree = next(block for block in blocks(ROOT / "CONTRIBUTING.md") if block.text.startswith("zonal/"))
     parts = re.findall(r"^[├└]── ([\w/.]+)", tree.text, flags=re.MULTILINE)
     for part in parts:
         assert (ROOT / "zonal" / part).exists(), f"the tree names zonal/{part}, which is not there"
     packages = {path.parent.name + "/" for path in (ROOT / "zonal").glob("*/__init__.py")}
     assert packages <= set(parts), f"the tree lacks {packages - set(parts)}"
+
+
+def test_hooks_have_the_pinned_ruff() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    (version,) = re.findall(r"ruff-pre-commit\n    rev: v(\S+)", hooks)
+    assert f"ruff=={version}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_examples_are_named() -> None:

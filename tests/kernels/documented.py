@@ -1,9 +1,9 @@
-"""The link that docs/paths.md shows, as a module of its own."""
+"""The link that docs/declare.md shows, as a module of its own."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "paths.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "declare.md"
 
 
 def student_t() -> str:

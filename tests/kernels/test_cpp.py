@@ -489,7 +489,7 @@ def test_refusals_say_why(call, reason: str) -> None:
 
 @pytest.fixture
 def student_t(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    """The link of docs/paths.md, from a module that holds what the page shows and nothing else."""
+    """The link of docs/declare.md, from a module that holds what the page shows and nothing else."""
     pytest.importorskip("triton", reason="the page's module imports triton")
     (tmp_path / "student_t.py").write_text(documented.student_t(), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

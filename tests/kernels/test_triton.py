@@ -94,7 +94,7 @@ interpreted.main([case.name for case in found])
 
 
 def test_the_documented_link(tmp_path: Path) -> None:
-    """The link that docs/paths.md shows, from a module of its own, in the interpreter: y and all gradients."""
+    """The link that docs/declare.md shows, from a module of its own, in the interpreter: y and all gradients."""
     (tmp_path / "student_t.py").write_text(documented.student_t(), encoding="utf-8")
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     done = python(str(tmp_path / "own.py"), interpret=True, cache=tmp_path / "cache")
