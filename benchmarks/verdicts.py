@@ -23,12 +23,12 @@ import zonal
 from benchmarks import common, verdicts_page
 from benchmarks.captured import of_layers
 from zonal import mechanisms, store, tasks
-from zonal.algebra.oset import OSet, Verdict
 from zonal.evaluation import auroc, risk_curve
 from zonal.memory import Criterion, Memory
 from zonal.models import ModelConfig, build
 from zonal.nn import Attention
 from zonal.tasks.mqar import generate
+from zonal.theory.oset import OSet, Verdict
 from zonal.training import TrainConfig, train
 
 VOCABULARY, WIDTH, RIDGE = 8192, 64, 1e-2

@@ -1,26 +1,13 @@
 """Zonal: attention operators declared by their parts, planned onto the cheapest exact path, and used as layers, models and memories."""
 
 from zonal import mechanisms, nn
-from zonal.algebra import (
-    Operator,
-    anchor,
-    carrier,
-    hashing,
-    influence,
-    ledger,
-    link,
-    metric,
-    oset,
-    prior,
-    probe,
-    score,
-    update,
-)
+from zonal.algebra import Operator, anchor, hashing, ledger, link, metric, prior, score
 from zonal.attention import attention
 from zonal.execution.decoder import StepDecoder  # noqa: F401 (what Memory.decoder makes)
 from zonal.execution.explain import explain
 from zonal.execution.transport import potentials
 from zonal.memory import Decoder, Memory
+from zonal.theory import carrier, influence, oset, probe, update
 
 __version__ = "0.1.0"
 

@@ -12,10 +12,10 @@ from memories import BATCH, GROUPS, KV, NAMES, close, draw, empty, operator, que
 
 import zonal
 from zonal import mechanisms as m
-from zonal.algebra.oset import OSet, Verdict
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Criterion, Memory, Reading
 from zonal.memory.criterion import Evidence
+from zonal.theory.oset import OSet, Verdict
 
 R, P = 16, 8
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from zonal.algebra import update
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, build
 from zonal.nn import Attention, Mixture, MixtureOfExperts
+from zonal.theory import update
 
 
 def made(experts=5, top=2, seed=0):

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from zonal.algebra import influence
 from zonal.cli.limits import Between
 from zonal.cli.shown import table
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, layer_list
+from zonal.theory import influence
 
 DESCRIPTION = """\
 Say how far what a token is told can travel: which inputs can reach which outputs of a causal model, through how many layers at least. One operator is

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.oset import OSet, Reporter
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.store import read_json, write_json
+from zonal.theory.oset import OSet, Reporter
 
 KIND = "criterion"
 Thresholds = float | tuple[float, ...]

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra import probe
 from zonal.algebra.anchor import BoundedPlan, Count, Marginals, Plan, PlanAnchor, Raw, Row, TopK, UnbalancedPlan
 from zonal.algebra.anchor.plan import weighted
 from zonal.algebra.declaration import require, require_whole
 from zonal.algebra.operator import Operator
-from zonal.algebra.probe import Observed, Probe
 from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.nn.attention import Attention
+from zonal.theory import probe
+from zonal.theory.probe import Observed, Probe
 
 
 @dataclass(frozen=True)

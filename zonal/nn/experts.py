@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zonal.algebra.update import Conditional
 from zonal.errors import ArgumentError
 from zonal.nn.initialise import Draws
 from zonal.nn.norm import accumulation_dtype
+from zonal.theory.update import Conditional
 
 
 class MixtureOfExperts(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zonal.algebra import influence
 from zonal.algebra.operator import Operator
 from zonal.algebra.prior import Decay
 from zonal.errors import ArgumentError
@@ -16,6 +15,7 @@ from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
 from zonal.nn.memory import LayerMemory, load_memories
 from zonal.nn.positions import check_masks
+from zonal.theory import influence
 
 
 class TokenMixer(nn.Module, abc.ABC):

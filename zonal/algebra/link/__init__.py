@@ -12,7 +12,7 @@ from zonal.algebra.link.base import (
     Yat,
     horner,
 )
-from zonal.algebra.link.zonal import Gegenbauer
+from zonal.algebra.link.gegenbauer import Gegenbauer
 
 __all__ = [
     "NO_COEFFICIENTS",

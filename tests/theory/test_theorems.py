@@ -15,9 +15,9 @@ from torch import Tensor
 import zonal
 from zonal import link, probe
 from zonal import mechanisms as m
-from zonal.algebra.oset import OSet, Reporter, Verdict
-from zonal.algebra.update import Conditional, PlanUpdate, mixed
 from zonal.evaluation.potential import circulation, hodge
+from zonal.theory.oset import OSet, Reporter, Verdict
+from zonal.theory.update import Conditional, PlanUpdate, mixed
 
 quick = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**31)

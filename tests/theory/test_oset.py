@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from zonal.algebra.oset import OSet, Reporter, Verdict
 from zonal.errors import ArgumentError
+from zonal.theory.oset import OSet, Reporter, Verdict
 
 # stage 0 is continued by 1 and by 2, which do not know of each other
 STAGES, HISTORIES = (0, 1, 2), ((0, 1), (0, 2))

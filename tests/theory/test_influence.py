@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zonal
-from zonal.algebra import influence
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Window
 from zonal.errors import ArgumentError
+from zonal.theory import influence
 
 
 def relation(tokens, seed, share=0.25):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zonal
-from zonal.algebra import update
-from zonal.algebra.carrier import Factor
-from zonal.algebra.update import Conditional, PlanUpdate, columns, feed_forward, mixed, signed
 from zonal.errors import ArgumentError
+from zonal.theory import update
+from zonal.theory.carrier import Factor
+from zonal.theory.update import Conditional, PlanUpdate, columns, feed_forward, mixed, signed
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

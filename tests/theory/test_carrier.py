@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zonal
-from zonal.algebra.carrier import Buckets, Factor, LogSumExp, Max, Sum, Tokens, pushforward, reanchored
 from zonal.errors import ArgumentError
+from zonal.theory.carrier import Buckets, Factor, LogSumExp, Max, Sum, Tokens, pushforward, reanchored
 
 AGGREGATIONS = [Sum(), LogSumExp(0.3), LogSumExp(2.5), Max()]
 by_name = pytest.mark.parametrize("by", AGGREGATIONS, ids=str)
