@@ -77,5 +77,9 @@ bench-long: $(STAMP)  ## two small models trained on 512 tokens and read on 32k:
 bench-gpu: $(STAMP)  ## the Triton kernels against FlashAttention on a CUDA device (about 10 minutes)
 	@$(BIN)/python -m benchmarks.gpu --out results/benchmarks/gpu.json
 
+results: $(STAMP)  ## the HTML pages of results/, from the records kept there
+	@$(BIN)/zonal report $(patsubst %/,%,$(dir $(wildcard results/*/runs.zip)))
+	@$(BIN)/python -m benchmarks.pages results/benchmarks
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

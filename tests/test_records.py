@@ -10,6 +10,7 @@ the JSON: names of objects and numbers of entries, or ``key=value`` for the firs
 there fills the words, which must then stand in what follows: up to the second blank line.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from zonal.report import archive
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,12 +65,19 @@ def value_at(record: Any, place: str) -> Any:
     return record
 
 
+def record(file: str) -> Any:
+    """A file under results/; those of runs are packed."""
+    folder, tree, rest = file.partition("/runs/")
+    with archive.opened(ROOT / folder) if tree else contextlib.nullcontext(ROOT) as root:
+        return json.loads((root / f"runs/{rest}" if tree else root / file).read_text(encoding="utf-8"))
+
+
 CLAIMS = [claim for page in PAGES for claim in claims(page)]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}:{claim.file.split('/')[1]}:{claim.place}")
 def test_a_number_on_a_page_is_that_of_its_record(claim: Claim) -> None:
-    value = value_at(json.loads((ROOT / claim.file).read_text(encoding="utf-8")), claim.place)
+    value = value_at(record(claim.file), claim.place)
     words = " ".join((claim.words.format(**value) if isinstance(value, dict) else claim.words.format(value)).split())
     assert words in claim.text, f"{claim.page}: {claim.file} has {words!r} at {claim.place}"
 

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def write_error(call: str, path: Path, error: OSError) -> FileWriteError:
 
 
 @contextlib.contextmanager
-def understood(call: str, path: str | os.PathLike[str]) -> Iterator[None]:
+def understood(call: str, path: str | os.PathLike[str] | Traversable) -> Iterator[None]:
     """Whatever does not fit inside a file that is whole is the file's fault, said in one line with its name.
 
     Raises: FileFormatError.
@@ -109,9 +110,9 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; a missing or malformed one is a FileFormatError in one line."""
-    target = Path(path)
+def read_json(path: str | os.PathLike[str] | Traversable) -> Any:
+    """Read a JSON file, on the disk or in an archive; a missing or malformed one is a FileFormatError in one line."""
+    target = Path(path) if isinstance(path, str | os.PathLike) else path
     try:
         return json.loads(target.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from training.training_doubles import lines
 from zonal import tasks
 from zonal.errors import ArgumentError, FileFormatError, InsufficientSpaceError
 from zonal.models import ModelConfig, build
+from zonal.report import packing
 from zonal.training import Comparison, ComparisonSpec, TrainConfig
 from zonal.training import events as kinds
 from zonal.training import loop as loop_module
@@ -44,6 +46,19 @@ def whole(tmp_path_factory):
     seen = []
     result = Comparison(folder, a_spec()).run(on_event=seen.append)
     return folder, result, seen
+
+
+def test_a_packed_comparison_goes_on(whole, tmp_path):
+    folder, result, _ = whole
+    packed = packing.pack(folder, tmp_path / "it")
+    found = Comparison(packed, a_spec())
+    assert tuple(found.records()) == result.runs
+    again = found.run()
+    assert (again.status, again.runs) == ("done", result.runs)
+    assert not (packed / "runs.zip").exists()
+    # what was lost is run again, to the same numbers
+    shutil.rmtree(next(packed.glob("runs/softmax/*")))
+    assert [run.final for run in Comparison.open(packed).run().runs] == [run.final for run in result.runs]
 
 
 def test_a_comparison_runs_everything(whole):

@@ -14,6 +14,7 @@ from training.search_and_be_killed import a_search
 from zonal import mechanisms
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.models import ModelConfig
+from zonal.report import packing
 from zonal.training import events as kinds
 from zonal.training.record import RunResult
 from zonal.training.search import KINDS, Regime, Search, Skipped, moves
@@ -212,6 +213,15 @@ def test_a_finished_search_trains_nothing(whole):
     Search(folder, a_search()).run(on_event=seen.append)
     assert not [event for event in seen if isinstance(event, kinds.StepDone)]
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("regimes/*/*/runs/*/*/*")}
+
+
+def test_a_packed_search_trains_nothing(whole, tmp_path):
+    packed = packing.pack(whole[0], tmp_path / "it")
+    seen = []
+    result = Search.open(packed).run(on_event=seen.append)
+    assert not [event for event in seen if isinstance(event, kinds.StepDone)]
+    assert result.winner == whole[1].winner
+    assert not (packed / "runs.zip").exists()
 
 
 def test_a_stop_is_a_stop_and_a_budget_an_end(whole, tmp_path):

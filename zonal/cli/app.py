@@ -37,6 +37,7 @@ COMMANDS = {
     "compare": Command("compare", "Compare", "compare operators on one task and write a report"),
     "train": Command("train", "Train", "train one model"),
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
+    "report": Command("report", "Report", "write the pages of comparisons and searches again, or pack one to keep"),
     "search": Command("search", "SearchOptions", "search over operators and parameters"),
     "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
     "influence": Command("influence", "Influence", "say which inputs can reach which outputs, through how many layers"),

@@ -13,7 +13,7 @@ The file is plain numbers, so that whatever measures a trained model can write i
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from zonal.errors import FileFormatError
@@ -50,7 +50,7 @@ class Diagnostics:
     heads: tuple[Head, ...] = field(default=())
 
 
-def load(folder: Path) -> Diagnostics | None:
+def load(folder: Traversable) -> Diagnostics | None:
     """The diagnostics in a run's folder, None where there are none.
 
     Raises: FileFormatError naming the file and what in it is not as above.
@@ -68,7 +68,7 @@ def load(folder: Path) -> Diagnostics | None:
     return Diagnostics(tuple(heads))
 
 
-def record_of(path: Path, schema: int) -> dict[str, Any] | None:
+def record_of(path: Traversable, schema: int) -> dict[str, Any] | None:
     """The object in a file beside a run, None where there is no such file. Raises: FileFormatError when it is none of that schema."""
     if not path.is_file():
         return None
@@ -80,7 +80,7 @@ def record_of(path: Path, schema: int) -> dict[str, Any] | None:
     return record
 
 
-def _head(about: Mapping[str, Any], layer: int, head: int, path: Path) -> Head:
+def _head(about: Mapping[str, Any], layer: int, head: int, path: Traversable) -> Head:
     where = f"layer {layer}, head {head}"
     capacity = _object(about.get("capacity") or {}, f"{where}: capacity", path)
     stored, estimate = (
@@ -107,25 +107,25 @@ def _head(about: Mapping[str, Any], layer: int, head: int, path: Path) -> Head:
     return Head(layer, head, numbers, tuple((pair[0], pair[1]) for pair in pairs), leverage, stored, estimate)
 
 
-def _list(value: Any, key: str, path: Path) -> list[Any]:
+def _list(value: Any, key: str, path: Traversable) -> list[Any]:
     if not isinstance(value, list):
         raise FileFormatError(f"report: {path}: {key} must be a list, got {type(value).__name__}.")
     return value
 
 
-def _object(value: Any, key: str, path: Path) -> Mapping[str, Any]:
+def _object(value: Any, key: str, path: Traversable) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise FileFormatError(f"report: {path}: {key} must be an object, got {type(value).__name__}.")
     return value
 
 
-def _number(value: Any, key: str, path: Path) -> float:
+def _number(value: Any, key: str, path: Traversable) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise FileFormatError(f"report: {path}: {key} must be a finite number, got {value!r}.")
     return float(value)
 
 
-def _numbers(value: Any, key: str, path: Path) -> tuple[float, ...]:
+def _numbers(value: Any, key: str, path: Traversable) -> tuple[float, ...]:
     return tuple(_number(each, key, path) for each in _list(value, key, path))
 
 

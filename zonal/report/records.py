@@ -1,7 +1,8 @@
 """What a comparison folder says, read from its files alone.
 
-A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside ``metrics.jsonl``,
-``diagnostics.json`` where its memories were looked into, and ``witnesses.json`` where it attends by distance.
+A folder holds ``comparison.json`` and, for every run, ``runs/<operator>/seed-<s>-lr-<lr>/run.json`` beside
+``metrics.jsonl``, ``diagnostics.json`` where its memories were looked into, and ``witnesses.json`` where it attends by
+distance. The runs may also be packed into one file (``zonal.report.archive``).
 A run that was killed may leave a last line half written: that line is dropped. Anything else that does not fit is a
 FileFormatError which names the file and the key.
 """
@@ -11,11 +12,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.report import diagnostics, witnesses
+from zonal.report import archive, diagnostics, witnesses
 from zonal.report.diagnostics import Diagnostics
 from zonal.report.published import Published
 from zonal.report.witnesses import Witnesses
@@ -75,7 +77,6 @@ class Metrics:
 class Run:
     """One operator trained once: its state, its costs (seconds, bytes) and its curves."""
 
-    path: Path
     operator: str
     label: str
     seed: int
@@ -147,7 +148,7 @@ class ComparisonData:
         return self.metric == "accuracy"
 
 
-def _field(record: Mapping[str, Any], key: str, path: Path) -> Any:
+def _field(record: Mapping[str, Any], key: str, path: Traversable) -> Any:
     if key not in record:
         raise FileFormatError(
             f"report: {path} lacks the key {key!r}. It is not a file of this version of zonal, or it was edited; run the comparison again."
@@ -155,7 +156,7 @@ def _field(record: Mapping[str, Any], key: str, path: Path) -> Any:
     return record[key]
 
 
-def _number(value: Any, key: str, path: Path) -> float | None:
+def _number(value: Any, key: str, path: Traversable) -> float | None:
     """A finite number, or None where the file has null (how training writes NaN and infinity)."""
     if value is None:
         return None
@@ -164,12 +165,12 @@ def _number(value: Any, key: str, path: Path) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _count(value: Any, key: str, path: Path) -> int | None:
+def _count(value: Any, key: str, path: Traversable) -> int | None:
     number = _number(value, key, path)
     return None if number is None else int(number)
 
 
-def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
+def _metrics(record: Any, key: str, path: Traversable) -> Metrics | None:
     if not record:
         return None
     if not isinstance(record, dict):
@@ -191,7 +192,7 @@ def _metrics(record: Any, key: str, path: Path) -> Metrics | None:
     return Metrics(loss, accuracy, bits, slices, transfer, examined)
 
 
-def _transfer(cell: Any, key: str, path: Path) -> Transfer:
+def _transfer(cell: Any, key: str, path: Traversable) -> Transfer:
     accuracy = _number(cell.get("accuracy"), f"{key}.accuracy", path) if isinstance(cell, dict) else None
     if accuracy is None:
         raise FileFormatError(
@@ -202,7 +203,7 @@ def _transfer(cell: Any, key: str, path: Path) -> Transfer:
     )
 
 
-def _examined(cell: Any, key: str, path: Path) -> Examined:
+def _examined(cell: Any, key: str, path: Traversable) -> Examined:
     if (
         not isinstance(cell, dict)
         or not isinstance(cell.get("slices"), dict)
@@ -219,7 +220,7 @@ def _examined(cell: Any, key: str, path: Path) -> Examined:
     return Examined(cell["slices"], values)
 
 
-def _points(path: Path) -> dict[str, tuple[Point, ...]]:
+def _points(path: Traversable) -> dict[str, tuple[Point, ...]]:
     """The curves of one run, by kind. A step that was repeated after a resume counts once, with its last values."""
     curves: dict[str, dict[int, Point]] = {"train": {}, "eval": {}}
     if not path.is_file():
@@ -257,7 +258,8 @@ def _points(path: Path) -> dict[str, tuple[Point, ...]]:
     return {kind: tuple(points[step] for step in sorted(points)) for kind, points in curves.items()}
 
 
-def _run(path: Path) -> Run:
+def _run(folder: Traversable) -> Run:
+    path = folder / "run.json"
     record = read_json(path)
     if not isinstance(record, dict):
         raise FileFormatError(f"report: {path} must hold a JSON object, got {type(record).__name__}.")
@@ -265,13 +267,12 @@ def _run(path: Path) -> Run:
     if status not in STATUSES:
         raise FileFormatError(f"report: {path}: unknown status {status!r}. Valid: {', '.join(STATUSES)}.")
     operator = str(_field(record, "operator", path))
-    curves = _points(path.with_name("metrics.jsonl"))
+    curves = _points(folder / "metrics.jsonl")
     rate = _number(_field(record, "learning_rate", path), "learning_rate", path)
     seed = _count(_field(record, "seed", path), "seed", path)
     if rate is None or seed is None:
         raise FileFormatError(f"report: {path}: 'learning_rate' and 'seed' must be numbers.")
     return Run(
-        path=path.parent,
         operator=operator,
         label=str(record.get("label") or operator),
         seed=seed,
@@ -294,12 +295,12 @@ def _run(path: Path) -> Run:
         learned_before=tuple(record.get("learned_before") or ()),
         training=curves["train"],
         evaluations=curves["eval"],
-        diagnostics=diagnostics.load(path.parent),
-        witnesses=witnesses.load(path.parent),
+        diagnostics=diagnostics.load(folder),
+        witnesses=witnesses.load(folder),
     )
 
 
-def _metric(record: Mapping[str, Any], path: Path) -> str:
+def _metric(record: Mapping[str, Any], path: Traversable) -> str:
     """The headline number, as the task names it."""
     named = _field(record, "metric", path)
     if named not in ("accuracy", "loss"):
@@ -307,7 +308,7 @@ def _metric(record: Mapping[str, Any], path: Path) -> str:
     return named
 
 
-def _guessed(record: Mapping[str, Any], path: Path) -> Guess | None:
+def _guessed(record: Mapping[str, Any], path: Traversable) -> Guess | None:
     """What a guess reaches, None where the file does not say (those of older versions do not)."""
     found = record.get("guess")
     if found is None:
@@ -317,6 +318,13 @@ def _guessed(record: Mapping[str, Any], path: Path) -> Guess | None:
         raise FileFormatError(f"report: {path}: 'guess' must be an object with a finite value, got {found!r}.")
     trained = found.get("trained")
     return Guess(value, None if trained is None else (str(trained[0]), tuple(map(str, trained[1]))))
+
+
+def _run_folders(runs: Traversable) -> list[Traversable]:
+    """The folders of ``runs`` that hold a run, in the order of their names."""
+    operators = [found for found in runs.iterdir() if found.is_dir()] if runs.is_dir() else []
+    found = [run for operator in operators for run in operator.iterdir() if (run / "run.json").is_file()]
+    return sorted(found, key=str)
 
 
 def load(directory: str | os.PathLike[str]) -> ComparisonData:
@@ -342,7 +350,8 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         raise FileFormatError(
             f"report: {path} has schema {schema!r}, this version of zonal reads schema {SCHEMA}. Write the report with the version that ran the comparison."
         )
-    runs = tuple(_run(found) for found in sorted(folder.glob("runs/*/*/run.json")))
+    with archive.opened(folder) as root:
+        runs = tuple(_run(found) for found in _run_folders(root / "runs"))
     if not runs:
         raise FileFormatError(
             f"report: {folder} has no runs yet (no runs/*/*/run.json). Run the comparison first: {record.get('command', 'zonal compare')}"

@@ -13,7 +13,7 @@ While a run trains, each evaluation's line in ``metrics.jsonl`` may hold ``"geom
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from zonal.errors import FileFormatError
@@ -45,7 +45,7 @@ class Witnesses:
     spaces: tuple[Space, ...]
 
 
-def load(folder: Path) -> Witnesses | None:
+def load(folder: Traversable) -> Witnesses | None:
     """The points in a run's folder, None where there are none.
 
     Raises: FileFormatError naming the file and what in it is not as above.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.selection import best_learning_rate
 from zonal.models import build
+from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.config import TrainConfig
@@ -86,7 +88,8 @@ class Comparison:
 
     def records(self) -> list[RunResult]:
         """What run.json of every run says now; a run without one is pending."""
-        return [self._record(run) for run in self.spec.runs()]
+        with archive.opened(self.directory) as root:
+            return [self._record(run, root) for run in self.spec.runs()]
 
     def run(
         self,
@@ -122,6 +125,7 @@ class Comparison:
             stop = should_stop or interrupted
             emit = on_event or events.ignore
             remove_parts(self.directory)
+            archive.unpack(self.directory)
             if self.plan is None and not self._make_plan(emit, stop, jobs, threads, started):
                 return self._finish(emit)
             for run in self.spec.runs():
@@ -230,9 +234,10 @@ class Comparison:
                 left.append(run)
         return left
 
-    def _record(self, run: PlannedRun) -> RunResult:
-        folder = self.directory / run.name
-        if (folder / RECORD).exists():
+    def _record(self, run: PlannedRun, root: Traversable | None = None) -> RunResult:
+        """What run.json of a run says. root: where the runs are, by default in the folder itself."""
+        folder = (root or self.directory) / run.name
+        if (folder / RECORD).is_file():
             return RunResult.read(folder)
         steps = 0 if self.plan is None else self.plan.steps
         return RunResult(

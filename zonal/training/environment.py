@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def _refuse_links(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Remove what a killed process was writing there. Call it under ``folder_lock``, which says that nobody else is."""
     for part in folder.glob(".*.part"):
-        part.unlink()
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
 
 
 @contextlib.contextmanager

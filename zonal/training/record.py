@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +61,7 @@ class RunResult:
         write_json(directory / FILE, dataclasses.asdict(self))
 
     @classmethod
-    def read(cls, directory: Path) -> "RunResult":
+    def read(cls, directory: Traversable) -> "RunResult":
         """Read run.json of ``directory``. Raises FileFormatError when it is absent, damaged or of another kind."""
         path = directory / FILE
         values = read_json(path)

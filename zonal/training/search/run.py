@@ -20,6 +20,7 @@ import torch
 
 from zonal.errors import ArgumentError, FileWriteError, ZonalError
 from zonal.evaluation.statistics import spread
+from zonal.report import archive
 from zonal.store import understood, write_json
 from zonal.training import events
 from zonal.training.compare import Comparison
@@ -100,6 +101,7 @@ class Search:
             parallel.required(workers)
         with folder_lock(self.directory), interruptible() as interrupted:
             remove_parts(self.directory)
+            archive.unpack(self.directory)
             if self.threads is None:
                 if threads is None:
                     threads = torch.get_num_threads() if workers == 1 else max(1, cores() // workers)
@@ -148,11 +150,8 @@ class Search:
             # plans and ends of the parts are the search's own affair
             if isinstance(event, events.Planned | events.ComparisonFinished | events.Measuring):
                 return
-            emit(
-                replace(event, run=f"{folder.relative_to(self.directory)}/{event.run}")
-                if hasattr(event, "run")
-                else event
-            )  # type: ignore[call-arg]
+            inner = getattr(event, "run", None)
+            emit(event if inner is None else replace(event, run=f"{folder.relative_to(self.directory)}/{inner}"))  # type: ignore[call-arg]
 
         try:
             result = Comparison(folder, self.spec.comparison(regime, steps)).run(

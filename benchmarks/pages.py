@@ -1,0 +1,33 @@
+"""The HTML pages of benchmarks, made again from their JSON: ``python -m benchmarks.pages results/benchmarks``."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fidelity_page, merging_page, recall_page, sparse_page, verdicts_page
+from zonal.store import read_json
+
+PAGES: dict[str, Callable[[Path, Any], None]] = {
+    "fidelity": lambda path, value: fidelity_page.write(path, value["rows"]),
+    "merging": merging_page.write,
+    "recall": recall_page.write,
+    "sparse": sparse_page.write,
+    "verdicts": verdicts_page.write,
+}
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the page of every benchmark in ``folder`` that has one; returns the pages. Raises: FileFormatError."""
+    made = []
+    for name, page in PAGES.items():
+        record = folder / f"{name}.json"
+        if record.is_file():
+            page(record.with_suffix(".html"), read_json(record))
+            made.append(record.with_suffix(".html"))
+    return made
+
+
+if __name__ == "__main__":
+    for path in write(Path(sys.argv[1])):
+        print(f"Page: {path}")

@@ -1,0 +1,224 @@
+"""Runs packed into one archive: the same pages, the same bytes each time, damage refused by name, whole or absent."""
+
+import json
+import os
+import signal
+import zipfile
+from pathlib import Path
+
+import pytest
+from report.comparison_folder import write_comparison
+
+from zonal import report
+from zonal.cli.app import main
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.report import archive, packing
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATORS = ("softmax", "sko")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = write_comparison(tmp_path_factory.mktemp("made") / "x", operators=OPERATORS, rates=(0.001,), steps=300)
+    run = next(made.glob("runs/sko/*"))
+    (run / "checkpoint.safetensors").write_bytes(b"weights")
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write('{"kind": "train", "st')  # a line that a killed process left
+    return made
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory):
+    return packing.pack(folder, tmp_path_factory.mktemp("packed") / "x")
+
+
+def test_what_is_kept(folder, packed):
+    assert sorted(path.name for path in packed.iterdir()) == [
+        "comparison.json",
+        "report.md",
+        "runs.zip",
+        "summary.json",
+    ]
+    with zipfile.ZipFile(packed / "runs.zip") as found:
+        assert len(found.namelist()) == 2 * len(list(folder.glob("runs/*/*")))
+        for name in found.namelist():
+            before, after = (folder / name).read_bytes(), found.read(name)
+            if name.endswith("run.json"):
+                assert after == before
+                continue
+            lines = [line for line in before.splitlines() if line.endswith(b"}")]
+            kinds = [json.loads(line)["kind"] for line in after.splitlines()]
+            assert kinds.count("train") == archive.POINTS
+            assert [line for line in after.splitlines() if b'"eval"' in line] == [
+                line for line in lines if b'"eval"' in line
+            ]
+            training = [line for line in lines if b'"train"' in line]
+            kept = [line for line in after.splitlines() if b'"train"' in line]
+            assert (kept[0], kept[-1]) == (training[0], training[-1])
+            assert set(kept) < set(training)
+
+
+def test_the_same_runs_are_the_same_bytes(folder, packed, tmp_path):
+    again = packing.pack(folder, tmp_path / "y")
+    assert (again / "runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+
+
+def test_pages_are_those_of_the_unpacked_folder(folder, packed, tmp_path):
+    report.write_many([folder], tmp_path)
+    for name in ("report.md", "summary.json"):
+        assert (tmp_path / name).read_bytes() == (packed / name).read_bytes()
+    page, _ = packing.write_pages(packed)
+    assert page.stat().st_size > 100_000
+    page.unlink()
+
+
+def copy(packed, place):
+    place.mkdir()
+    for path in packed.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    return place
+
+
+def test_unpacking_gives_the_runs_back(packed, tmp_path):
+    there = copy(packed, tmp_path / "z")
+    before = report.load(packed).runs
+    archive.unpack(there)
+    assert not (there / "runs.zip").exists()
+    assert report.load(there).runs == before
+    archive.unpack(there)  # nothing is left to do
+    assert (
+        packing.pack(there, tmp_path / "again").joinpath("runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+    )
+
+
+def test_unpacking_that_was_killed_goes_on(packed, tmp_path):
+    there = copy(packed, tmp_path / "z")
+    whole = (there / "runs.zip").read_bytes()
+    archive.unpack(there)
+    (there / "runs.zip").write_bytes(whole)  # killed between the folders and the end of the archive
+    assert report.load(there).runs == report.load(packed).runs
+    archive.unpack(there)
+    assert not (there / "runs.zip").exists()
+
+
+def test_other_runs_beside_an_archive_are_refused(packed, tmp_path):
+    there = copy(packed, tmp_path / "z")
+    whole = (there / "runs.zip").read_bytes()
+    archive.unpack(there)
+    (there / "runs.zip").write_bytes(whole)
+    next(there.glob("runs/sko/*/run.json")).write_text("{}")
+    for act in (report.load, archive.unpack):
+        with pytest.raises(
+            FileFormatError, match=r"runs\.zip and other runs beside it \(runs/sko/.*run.json differs\)"
+        ):
+            act(there)
+    assert (there / "runs.zip").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: data[:2000] + b"?" * 40 + data[2040:],
+        lambda data: data.replace(b"runs/sko", b"runs/../"),
+        lambda data: data.replace(b"run.json", b"run.ppkl"),
+    ],
+)
+def test_a_damaged_archive_is_refused_by_name(packed, tmp_path, damage):
+    there = copy(packed, tmp_path / "z")
+    (there / "runs.zip").write_bytes(damage((there / "runs.zip").read_bytes()))
+    for act in (report.load, archive.unpack):
+        with pytest.raises(FileFormatError, match=r"z/runs\.zip"):
+            act(there)
+    assert not (there / "runs").exists()
+
+
+def test_runs_that_have_not_ended_are_not_packed(tmp_path):
+    made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=30)
+    path = next(made.glob("runs/sko/*/run.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "stopped"}))
+    with pytest.raises(ArgumentError, match=r"run\.json is stopped"):
+        packing.pack(made, tmp_path / "y")
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_record_is_not_packed(tmp_path, text):
+    made = write_comparison(tmp_path / "x", operators=OPERATORS, rates=(0.001,), steps=30)
+    next(made.glob("runs/sko/*/run.json")).write_text(text)
+    with pytest.raises(FileFormatError, match=r"run\.json"):
+        packing.pack(made, tmp_path / "y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
+
+
+def test_what_is_there_is_not_replaced(folder, packed, tmp_path):
+    with pytest.raises(ArgumentError, match="there already"):
+        packing.pack(folder, packed)
+    with pytest.raises(ArgumentError, match="packed already"):
+        packing.pack(packed, tmp_path / "y")
+
+
+def killed_at(function, place, act):
+    """Run ``act`` in a child process that is killed when it comes to ``function`` of the module ``place``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            setattr(place, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            act()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("function", "place"), [("write", archive), ("write_pages", packing), ("replace", packing.os)], ids=str
+)
+def test_a_killed_process_leaves_what_was_there(folder, tmp_path, function, place):
+    killed_at(function, place, lambda: packing.pack(folder, tmp_path / "y"))
+    assert not (tmp_path / "y").exists()
+    assert len(report.load(folder).runs) == 6
+    packing.pack(folder, tmp_path / "y")
+    assert len(report.load(tmp_path / "y").runs) == 6
+
+
+def test_unpacking_is_whole_or_absent(packed, tmp_path):
+    there = copy(packed, tmp_path / "z")
+    killed_at("replace", packing.os, lambda: archive.unpack(there))
+    assert not (there / "runs").exists()
+    assert report.load(there).runs == report.load(packed).runs
+    archive.unpack(there)
+    assert len(list(there.glob("runs/*/*/run.json"))) == 6
+
+
+def test_on_the_command_line(folder, packed, tmp_path, capsys):
+    assert main(["report", str(folder), "--pack", str(tmp_path / "y")]) == 0
+    assert (tmp_path / "y/runs.zip").read_bytes() == (packed / "runs.zip").read_bytes()
+    assert main(["report", str(tmp_path / "y")]) == 0
+    assert f"Report: {tmp_path / 'y/report.html'}" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 2
+    assert main(["report"]) == 2
+    assert main(["report", str(folder), str(packed), "--pack", str(tmp_path / "w")]) == 2
+    said = capsys.readouterr().err
+    assert "no comparison.json and no search.json" in said
+    assert "takes one folder" in said
+
+
+def test_a_search_is_packed_with_its_regimes(tmp_path):
+    made = write_comparison(
+        tmp_path / "s/regimes/softmax-lr-0.01/steps-80", operators=OPERATORS, rates=(0.001,), steps=30
+    )
+    for name in ("search.json", "findings.json", "recipe.json"):
+        (tmp_path / "s" / name).write_bytes((ROOT / "results/search-mqar-demo" / name).read_bytes())
+    found = packing.pack(tmp_path / "s", tmp_path / "t")
+    assert sorted(path.name for path in found.iterdir()) == [
+        "findings.json",
+        "recipe.json",
+        "report.md",
+        "runs.zip",
+        "search.json",
+    ]
+    archive.unpack(found)
+    assert len(report.load(found / made.relative_to(tmp_path / "s")).runs) == 6

@@ -1,0 +1,45 @@
+"""``zonal report``: the pages of folders where runs have ended, and their packed form."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zonal.errors import ArgumentError
+from zonal.report import packing
+
+DESCRIPTION = """\
+Write report.html, report.md and summary.json again from the files of a comparison, or the two pages of a search.
+The runs may be packed. With --pack, write what is worth keeping of one folder into a new folder instead: its settings,
+its pages and runs.zip (all records and diagnostics, all evaluations, 200 points of each training curve; no weights).
+
+Examples:
+  zonal report runs/text-1a2b3c4d
+  zonal report results/echo-table2 results/echo-table3
+  zonal report runs/echo-table3 --pack results/echo-table3"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the pages of folders where runs have ended."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Folders that zonal compare or zonal search wrote, packed or not."""
+    pack: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
+    """The new folder for the packed form. The folder that is packed stays as it is; pages are then not written there."""
+
+
+def run(options: Report, command: str) -> int:
+    """Run the command; returns the exit code."""
+    if not options.folders:
+        raise ArgumentError("report: name a folder that `zonal compare` or `zonal search` wrote.")
+    if options.pack is not None and len(options.folders) > 1:
+        raise ArgumentError(f"report: --pack takes one folder, got {len(options.folders)}. Pack them one at a time.")
+    for folder in options.folders:
+        if options.pack is None:
+            page, _ = packing.write_pages(folder)
+            print(f"Report: {page}")
+        else:
+            print(f"Packed: {packing.pack(folder, options.pack)}")
+    return 0

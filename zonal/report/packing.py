@@ -1,0 +1,69 @@
+"""The pages of a folder, whatever ran in it, and its packed form: what is kept of an experiment once it is over."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from zonal import report, store
+from zonal.errors import ArgumentError, FileFormatError
+from zonal.report import archive, search
+
+KEPT = ("comparison.json", "search.json", "findings.json", "recipe.json")
+"""What stays a file of its own beside the archive; the pages and ``summary.json`` are made from these and from the runs."""
+ENDED = ("done", "failed")
+
+
+def write_pages(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Write report.html and report.md into the folder of a comparison (with summary.json) or of a search; returns the two.
+
+    Raises: FileFormatError when the folder holds neither, or a file in it is damaged; InsufficientSpaceError.
+    """
+    found = Path(folder)
+    if (found / "search.json").is_file():
+        paths = search.write(found)
+    elif (found / "comparison.json").is_file():
+        paths = report.write(found)
+    else:
+        raise FileFormatError(
+            f"report: {found} has no comparison.json and no search.json. "
+            "Required: a folder that `zonal compare` or `zonal search` wrote."
+        )
+    return paths.html, paths.markdown
+
+
+def pack(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Write the packed form of a finished comparison or search into the new folder ``out``; ``folder`` stays as it is.
+
+    ``out`` holds comparison.json, or search.json with findings.json and recipe.json; the runs in ``runs.zip`` (see
+    ``zonal.report.archive``); ``report.md`` and ``summary.json``. It appears whole or not at all.
+
+    Raises: ArgumentError when ``out`` is there already or runs have not ended. FileFormatError when a file in
+    ``folder`` is damaged. InsufficientSpaceError.
+    """
+    source, target = Path(folder), Path(out)
+    if target.exists():
+        raise ArgumentError(f"pack: {target} is there already. Remove it first, or choose another folder.")
+    if (source / archive.NAME).is_file():
+        raise ArgumentError(f"pack: {source} is packed already (it has {archive.NAME}). Copy the folder as it is.")
+    contents = archive.members(source)
+    for name, data in contents.items():
+        with store.understood("pack", source / name):
+            status = json.loads(data)["status"] if name.endswith("/run.json") else "done"
+        if status not in ENDED:
+            raise ArgumentError(f"pack: {source / name} is {status}. Finish the runs first with --resume {source}.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        staging.chmod(0o755)
+        for name in KEPT:
+            if (source / name).is_file():
+                store.write_bytes(staging / name, (source / name).read_bytes())
+        archive.write(staging / archive.NAME, contents)
+        page, _ = write_pages(staging)
+        page.unlink()
+        os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
