@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zonal import store
 from zonal.errors import ArgumentError
-from zonal.execution.calibration import seconds, synchronise
+from zonal.execution.machine import seconds, synchronise
 from zonal.training.environment import describe_device, versions
 
 SCHEMA = 1

@@ -1,4 +1,4 @@
-"""What all tests share: a cache folder of their own, and the same machine constants on every machine."""
+"""What all tests share: a cache folder of their own, and the same speeds on every machine."""
 
 import os
 import random
@@ -13,8 +13,8 @@ import torch
 
 from zonal import store
 from zonal.data.cache import VARIABLE
-from zonal.execution import calibration
-from zonal.execution.constants import DEFAULT_CPU, Constants
+from zonal.execution import machine as machines
+from zonal.execution.machine import TYPICAL_CPU, Machine
 from zonal.kernels import native as native_kernels
 
 
@@ -24,17 +24,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
 
 
-def fixed(device: torch.device, threads: int | None = None) -> Constants:
-    """Typical constants under this machine's name."""
-    count = calibration.threads(device) if threads is None else threads
-    return replace(DEFAULT_CPU, machine=calibration.machine(device), threads=count, torch=torch.__version__)
+def fixed(device: torch.device, threads: int | None = None) -> Machine:
+    """Typical speeds under this machine's name."""
+    count = machines.threads(device) if threads is None else threads
+    return replace(TYPICAL_CPU, name=machines.name(device), threads=count, torch=torch.__version__)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
     """No test measures the machine or writes to the user's cache: what is planned is the same everywhere.
 
-    Processes that tests start find the constants in the cache folder they inherit.
+    Processes that tests start find the speeds in the cache folder they inherit.
     """
     folder = tmp_path_factory.mktemp("cache")
     # a compiled kernel's file name is a digest of all it is made of: one compiled by an earlier session or by another
@@ -44,9 +44,9 @@ def fixed_machine(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(folder))
-        patch.setattr(calibration, "measure", fixed)
+        patch.setattr(machines, "measure", fixed)
         for count in {1, 2, torch.get_num_threads(), os.cpu_count() or 1}:
-            store.write_json(calibration.file_for(device, count), fixed(device, count).to_dict())
+            store.write_json(machines.file_for(device, count), fixed(device, count).to_dict())
         yield folder
 
 

@@ -1,6 +1,7 @@
 """The one entry: prepare, plan, run, return."""
 
 import contextlib
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -8,26 +9,20 @@ from torch import Tensor
 
 from zonal import mechanisms
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Hierarchical, Potentials
+from zonal.algebra.anchor import Potentials
 from zonal.algebra.operator import apart
 from zonal.errors import ArgumentError, unknown_name
-from zonal.execution import plan, repeated
 from zonal.execution.advice import advise
-from zonal.execution.call import Call, autocast, following, prepare
-from zonal.execution.chunked import check_memory, chunked, empty_memory
-from zonal.execution.constants import Constants
+from zonal.execution.call import Call, Held, autocast, prepare
+from zonal.execution.chunked import check_memory, empty_memory
 from zonal.execution.dense import dense
-from zonal.execution.hierarchy import hierarchical
-from zonal.execution.sparse import sparse
-from zonal.execution.streaming import streaming
-from zonal.execution.tiled import tiled
-from zonal.execution.transport import transported
+from zonal.execution.plan import PATHS, choose, run
 from zonal.kernels import transforms
-from zonal.memory import KeyValues, Memory, Tokens
+from zonal.memory import Memory
 from zonal.memory.base import same_declaration
 from zonal.names import known_names
 
-_PATHS = ("auto", *plan.PATHS)
+_PATHS = ("auto", *PATHS)
 
 
 @overload
@@ -105,23 +100,6 @@ def attention(
     lowered = torch.is_autocast_enabled(kind)
     if lowered:  # as torch's own attention does
         q, k, v = (autocast(x, kind) for x in (q, k, v))
-    bare = (
-        key_padding_mask
-        is cu_seqlens
-        is log_decay
-        is key_bias
-        is action_mask
-        is key_gate
-        is query_mass
-        is key_mass
-        is start
-        is None
-    )
-    alone = memory is None and not return_memory
-    if alone and bare and path in ("auto", "chunked"):
-        y = repeated.again(q, k, v, operator, causal, scale, path == "auto")
-        if y is not None:
-            return y
     with torch.autocast(kind, enabled=False) if lowered else contextlib.nullcontext():
         call = prepare(
             operator, q, k, v, causal=causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, log_decay=log_decay,
@@ -129,37 +107,10 @@ def attention(
             past=memory.count if isinstance(memory, Memory) else 0,
         )  # fmt: skip
         advise(q, k, key_padding_mask, from_start=memory is None and query_mass is None)
-        if alone:
+        if memory is None and not return_memory:
             # with nothing to sum, the definition is the answer, which planner, kernels and memories need not know
-            chosen, constants = ("dense", None) if call.empty else _chosen(call, None, path)
-            y = _run(call, chosen)
-            if bare and chosen == "chunked" and (path != "auto" or constants is not None):
-                repeated.keep(call, scale, constants)
-            return y
+            return dense(call) if call.empty else run(choose(call, path), call)[0]
         return _with_memory(call, memory, path)
-
-
-def _chosen(call: Call, memory: Memory | None, path: str) -> tuple[str, Constants | None]:
-    """The path, and the constants where the planner chose by them alone."""
-    if path == "auto":
-        chosen = plan.choose(call, memory=memory)
-        return chosen.path, chosen.settled
-    plan.validate(path, call, memory)
-    return path, None
-
-
-def _run(call: Call, path: str) -> Tensor:
-    if path == "dense" or call.shape[0] == 0:  # a batch of no rows: nothing to sum or to keep
-        return dense(call)
-    if path == "tiled" and call.tags.couples:
-        return hierarchical(call) if isinstance(call.bound.anchor, Hierarchical) else transported(call)
-    if path == "tiled":
-        return tiled(call)
-    if path == "sparse":
-        return sparse(call)
-    if path == "chunked":
-        return chunked(call, None, return_memory=False)[0]
-    return streaming(call, None, return_memory=False)[0]
 
 
 def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, Memory]:
@@ -188,19 +139,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
         )
     check_memory(call, memory)
     given, memory = memory, memory.unnamed()
-    path, _ = _chosen(call, memory, path)
-    if path == "streaming":
-        y, after = streaming(call, memory, return_memory=True)
-    elif path == "chunked":
-        y, after = chunked(call, memory, return_memory=True)
-    elif isinstance(memory, KeyValues):
-        whole = following(call, memory.keys_and_values())
-        y = _run(whole, path)
-        after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
-    else:  # an empty memory of sums: validate has refused one that holds something
-        y = _run(call, path)
-        after = memory.extended(Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
+    call = replace(call, memory=memory, held=Held.of(memory))
+    y, after = run(choose(call, path), call)
     assert after is not None
-    if given.parts:
-        after = given.recorded(after, Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias))
-    return y, after
+    return y, given.recorded(after, call.new_tokens) if given.parts else after

@@ -11,7 +11,7 @@ from zonal import mechanisms as m
 from zonal import prior
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import scan
-from zonal.execution.chunked import chunked, chunked_refusal
+from zonal.execution.chunked import chunked, refusal
 from zonal.execution.dense import dense
 
 PRIME = Case(batch=2, heads=4, kv_heads=2, queries=31, keys=31)
@@ -138,7 +138,7 @@ def test_second_derivative_is_refused(name: str) -> None:
 )
 def test_refusals_say_why_and_what_else(name: str, words: str) -> None:
     call = call_of(randomised(OPERATORS[name]()), inputs(PRIME))
-    assert words in (chunked_refusal(call) or "")
+    assert words in (refusal(call) or "")
     with pytest.raises(PathError, match=r"path 'chunked' cannot run.*Use path='(tiled|dense)'"):
         chunked(call, None, return_memory=False)
 
@@ -146,13 +146,13 @@ def test_refusals_say_why_and_what_else(name: str, words: str) -> None:
 def test_refusals_that_depend_on_the_call() -> None:
     wide = inputs(Case(key_dim=40, queries=3, keys=3))
     assert "needs 135751 features at head dimension 40" in (
-        chunked_refusal(call_of(made("polynomial_square"), wide)) or ""
+        refusal(call_of(made("polynomial_square"), wide)) or ""
     )
     running = m.ska(power=1, running_max=True, key_limit=None).double()
-    assert "an inverse of its own" in (chunked_refusal(call_of(running, inputs(PRIME))) or "")
-    assert chunked_refusal(call_of(running, inputs(FREE))) is None
+    assert "an inverse of its own" in (refusal(call_of(running, inputs(PRIME))) or "")
+    assert refusal(call_of(running, inputs(FREE))) is None
     faded = m.retention().replace(prior=(prior.Decay(), prior.ChunkCausal(4))).double()
-    assert "whole chunks" in (chunked_refusal(call_of(faded, inputs(PRIME))) or "")
+    assert "whole chunks" in (refusal(call_of(faded, inputs(PRIME))) or "")
     with pytest.raises(ArgumentError, match="block of path 'chunked' must be >= 1"):
         chunked(call_of(made("linear"), inputs(PRIME)), None, return_memory=False, block=0)
 

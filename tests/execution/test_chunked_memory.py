@@ -11,7 +11,7 @@ from torch import Tensor
 from zonal import Operator
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
-from zonal.execution.chunked import chunked, chunked_refusal
+from zonal.execution.chunked import chunked, refusal
 from zonal.execution.dense import dense
 from zonal.execution.streaming import streaming
 from zonal.memory import Memory, RidgeStatistics
@@ -198,5 +198,5 @@ def test_running_largest_key_streams() -> None:
     """The paper's ridge, token by token: what the chunked path refuses."""
     operator, data = m.ska(power=1, running_max=True, key_limit=None).double(), inputs(CASES["plain"])
     call = call_of(operator, data)
-    assert chunked_refusal(call) is not None
+    assert refusal(call) is not None
     assert_same(streaming(call, None, return_memory=False)[0], dense(call), leaves_of(operator, data))

@@ -13,8 +13,8 @@ from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.execution import plan
 from zonal.execution.call import prepare
-from zonal.execution.constants import DEFAULT_CPU, DEFAULT_GPU
 from zonal.execution.explain import LENGTHS, Explanation, explain, size
+from zonal.execution.machine import TYPICAL_CPU, TYPICAL_GPU
 
 
 def test_the_page() -> None:
@@ -70,7 +70,7 @@ def test_plain_values() -> None:
         "theorem": "square features",
         "text": "hence nonnegative, and exact with (d + 1)(d + 2)/2 features",
     }
-    assert value["machine"].startswith(zonal.execution.calibration.machine(torch.device("cpu")))
+    assert value["machine"].startswith(zonal.execution.machine.name(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("case_name", ["causal", "causal-gqa-odd", "bidirectional", "decode", "left-padding", "packed"])
@@ -137,7 +137,7 @@ def test_after_a_memory() -> None:
     assert made.path == "streaming"
     assert "has only sums" in made.plan.refused["dense"]
     assert "after 1024 tokens" in str(made)
-    assert explain(m.softmax(), (1, 2, 1, 16), causal=True, memory=5000).problem.past == 5000
+    assert explain(m.softmax(), (1, 2, 1, 16), causal=True, memory=5000).shape.past == 5000
     assert not explain(m.softmax(), (1, 2, 1, 16), causal=True, memory=0).plan.refused.get("dense")
 
 
@@ -165,12 +165,12 @@ def test_a_device_that_is_not_here() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     made = explain(m.softmax(), (1, 8, 4096, 64), causal=True, device="cuda")
-    assert DEFAULT_GPU.machine in str(made)
+    assert TYPICAL_GPU.name in str(made)
     assert made.to_dict()["call"]["device"] == "cuda"
 
 
 def test_the_machine_is_named() -> None:
-    assert DEFAULT_CPU.machine not in str(explain(m.softmax(), (1, 1, 8, 8)))
+    assert TYPICAL_CPU.name not in str(explain(m.softmax(), (1, 1, 8, 8)))
     assert "thread" in explain(m.softmax(), (1, 1, 8, 8)).machine
 
 

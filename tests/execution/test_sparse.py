@@ -19,8 +19,8 @@ from zonal.errors import ArgumentError, PathError
 from zonal.evaluation.recall import coverage
 from zonal.execution import candidates, native_sparse, plan, sparse
 from zonal.execution.call import Call, prepare
-from zonal.execution.constants import DEFAULT_CPU
 from zonal.execution.coverage import measured
+from zonal.execution.machine import TYPICAL_CPU
 from zonal.features import hashing
 from zonal.kernels import native as native_kernels
 from zonal.kernels import sparse_ops
@@ -445,7 +445,7 @@ def test_the_planner_takes_it_where_tokens_are_many() -> None:
     for tokens in (128, 32768):
         q = torch.empty(1, 4, tokens, 64, device="meta")
         call = prepare(operator.to("meta"), q, q, q, causal=True)
-        paths[tokens] = plan.choose(call, constants=DEFAULT_CPU, available=1 << 33).path
+        paths[tokens] = plan.choose(call, machine=TYPICAL_CPU, available=1 << 33).path
     assert paths[32768] == "sparse"
     assert paths[128] != "sparse"
 

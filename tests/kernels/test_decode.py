@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import ArgumentError
 from zonal.execution import native_decode, plan
-from zonal.execution.call import prepare
-from zonal.execution.constants import DEFAULT_CPU
+from zonal.execution.call import Held, prepare
+from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.native_decode import SumsSteps
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
@@ -417,7 +418,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     page = zonal.explain(m.squared_affine(), (1, 8, 1, 32), causal=True, memory=100)
     assert page.path == "streaming"
     assert page.decode == page.to_dict()["decode"] == "a compiled kernel"
-    assert "one pass" in page.why
+    assert "against" in page.why
     assert "1 to 16 new tokens" in zonal.explain(m.squared_affine(), (1, 8, 17, 32), causal=True, memory=100).decode
     monkeypatch.setenv(native_kernels.VARIABLE, "off")
     assert "ZONAL_KERNELS=off" in zonal.explain(m.squared_affine(), (1, 8, 1, 32), causal=True, memory=100).decode
@@ -498,8 +499,8 @@ def test_the_planner_streams_few_tokens_after_sums() -> None:
         for n in (10, 5000)
     )
     assert (
-        plan.choose(call, memory=short, constants=DEFAULT_CPU).estimates[0]
-        == plan.choose(call, memory=long, constants=DEFAULT_CPU).estimates[0]
+        plan.choose(replace(call, memory=short, held=Held.of(short)), machine=TYPICAL_CPU).estimates[0]
+        == plan.choose(replace(call, memory=long, held=Held.of(long)), machine=TYPICAL_CPU).estimates[0]
     )
 
 

@@ -15,9 +15,8 @@ import zonal
 from zonal import Memory, Operator, anchor, link, prior, score
 from zonal import mechanisms as m
 from zonal.errors import NonFiniteError, PathError
-from zonal.execution import cost, native_ridge, native_ridge_decode
+from zonal.execution import native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
-from zonal.execution.constants import DEFAULT_CPU
 from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels import native as native_kernels
 from zonal.kernels import ridge_ops
@@ -553,7 +552,7 @@ def test_a_training_step_compiles_without_a_break() -> None:
 
 def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:
     times = [
-        cost.MODELS["chunked"](zonal.explain(m.ska(power=1), (1, 8, n, 56), causal=True).problem, DEFAULT_CPU).seconds
+        zonal.explain(m.ska(power=1), (1, 8, n, 56), causal=True).plan.estimates[0].seconds
         for n in (8192, 16384, 32768)
     ]
     assert 1.9 < times[1] / times[0] < 2.05
@@ -562,9 +561,7 @@ def test_long_sequences_cost_twice_as_much_when_twice_as_long() -> None:
 
 def test_the_kernel_is_priced_below_torchs_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds() -> float:
-        return cost.MODELS["chunked"](
-            zonal.explain(m.ska(power=1), (1, 8, 4096, 56), causal=True).problem, DEFAULT_CPU
-        ).seconds
+        return zonal.explain(m.ska(power=1), (1, 8, 4096, 56), causal=True).plan.estimates[0].seconds
 
     fast = seconds()
     monkeypatch.setenv(native_kernels.VARIABLE, "off")

@@ -13,10 +13,9 @@ from kernels.processes import ROOT, ahead, fitting, judged, no_device
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import cost, native, native_distance
+from zonal.execution import native, native_distance
 from zonal.execution.call import Call, prepare
-from zonal.execution.constants import DEFAULT_GPU
-from zonal.execution.problem import problem_of
+from zonal.execution.work import compiled_tiles, distances, shape_of
 
 BROKEN = "rewa/clustered/float32/broken"
 
@@ -80,12 +79,11 @@ def test_what_it_does_not_take_is_said() -> None:
 
 
 def test_the_planner_counts_a_pair_s_distances() -> None:
-    """Beside a dot product of as many numbers; backward makes each five times."""
-    found = {}
-    for name, operator in (("softmax", m.softmax()), ("rewa", m.rewa().requires_grad_(False))):
-        problem = problem_of(call_of(operator, dtype=torch.float32), device=torch.device("cuda"))
-        found[name] = cost.MODELS["tiled"](problem, DEFAULT_GPU)
-    assert 1.2 < found["rewa"].flops / found["softmax"].flops < 2
+    """Beside a dot product of as many numbers."""
+    plain, curved = (
+        shape_of(call_of(operator, dtype=torch.float32)) for operator in (m.softmax(), m.rewa().requires_grad_(False))
+    )
+    assert 1.2 < distances(curved).multiply_adds / compiled_tiles(plain).multiply_adds < 2
 
 
 # ---- compiled ahead of time ----

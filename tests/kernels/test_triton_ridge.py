@@ -4,6 +4,7 @@ the interpreter.
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from kernels.ridge_calls import CASES, LONG, OPERATORS, SHAPES
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import cost, native, native_ridge
+from zonal.execution import native, native_ridge
 from zonal.execution.call import Call, prepare
-from zonal.execution.constants import DEFAULT_GPU
-from zonal.execution.cost_ridge_cuda import operations
-from zonal.execution.problem import Problem, problem_of
+from zonal.execution.machine import TYPICAL_GPU
+from zonal.execution.plan import seconds
+from zonal.execution.routes import ROUTES
+from zonal.execution.work import Shape, compiled_ridge, shape_of
 
 BROKEN = "ska-2/padding/float32/broken"
 
@@ -79,33 +81,30 @@ def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install triton" in str(native_ridge.cuda_refusal(call_of(m.ska())))
 
 
-def problem(tokens: int, power: int = 0, dim: int = 64) -> Problem:
-    return problem_of(
-        call_of(m.ska(power=power).requires_grad_(False), tokens, dim, torch.float32), device=torch.device("cuda")
-    )
+def shape(tokens: int, power: int = 0, dim: int = 64) -> Shape:
+    call = call_of(m.ska(power=power).requires_grad_(False), tokens, dim, torch.float32)
+    return shape_of(replace(call, place=torch.device("cuda")))
 
 
 def test_the_planner_counts_what_the_kernels_do() -> None:
-    """In proportion to tokens; more for each power; a query alone needs one block's inverse."""
-    forward, backward = operations(problem(8192))
-    assert backward == 0
-    assert operations(problem(16384))[0] == pytest.approx(2 * forward, rel=1e-6)
-    assert forward < operations(problem(8192, 1))[0] < operations(problem(8192, 2))[0]
-    q, k = (torch.empty(1, 8, tokens, 64, device="meta", requires_grad=True) for tokens in (1, 8192))
-    alone = problem_of(prepare(m.ska(), q, k, k, causal=True), device=torch.device("cuda"))
-    # sums are float64, and inverses are most of the rest
-    assert 0.1 < operations(alone)[0] / forward < 0.5
-    assert operations(alone)[1] > operations(alone)[0]
+    """In proportion to tokens; more for each power."""
+    done = compiled_ridge(shape(8192)).multiply_adds
+    assert compiled_ridge(shape(16384)).multiply_adds == pytest.approx(2 * done, rel=1e-6)
+    assert done < compiled_ridge(shape(8192, 1)).multiply_adds < compiled_ridge(shape(8192, 2)).multiply_adds
 
 
 def test_the_planner_crosses_over() -> None:
     """Blocks cost twice as much for twice as much, and less than the dense path where tokens are many."""
-    seconds = {
-        tokens: {path: cost.MODELS[path](problem(tokens), DEFAULT_GPU).seconds for path in ("dense", "chunked")}
+    routes = {str(route): route for route in ROUTES}
+    took = {
+        tokens: {
+            name: seconds(routes[name], shape(tokens), TYPICAL_GPU).seconds
+            for name in ("dense, torch", "chunked, Triton ridge")
+        }
         for tokens in (65536, 131072)
     }
-    assert 1.85 < seconds[131072]["chunked"] / seconds[65536]["chunked"] < 2.1
-    assert seconds[131072]["chunked"] < seconds[131072]["dense"] / 20
+    assert 1.8 < took[131072]["chunked, Triton ridge"] / took[65536]["chunked, Triton ridge"] < 2.1
+    assert took[131072]["chunked, Triton ridge"] < took[131072]["dense, torch"] / 20
 
 
 # ---- compiled ahead of time ----

@@ -5,6 +5,7 @@ the interpreter.
 import importlib.util
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 import zonal
 from zonal import mechanisms as m
 from zonal.algebra.anchor import Count, Raw, Row
-from zonal.execution import cost, native, native_sums
+from zonal.execution import native, native_sums
 from zonal.execution.call import Call, prepare
-from zonal.execution.constants import DEFAULT_GPU
-from zonal.execution.cost_sums_cuda import work
-from zonal.execution.problem import Problem, problem_of
+from zonal.execution.machine import TYPICAL_GPU
+from zonal.execution.plan import seconds
+from zonal.execution.routes import ROUTES
+from zonal.execution.work import Shape, shape_of
 
 BROKEN = "sq/causal/float32/broken"
 
@@ -113,37 +115,26 @@ def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install triton" in str(native_sums.cuda_refusal(call_of(m.squared_affine())))
 
 
-def problem(tokens: int, dim: int = 32) -> Problem:
-    return problem_of(call_of(m.squared_affine(), tokens, dim, torch.float32), device=torch.device("cuda"))
-
-
-def test_the_planner_counts_what_the_kernels_do() -> None:
-    """Nothing is taken in where one chunk holds all; else each query meets half a chunk on average, and reads the sums
-    behind it.
-    """
-    assert work(problem(256))[:2] == (0.0, 0.0)
-    absorbed, reads, pairs = work(problem(65536))
-    assert absorbed == 65536 - 256
-    assert reads == 65536 - 256
-    assert 65536 * 128 <= pairs <= 65536 * 200
-    bidirectional = problem_of(
-        prepare(m.squared_affine(), *(torch.empty(1, 8, 4000, 32, device="meta"),) * 3, causal=False),
-        device=torch.device("cuda"),
-    )
-    assert work(bidirectional) == (4000.0, 4000.0, 0.0)
+def shape(tokens: int, dim: int = 32) -> Shape:
+    call = call_of(m.squared_affine(), tokens, dim, torch.float32)
+    return shape_of(replace(call, place=torch.device("cuda")))
 
 
 def test_the_planner_crosses_over() -> None:
     """Tiles for short sequences, sums for long ones, where both kernels run; and sums cost twice as much for twice as
     much.
     """
-    seconds = {
-        tokens: {path: cost.MODELS[path](problem(tokens, 64), DEFAULT_GPU).seconds for path in ("tiled", "chunked")}
+    routes = {str(route): route for route in ROUTES}
+    took = {
+        tokens: {
+            name: seconds(routes[name], shape(tokens, 64), TYPICAL_GPU).seconds
+            for name in ("tiled, Triton", "chunked, Triton sums")
+        }
         for tokens in (512, 65536, 131072)
     }
-    assert seconds[512]["tiled"] < seconds[512]["chunked"]
-    assert seconds[131072]["chunked"] < seconds[131072]["tiled"] / 5
-    assert 1.9 < seconds[131072]["chunked"] / seconds[65536]["chunked"] < 2.1
+    assert took[512]["tiled, Triton"] < took[512]["chunked, Triton sums"]
+    assert took[131072]["chunked, Triton sums"] < took[131072]["tiled, Triton"] / 5
+    assert 1.9 < took[131072]["chunked, Triton sums"] / took[65536]["chunked, Triton sums"] < 2.1
 
 
 # ---- compiled ahead of time ----

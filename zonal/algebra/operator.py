@@ -41,6 +41,11 @@ class Tags(NamedTuple):
     decays: bool  # the prior fades with time
     includes_self: bool  # whether a causal query sees its own key
     couples: bool  # a query's weights depend on the other queries, too
+    family: str = "sums"  # of anchors: "sums" over the keys of a row, "ridge" (solves), "plan", "tree", "" (none of these)
+    reduction: str | None = None  # an anchor that is exactly "row", "count", "raw" or "ridge": what compiled kernels know
+    top: int = 0  # how many keys a row keeps, 0 = all
+    shifts: int = 0  # the most Koopman steps of a head's read-out
+    by_query: bool = False  # each query needs an inverse of its own
 
     @property
     def cancels(self) -> bool:
@@ -181,6 +186,11 @@ class Operator(nn.Module):
             decays=decays,
             includes_self=self.anchor.include_self if own is None else own,
             couples=self.anchor.couples,
+            family=self.anchor.family,
+            reduction=self.anchor.reduction,
+            top=self.anchor.top,
+            shifts=self.anchor.shifts,
+            by_query=self.anchor.by_query,
         )
 
     def refusal(self, dim: int | None = None) -> str | None:

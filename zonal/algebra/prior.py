@@ -27,14 +27,22 @@ _SEPARABLE = Derived(
 
 
 class Prior(Declaration, abstract=True):
-    """What is allowed or favoured before any score is seen."""
+    """What is allowed or favoured before any score is seen.
+
+    ``masks``: it forbids pairs. ``orders``: no query sees a later key.
+    """
 
     slot = "prior"
+    masks: ClassVar[bool] = False
+    orders: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Causal(Prior):
     """Query t sees keys s <= t (``include_self=True``) or s < t (False). None leaves the choice to the anchor."""
+
+    masks = True
+    orders = True
 
     include_self: bool | None = None
 
@@ -45,6 +53,9 @@ class Causal(Prior):
 @dataclass(frozen=True)
 class ChunkCausal(Prior):
     """Query t sees keys s < size * floor(t / size): whole chunks of the past, as the Echo paper trains."""
+
+    masks = True
+    orders = True
 
     size: int = 16
 
@@ -66,6 +77,8 @@ class ChunkCausal(Prior):
 @dataclass(frozen=True)
 class Window(Prior):
     """Query t sees keys with t - left <= s <= t + right (``right`` matters without causality only)."""
+
+    masks = True
 
     left: int = 256
     right: int | None = None

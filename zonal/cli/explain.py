@@ -98,16 +98,15 @@ def explained(options: Explain) -> Explanation:
 
 
 def _facts(found: Explanation) -> RenderableType:
-    problem = found.problem
-    tied = problem.span.causal or problem.span.chunk is not None
+    shape = found.shape
     call = [
-        str(problem),
+        str(shape),
         found.dtype,
-        str(problem.device),
-        "causal" if tied else "bidirectional",
-        "with gradients" if problem.gradients else "without gradients",
+        str(shape.device),
+        "causal" if shape.tied else "bidirectional",
+        "with gradients" if shape.gradients else "without gradients",
     ]
-    call += ["with key padding"] if problem.padded else []
+    call += ["with key padding"] if shape.padded else []
     kept = ", ".join(
         f"{formats.bytes_(size)} after {formats.tokens(length)}" for length, size in found.memory_bytes.items()
     )
@@ -135,6 +134,7 @@ def tables(found: Explanation) -> list[RenderableType]:
     estimates = [
         (
             e.path,
+            e.route,
             duration(e.seconds),
             _operations(e.flops),
             formats.bytes_(e.bytes_moved),
@@ -148,7 +148,7 @@ def tables(found: Explanation) -> list[RenderableType]:
     return [
         _facts(found),
         Text(),
-        table("Estimates", ("path", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path),
+        table("Estimates", ("path", "route", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path),
         Text(),
         table("Refused", ("path", "because"), refused),
         Text(),

@@ -15,6 +15,7 @@ from zonal.algebra.prior import Bias, ChunkCausal, Prior, Visibility, Window, vi
 from zonal.errors import ArgumentError
 from zonal.execution.marginals import marginals_of
 from zonal.kernels import transforms
+from zonal.memory import KeyValues, Memory, Tokens
 from zonal.memory.base import undeclared
 from zonal.memory.weights import check_weights, weighed
 
@@ -39,6 +40,17 @@ class Prepared(NamedTuple):
     v: Tensor
 
 
+class Held(NamedTuple):
+    """What a call goes on from: the kind of memory and how many tokens it holds (for a window of keys: still holds)."""
+
+    kind: str
+    tokens: int
+
+    @staticmethod
+    def of(memory: Memory) -> "Held":
+        return Held(memory.kind, memory.tokens.length if isinstance(memory, KeyValues) else memory.count)
+
+
 @dataclass(frozen=True)
 class Call:
     """q (B, H, T, D) and k (B, Hkv, S, D) are prepared by the score and in the computing type (float32 or better), as is v (B, Hkv, S, P).
@@ -47,6 +59,8 @@ class Call:
     coefficients: the link's, in the computing type, (n, H or 1, 1, 1). log_decay: (B or 1, Hkv, S) float64 or None, already 0 on padding;
     it is also contained in ``bias``, but for anchors that solve. shared: raw queries and keys of one head that all heads share, before they were
     spread over them; or None. marginals: the masses of queries and keys, for anchors that couple queries. causal: whether queries are tied to positions at all (declared or asked for).
+    held: what the call goes on from, None = nothing, and no memory is returned; memory: that memory itself, None where only the plan of such a
+    call is wanted. place: the device that the call is planned for, None = that of its tensors.
     """
 
     operator: Operator
@@ -65,6 +79,9 @@ class Call:
     head_dim: int  # of queries and keys as they came
     shared: tuple[Tensor, Tensor] | None = None
     marginals: Marginals | None = None
+    held: Held | None = None
+    memory: Memory | None = None
+    place: torch.device | None = None
     _kept: list[Prepared] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -117,7 +134,22 @@ class Call:
         return any(x.requires_grad for x in (*given, *self.bound.score_params.values()))
 
     @property
+    def recorded(self) -> bool:
+        """Whether gradients flow to anything that the call is made from."""
+        others = (self.coefficients, self.bias.row, self.bias.col, self.log_decay, *self.bound.anchor_params.values())
+        return torch.is_grad_enabled() and (
+            self.requires_grad or any(x is not None and x.requires_grad for x in others)
+        )
+
+    @property
+    def kind(self) -> str:
+        """Of the memory that the call goes on from; else of the smallest exact one of its operator."""
+        return Memory.kind_for(self.operator, self.head_dim) if self.held is None else self.held.kind
+
+    @property
     def device(self) -> torch.device:
+        if self.place is not None:
+            return self.place
         return self.tokens.q.device if self.raw is None else self.raw.q.device
 
     def with_tokens(
@@ -147,8 +179,14 @@ class Call:
         return next((p.size for p in self.bound.priors if isinstance(p, ChunkCausal)), None)
 
     @property
-    def windowed(self) -> bool:
-        return any(isinstance(p, Window) for p in self.bound.priors)
+    def window(self) -> Window | None:
+        """A declared Window prior."""
+        return next((p for p in self.bound.priors if isinstance(p, Window)), None)
+
+    @property
+    def new_tokens(self) -> Tokens:
+        """The call's keys and values, as a memory takes them in."""
+        return Tokens(self.k, self.v, self.visibility.key_mask, self.log_decay, self.key_bias)
 
     def expand(self, x: Tensor) -> Tensor:
         """(B, Hkv, …) -> (B, H, …): each key head serves ``groups`` neighbouring query heads."""
@@ -291,7 +329,7 @@ def prepare(
     )
     decay = _log_decay(bound, k, key_padding_mask, log_decay)
     bias = _bias(bound, seen, decay, key_bias)
-    tied = causal or any(type(p).__name__ in ("Causal", "ChunkCausal") for p in bound.priors)
+    tied = causal or any(p.orders for p in bound.priors)
     if tied and tags.couples:
         raise ArgumentError(
             f"attention: operator {operator.name!r} must not be causal: its anchor {type(bound.anchor).__name__} lets each query's weights depend on all queries, and causal=True {LEAK}."
@@ -333,7 +371,7 @@ def prepare(
 
 
 def _without_bias(priors: tuple[Prior, ...]) -> tuple[Prior, ...]:
-    return tuple(p for p in priors if type(p).__name__ in ("Causal", "ChunkCausal", "Window"))
+    return tuple(p for p in priors if p.masks)
 
 
 def _log_decay(bound: Bound, k: Tensor, padding: Tensor | None, given: Tensor | None) -> Tensor | None:

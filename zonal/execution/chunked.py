@@ -4,7 +4,7 @@ Operators whose kernel is a polynomial of a dot product carry sums of features (
 product carry G, M, C (``ridge_block``). Packed documents run as a batch of documents.
 """
 
-import warnings
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from torch import Tensor
 from zonal.algebra.anchor import Ridge
 from zonal.algebra.primal import contraction, on_heads
 from zonal.algebra.prior import visibility
-from zonal.errors import ArgumentError, PathError
-from zonal.execution import native_ridge, native_sums
+from zonal.errors import ArgumentError
 from zonal.execution.call import Call
 from zonal.execution.documents import by_document
 from zonal.execution.ridge_block import (
@@ -31,7 +30,6 @@ from zonal.execution.ridge_fading import fading
 from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels import transforms
-from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
@@ -44,71 +42,54 @@ _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
 _LOST = 1e-3  # of a number, from which on float32 is not enough: LOST of ridge.hpp
 
 
-def _ridge_block(dim: int) -> int:
+def ridge_block(dim: int) -> int:
     """Tokens a block for keys of ``dim`` numbers: as many as the inverse has rows is about best, measured for 16 to 64."""
     return min(max(dim, 32), 64)
 
 
-def chunked_refusal(call: Call) -> str | None:
+def refusal(call: Call) -> str | None:
     """Why this call cannot run chunked, or None when it can."""
     if call.tags.solves:
         reason = statistics_refusal(call.bound, call.head_dim)
-        anchor = call.bound.anchor
-        if reason is None and isinstance(anchor, Ridge) and anchor.by_query and call.causal and call.chunk is None:
-            what = "the ridge follows the keys seen so far" if anchor.moving else "each step is divided by its own norm"
-            return f"{what}, so every token has an inverse of its own; add prior.ChunkCausal, or use mode='constant', relative=0 and spectral_norm='none'"
-        return reason
-    if call.windowed or call.bias.slope is not None:
-        return (
-            features_refusal(call.bound, call.head_dim) or "positions weigh in, and a sum over keys has forgotten them"
+        if reason is None and call.tags.by_query and call.causal and call.chunk is None:
+            moving = cast(Ridge, call.bound.anchor).moving
+            what = "the ridge follows the keys seen so far" if moving else "each step is divided by its own norm"
+            reason = (
+                f"{what}, so every token has an inverse of its own; "
+                "add prior.ChunkCausal, or use mode='constant', relative=0 and spectral_norm='none'"
+            )
+    elif call.window is not None or call.bias.slope is not None:
+        reason = features_refusal(call.bound, call.head_dim)
+        reason = reason or "positions weigh in, and a sum over keys has forgotten them"
+    elif call.log_decay is not None and call.chunk is not None:
+        reason = "a decay together with whole chunks is not carried"
+    else:
+        reason = features_refusal(call.bound, call.head_dim)
+    if reason is None and call.held is not None and call.held.kind == "keys":
+        reason = (
+            "a memory of keys and values is not carried as sums "
+            "(one made without kind='keys' holds sums where the operator allows it)"
         )
-    if call.log_decay is not None and call.chunk is not None:
-        return "a decay together with whole chunks is not carried"
-    return features_refusal(call.bound, call.head_dim)
+    return reason
 
 
 def chunked(
     call: Call, memory: Memory | None, *, return_memory: bool, block: int | None = None
 ) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P), and the memory after the call's tokens.
+    """y (B, H, T, P) by torch, and the memory after the call's tokens, for a call that is not refused.
 
     Args:
         memory: what came before; None = nothing. It is not changed.
-        block: tokens a block; a matter of speed, not of meaning. The compiled kernel has its own, so torch runs where one is given.
-
-    Raises: PathError when ``chunked_refusal`` has a reason.
+        block: tokens a block; a matter of speed, not of meaning.
     """
-    reason = chunked_refusal(call)
-    if reason is not None:
-        raise PathError(
-            f"attention: path 'chunked' cannot run operator: {reason}. Use path='{'dense' if call.tags.solves else 'tiled'}'."
-        )
     if block is not None and block < 1:
         raise ArgumentError(f"attention: the block of path 'chunked' must be >= 1, received {block}.")
     if return_memory and memory is None and not call.visibility.packed:
         memory = empty_memory(call)
-    if memory is not None and not isinstance(
-        memory, (RidgeStatistics, FadingStatistics) if call.tags.solves else (FeatureSums, DecayedSums)
-    ):
-        raise PathError(
-            f"attention: path 'chunked' cannot go on from a memory of kind {memory.kind!r}. Use path='dense', or Memory.empty without kind."
-        )
     if call.visibility.packed and (memory is not None or return_memory):
         raise ArgumentError(
             "attention: packed documents (cu_seqlens) start afresh and neither take nor leave a memory."
         )
-    if block is None and _by_kernel(call, memory):
-        if memory is not None:
-            check_memory(call, memory)
-        try:
-            y, after = _run_kernel(call, memory, return_memory)
-            return y, after if return_memory else None
-        except BuildError as error:  # once: from now on it is refused
-            what = "ridge read-outs" if call.tags.solves else "sums over features"
-            warnings.warn(
-                f"zonal: torch's {what} run in place of the compiled kernel, several times slower. {error}",
-                stacklevel=3,
-            )
     if call.visibility.packed:
         return by_document(call, lambda part: chunked(part, None, return_memory=False, block=block)[0]), None
     tokens, before = _placed(call, memory)
@@ -119,22 +100,6 @@ def chunked(
         return F.pad(y, (0, 0, idle, 0)), after
     run = _ridge if call.tags.solves else _sums
     return run(call, tokens, before, memory, return_memory, block)
-
-
-def _run_kernel(call: Call, memory: Memory | None, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    if call.tags.solves:
-        assert memory is None or isinstance(memory, RidgeStatistics)
-        return native_ridge.chunked(call, memory, return_memory=return_memory)
-    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
-    return native_sums.chunked(call, memory)
-
-
-def _by_kernel(call: Call, memory: Memory | None) -> bool:
-    if call.tags.solves:
-        return native_ridge.refusal(call, memory is not None) is None
-    if memory is not None and memory.form.statistics != torch.float32:
-        return False
-    return native_sums.refusal(call, None if memory is None else memory.kind) is None
 
 
 def empty_memory(call: Call, dtype: torch.dtype | None = None) -> Memory:
@@ -152,7 +117,7 @@ def tail(call: Call, first: int) -> Call:
 
 def _placed(call: Call, memory: Memory | None) -> tuple[Tokens, Memory | None]:
     """(the keys to run over, the memory of what lies before them): tokens that waited for their chunk to end come first again."""
-    tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
+    tokens = call.new_tokens
     if memory is None:
         return tokens, None
     check_memory(call, memory)
@@ -238,7 +203,7 @@ def _sums(
 
 def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | None) -> Tensor:
     """How many keys each query sees, (B or 1, 1, T, 1)."""
-    priors = tuple(p for p in call.bound.priors if type(p).__name__ in ("Causal", "ChunkCausal"))
+    priors = tuple(p for p in call.bound.priors if p.orders)
     seen = visibility(
         call.q.shape[2],
         tokens.length,
@@ -253,8 +218,7 @@ def _visible(call: Call, tokens: Tokens, before: FeatureSums | DecayedSums | Non
 def _ridge(
     call: Call, tokens: Tokens, before: Memory | None, memory: Memory | None, return_memory: bool, block: int | None
 ) -> tuple[Tensor, Memory | None]:
-    anchor = call.bound.anchor
-    assert isinstance(anchor, Ridge)
+    anchor = cast(Ridge, call.bound.anchor)
     if call.log_decay is not None:
         begun = empty_memory(call) if before is None else before
         assert isinstance(begun, FadingStatistics)
@@ -368,7 +332,7 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
     queries, keys, groups, chunk = parts.q.shape[2], parts.z.shape[2], call.bound.groups, call.chunk
     if queries == 0:
         return parts.q[..., :1].expand(*parts.q.shape[:3], parts.v.shape[3])  # no rows, but part of the graph
-    usual = block or _ridge_block(parts.z.shape[3])
+    usual = block or ridge_block(parts.z.shape[3])
     outright = anchor.by_query or (chunk is not None and chunk > usual)
     offset = keys - queries
     base = offset if chunk is None else offset // chunk * chunk
@@ -428,4 +392,4 @@ def _tied(call: Call, parts: _Parts, anchor: Ridge, block: int | None) -> Tensor
     return rows_from_blocks(y, groups, size, length)[:, :, length - queries :]
 
 
-__all__ = ["check_memory", "chunked", "chunked_refusal", "empty_memory", "tail"]
+__all__ = ["check_memory", "chunked", "empty_memory", "refusal", "ridge_block", "tail"]

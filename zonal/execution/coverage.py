@@ -1,5 +1,7 @@
 """What the sparse path catches of a call, measured on some of its rows against all keys."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from zonal.evaluation.recall import Coverage, coverage, summarised
 from zonal.execution import native_sparse
 from zonal.execution.call import Call, prepare
 from zonal.execution.candidates import candidates, keys_of
-from zonal.execution.sparse import sparse_refusal
+from zonal.execution.sparse import refusal
 from zonal.kernels.cpp.sparse_library import Candidates
 
 # numbers of a row, all heads, that are looked at together
@@ -34,16 +36,15 @@ def measured(
     Raises: ArgumentError for what does not fit, an operator that the sparse path does not run, or no query that sees a key.
     """
     call = prepare(operator, q, k, k, causal=causal, key_padding_mask=key_padding_mask)
-    reason = sparse_refusal(call)
+    reason = refusal(call)
     if reason is not None:
         raise ArgumentError(f"coverage: operator {operator.name!r} has no sparse path to measure: {reason}.")
-    anchor = call.bound.anchor
-    assert isinstance(anchor, TopK)
-    assert isinstance(anchor.search, LSH)
-    found = candidates(call, anchor.search, native_sparse.refusal(call) is None)
+    anchor = cast(TopK, call.bound.anchor)
+    search = cast(LSH, anchor.search)
+    found = candidates(call, search, native_sparse.refusal(call) is None)
     chosen = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed))[:rows].sort().values
-    keys, most = k.shape[2], max(anchor.search.reach, anchor.search.window)
-    size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (anchor.search.tables + 1)), 1))
+    keys, most = k.shape[2], max(search.reach, search.window)
+    size = max(1, _AT_ONCE // max(q.shape[0] * q.shape[1] * max(keys, most * (search.tables + 1)), 1))
     parts = (
         [
             _rows(

@@ -53,7 +53,7 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
     seen = visibility(
         index.shape[1],
         index.shape[1],
-        tuple(p for p in call.bound.priors if not _weighs(p)),
+        tuple(p for p in call.bound.priors if p.masks),
         causal=call.causal,
         include_self=call.include_self,
         key_padding_mask=mask,
@@ -62,7 +62,3 @@ def _gathered(call: Call, members: list[tuple[int, int]]) -> tuple[Call, Tensor,
         rows(call.q), rows(call.k), rows(call.v), seen, Bias(), decay, None if bias is None else rows(bias)
     )
     return group, index, inside
-
-
-def _weighs(prior: object) -> bool:
-    return type(prior).__name__ in ("ALiBi", "Decay")

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from zonal.algebra import Move, Operator, ledger
 from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
-from zonal.execution import calibration
-from zonal.execution.call import Call, prepare
-from zonal.execution.constants import Constants
+from zonal.execution import machine as machines
+from zonal.execution.call import Call, Held, prepare
 from zonal.execution.coverage import Coverage, measured
-from zonal.execution.plan import Plan, decide, duration
-from zonal.execution.problem import Held, Problem, problem_of
+from zonal.execution.machine import Machine
+from zonal.execution.plan import Choice, choose, duration
+from zonal.execution.work import Shape, shape_of
 from zonal.memory import Memory
 from zonal.names import known_names
 
@@ -35,9 +35,9 @@ class Explanation:
 
     operator: str
     declaration: str
-    problem: Problem
+    shape: Shape
     dtype: str
-    plan: Plan
+    plan: Choice
     memory_kind: str
     memory_bytes: Mapping[int, int]
     moves: tuple[Move, ...]
@@ -55,64 +55,76 @@ class Explanation:
     @property
     def tiles(self) -> str:
         """What runs the tiled path."""
-        reason = self.problem.without_kernel
-        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+        return self._by("tiled")
 
     @property
     def sums(self) -> str:
         """What runs the chunked path's sums over features, as far as it has any."""
-        reason = self.problem.without_sums
-        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+        return self._by("chunked", "sums")
 
     @property
     def ridge(self) -> str:
         """What runs the chunked path's ridge read-outs, as far as it has any."""
-        reason = self.problem.without_ridge
-        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+        return self._by("chunked", "ridge")
 
     @property
     def candidates(self) -> str:
         """What runs the sparse path, as far as it can run."""
-        reason = self.problem.without_sparse
-        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+        return self._by("sparse")
 
     @property
     def decode(self) -> str:
         """What runs the streaming path's few tokens after a memory of sums."""
-        reason = self.problem.without_decode
-        return "a compiled kernel" if reason is None else f"torch, for {reason}"
+        return self._by("streaming")
+
+    def _by(self, path: str, family: str = "") -> str:
+        """What runs a path: a compiled kernel, or torch and why."""
+        if family not in ("", self.shape.tags.family):
+            return f"torch, for its anchor is not one of {family}"
+        compiled = [e for e in self.plan.estimates if e.path == path and not e.route.startswith("torch")]
+        if compiled:
+            return "a compiled kernel"
+        reasons = [why for route, why in self.plan.without.items() if route.startswith(f"{path}, ")]
+        return f"torch, for {'; '.join(reasons) or self.plan.refused.get(path, 'it has no kernel here')}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        p = self.problem
+        p = self.shape
         return {
-            "operator": self.operator, "declaration": self.declaration,
+            "operator": self.operator,
+            "declaration": self.declaration,
             "call": {
-                "batch": p.B, "heads": p.H, "kv_heads": p.Hkv, "queries": p.T, "keys": p.S, "key_dim": p.D, "value_dim": p.P, "dtype": self.dtype,
-                "device": str(p.device), "causal": p.span.causal or p.span.chunk is not None, "gradients": p.gradients, "key_padding": p.padded,
-                "documents": 1 if p.span.edges is None else len(p.span.edges) - 1, "memory_tokens": p.past,
+                "batch": p.batch, "heads": p.heads, "kv_heads": p.kv_heads, "queries": p.queries, "keys": p.keys,
+                "key_dim": p.dim, "value_dim": p.value_dim, "dtype": self.dtype, "device": str(p.device), "causal": p.tied,
+                "gradients": p.gradients, "key_padding": p.padded, "documents": p.documents, "memory_tokens": p.past,
             },
-            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge, "decode": self.decode, "candidates": self.candidates,
+            "path": self.path, "why": self.why, "tiles": self.tiles, "sums": self.sums, "ridge": self.ridge,
+            "decode": self.decode, "candidates": self.candidates,
             "coverage": None if self.coverage is None else asdict(self.coverage),
             "estimates": [asdict(estimate) for estimate in self.plan.estimates],
             "refused": dict(self.plan.refused),
-            "memory": {"kind": self.memory_kind, "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()}},
-            "ledger": [asdict(move) for move in self.moves], "machine": self.machine,
+            "memory": {
+                "kind": self.memory_kind,
+                "bytes_per_sequence": {str(n): size for n, size in self.memory_bytes.items()},
+            },
+            "ledger": [asdict(move) for move in self.moves],
+            "machine": self.machine,
         }  # fmt: skip
 
     def __str__(self) -> str:
-        p = self.problem
-        tied = p.span.causal or p.span.chunk is not None
+        p = self.shape
         about = [
-            str(p), self.dtype, str(p.device), "causal" if tied else "bidirectional", "with gradients" if p.gradients else "no gradients",
-            *(["key padding"] if p.padded else []), *([f"{len(p.span.edges) - 1} packed documents"] if p.span.edges is not None else []),
+            str(p), self.dtype, str(p.device), "causal" if p.tied else "bidirectional",
+            "with gradients" if p.gradients else "no gradients", *(["key padding"] if p.padded else []),
+            *([f"{p.documents} packed documents"] if p.documents > 1 else []),
         ]  # fmt: skip
-        rows = [("path", "time", "FLOPs", "moved", "peak memory", "torch calls")]
+        rows = [("path", "route", "time", "FLOPs", "moved", "peak memory", "torch calls")]
         for e in self.plan.estimates:
-            mark = "*" if e.path == self.path else " "
+            mark = "*" if e == self.plan.estimates[0] else " "
             rows.append(
                 (
                     f"{mark} {e.path}",
+                    e.route,
                     duration(e.seconds),
                     f"{e.flops:.3g}",
                     size(e.bytes_moved),
@@ -124,19 +136,32 @@ class Explanation:
         table = [
             "  "
             + "  ".join(
-                cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
         ]
         refused = [f"  {path:<9} {why}" for path, why in self.plan.refused.items()] or ["  nothing"]
         kept = ", ".join(f"{size(n)} after {length // 1024}k" for length, n in self.memory_bytes.items())
+        memory = (
+            f"{self.memory_kind}; one sequence keeps {kept} tokens" if kept else "none: all queries are read together"
+        )
         return "\n".join(
             [
-                f"operator  {self.operator}: {self.declaration}", f"call      {', '.join(about)}", f"path      {self.path}", f"why       {self.why}",
-                "estimates", *table, "refused", *refused, *([] if self.coverage is None else [f"coverage  {self.coverage}"]), f"memory    {self.memory_kind}; one sequence keeps {kept} tokens" if kept else "memory    none: all queries are read together", f"machine   {self.machine}",
-                "ledger", *("  " + line for line in ledger.text(self.moves).splitlines()),
+                f"operator  {self.operator}: {self.declaration}",
+                f"call      {', '.join(about)}",
+                f"path      {self.path}",
+                f"why       {self.why}",
+                "estimates",
+                *(row.rstrip() for row in table),
+                "refused",
+                *refused,
+                *([] if self.coverage is None else [f"coverage  {self.coverage}"]),
+                f"memory    {memory}",
+                f"machine   {self.machine}",
+                "ledger",
+                *("  " + line for line in ledger.text(self.moves).splitlines()),
             ]
-        )  # fmt: skip
+        )
 
 
 def size(count: float) -> str:
@@ -187,18 +212,19 @@ def explain(
         heads, key_dim, value_dim = call.k.shape[1], call.head_dim, call.v.shape[3]
         kind = Memory.kind_for(operator, key_dim)
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
-        problem = problem_of(call, held, place)
-        rows = heads if operator.anchor.solves else call.bound.heads
-    constants = calibration.constants_for(place)
-    one = (
-        None
-        if operator.anchor.couples
-        else Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
-    )
+        call = replace(call, held=held, place=place)
+        speeds = machines.machine_for(place)
+        choice, rows = choose(call, machine=speeds), heads if operator.anchor.solves else call.bound.heads
+        shape = shape_of(call)
+    one = None
+    if not operator.anchor.couples:
+        one = Memory.empty(operator, 1, heads, max(key_dim, 1), max(value_dim, 1), dtype, "meta")
     return Explanation(
-        operator=operator.spec, declaration=_declaration(operator), problem=problem, dtype=str(dtype).removeprefix("torch."),
-        plan=decide(problem, constants), memory_kind=kind if one is not None else "none", memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
-        moves=operator.replace(link=operator.link.sized(key_dim).spread(rows)).moves(), machine=_machine(constants, place), coverage=None if sample is None else measured(operator, *sample, causal=causal),
+        operator=operator.spec, declaration=_declaration(operator), shape=shape, dtype=str(dtype).removeprefix("torch."),
+        plan=choice, memory_kind=kind if one is not None else "none",
+        memory_bytes={} if one is None else {length: one.bytes_at(length) for length in LENGTHS},
+        moves=operator.replace(link=operator.link.sized(key_dim).spread(rows)).moves(), machine=_machine(speeds, place),
+        coverage=None if sample is None else measured(operator, *sample, causal=causal),
     )  # fmt: skip
 
 
@@ -232,10 +258,10 @@ def _declaration(operator: Operator) -> str:
     return " x ".join(type(part).__name__ for part in parts)
 
 
-def _machine(constants: Constants, place: torch.device) -> str:
-    threads = f", {constants.threads} thread{'s' if constants.threads != 1 else ''}" if place.type == "cpu" else ""
-    busy = "; measured while the processor was busy: remove the file to measure again" if constants.contended else ""
-    return f"{constants.machine}{threads}; {constants.note}{busy}"
+def _machine(machine: Machine, place: torch.device) -> str:
+    threads = f", {machine.threads} thread{'s' if machine.threads != 1 else ''}" if place.type == "cpu" else ""
+    busy = "; measured while the processor was busy: remove the file to measure again" if machine.contended else ""
+    return f"{machine.name}{threads}; {machine.note}{busy}"
 
 
 __all__ = ["LENGTHS", "Explanation", "explain"]

@@ -4,6 +4,7 @@ Cost: T (n_1 + n_2 / n_1 + …) pairs for sizes (n_1, n_2, …), and as many for
 """
 
 import itertools
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,7 @@ def hierarchy_refusal(call: Call) -> str | None:
 
 def hierarchical(call: Call) -> Tensor:
     """y (B, H, T, P) of a call that is not refused."""
-    anchor, marginals = call.bound.anchor, call.marginals
-    assert isinstance(anchor, Hierarchical)
+    anchor, marginals = cast(Hierarchical, call.bound.anchor), call.marginals
     assert marginals is not None
     tokens = call.shape[2]
     spans = anchor.spans(tokens)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Hierarchical, Marginals, PlanAnchor, Potentials
+from zonal.algebra.anchor import Marginals, Potentials
 from zonal.algebra.anchor.plan import ABSENT
 from zonal.algebra.prior import Visibility
 from zonal.errors import ArgumentError
@@ -25,7 +25,7 @@ def marginals_of(
     for name, (mass, fits) in given.items():
         if mass is None:
             continue
-        if not isinstance(operator.anchor, PlanAnchor):
+        if operator.anchor.family != "plan":
             raise ArgumentError(
                 f"attention: {name} is for anchors with masses, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Use m.sinkhorn(), or leave it out."
             )
@@ -37,13 +37,13 @@ def marginals_of(
             raise ArgumentError(
                 f"attention: {name} must be finite and >= 0, 0 for a token that takes no part; received values from {float(mass.min()):g} to {float(mass.max()):g}."
             )
-    if start is not None and not isinstance(operator.anchor, PlanAnchor):
+    if start is not None and operator.anchor.family != "plan":
         raise ArgumentError(
             f"attention: start is for anchors that make a plan, and operator {operator.name!r} has anchor {type(operator.anchor).__name__}. Leave it out."
         )
     if not operator.anchor.couples:
         return None
-    if isinstance(operator.anchor, Hierarchical) and (queries != keys or seen.packed):
+    if operator.anchor.family == "tree" and (queries != keys or seen.packed):
         what = (
             f"{seen.edges.shape[0] - 1} packed documents"
             if seen.packed and seen.edges is not None

@@ -1,145 +1,157 @@
-"""Which path runs a call, and why: the cheapest by the cost model among those that can and that fit in memory."""
+"""Which route runs a call, and why: of those that can run it and fit in memory, the one with the least estimated time.
 
-import functools
+A route's time is multiply-adds / rate + bytes / bandwidth + launches x overhead, from its ``Work`` and the speeds of the machine.
+"""
+
+import math
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 
 from zonal.errors import PathError, unknown_name
-from zonal.execution import calibration, cost
+from zonal.execution import machine as machines
 from zonal.execution.call import Call
-from zonal.execution.constants import Constants
-from zonal.execution.problem import PATHS, Held, Problem, path_refusal, problem_of, refusals
-from zonal.execution.tally import Estimate
-from zonal.memory import Memory
+from zonal.execution.dense import dense
+from zonal.execution.machine import Machine
+from zonal.execution.routes import PATHS, Asked, Result, Route, asked
+from zonal.execution.work import Shape, shape_of
+from zonal.kernels.build import BuildError
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
+    """The predicted cost of one route, backward included where the call needs gradients.
+
+    flops: two for each multiply-add. bytes_moved: read and written. calls: of torch, or launches of a kernel. peak_bytes: the most memory in
+    use at once beyond the inputs, what backward keeps and the output included.
+    """
+
+    path: str
+    route: str
+    seconds: float
+    flops: float
+    bytes_moved: float
+    calls: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Choice:
     """The chosen path and the reason in a sentence.
 
-    estimates: of every path that could run, the fastest first. refused: path -> why it cannot, or does not fit in memory. settled: the
-    constants from which it followed; None where the memory that was free had a part in it, or nothing could be measured.
+    routes: that can run the call, the chosen one first. estimates: of each of them, in the same order. refused: path -> why it cannot, or does
+    not fit in memory. without: route -> why another one of its path runs.
     """
 
     path: str
     reason: str
+    routes: tuple[Route, ...] = field(default=(), compare=False)
     estimates: tuple[Estimate, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    settled: Constants | None = None
+    without: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose(
-    call: Call, *, memory: Memory | None = None, constants: Constants | None = None, available: int | None = None
-) -> Plan:
-    """The path for a prepared call. The same call, constants and memory always give the same plan.
+def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, available: int | None = None) -> Choice:
+    """The route for a prepared call. The same call, machine and memory always give the same choice.
 
     Args:
-        memory: what the call goes on from; a memory is then returned, too.
-        constants: of the machine; None = measured once and kept (``calibration``).
-        available: bytes that a path may use; None = what is free, asked only when a path needs a good part of what there is.
+        path: "auto" = of any path; else of this one.
+        machine: speeds; None = measured once and kept (``machine.machine_for``).
+        available: bytes that a route may use; None = what is free, asked only when a route needs a good part of what there is.
+
+    Raises: ArgumentError for an unknown path; PathError where none can run the call, with those that can.
     """
-    problem = problem_of(call, None if memory is None else Held.of(memory))
-    refused = dict(problem.refused)
-    if len(refused) == len(PATHS):
-        why = "; ".join(f"path {path!r}: {reason}" for path, reason in refused.items())
-        raise PathError(
-            f"attention: no path can run operator {call.operator.name!r} here ({why}). Fold what is mapped into the batch and call it outside of torch.func."
-        )
-    return _traced(problem) if torch.compiler.is_compiling() else decide(problem, constants, available)
-
-
-def _traced(problem: Problem) -> Plan:
-    """The plan of a call that is being traced, where nothing can be measured or asked of the system: the first path that can run."""
-    refused = [path for path, _ in problem.refused]
-    kernel = ("tiled",) if problem.without_kernel is None else ()
-    path = next(path for path in (*kernel, "chunked", "dense", "tiled", "streaming") if path not in refused)
-    return Plan(path, "a traced call takes the compiled kernel where it can, else chunked, else dense")
-
-
-def decide(problem: Problem, constants: Constants | None = None, available: int | None = None) -> Plan:
-    """``choose`` for a problem."""
-    if constants is None:
-        constants = calibration.constants_for(problem.device)
-    plan = _usual(problem, constants)
-    if available is None:
-        if plan.settled is not None:
-            return plan
-        available = calibration.free_memory(problem.device)
-    return _ranked(problem, plan.estimates, constants.memory_bytes if available is None else available)
-
-
-def validate(path: str, call: Call, memory: Memory | None = None) -> None:
-    """Check that a path can be forced.
-
-    Raises: ArgumentError for an unknown name; PathError that says why it cannot run this call and what can.
-    """
-    if path not in PATHS:
+    if path != "auto" and path not in PATHS:
         raise unknown_name("attention", "path", path, ("auto", *PATHS))
-    held = None if memory is None else Held.of(memory)
-    reason = path_refusal(path, call, held)
-    if reason is not None:
-        refused = dict(refusals(call, held))
-        others = " or ".join(f"path={other!r}" for other in PATHS if other not in refused)
-        instead = (
-            f"Use {others}, or path='auto'."
-            if others
-            else "No path can: fold what is mapped into the batch and call it outside of torch.func."
-        )
-        raise PathError(f"attention: path {path!r} cannot run operator {call.operator.name!r}: {reason}. {instead}")
+    found = asked(call, None if path == "auto" else path)
+    if not found.routes:
+        raise _impossible(call, path, found)
+    if torch.compiler.is_compiling():
+        return _traced(found)
+    if path != "auto":  # the first of its routes: what is compiled comes before torch
+        return Choice(path, "it was asked for", found.routes)
+    shape = shape_of(call)
+    machine = machines.machine_for(call.device) if machine is None else machine
+    return ranked(shape, found, machine, available)
 
 
-@functools.lru_cache(maxsize=4096)
-def _usual(problem: Problem, constants: Constants) -> Plan:
-    """The plan with all of the device's memory."""
-    refused = dict(problem.refused)
-    estimated = tuple(cost.MODELS[path](problem, constants) for path in PATHS if path not in refused)
-    plan = _ranked(problem, estimated, constants.memory_bytes)
-    # asking the system for free memory costs more than a short call; below a sixteenth of all of it the answer cannot matter
-    small = max(estimate.peak_bytes for estimate in estimated) * 16 <= constants.memory_bytes
-    return replace(plan, settled=constants) if small else plan
+def _impossible(call: Call, path: str, found: Asked) -> PathError:
+    name = call.operator.name
+    outside = "fold what is mapped into the batch and call it outside of torch.func."
+    if path == "auto":
+        why = "; ".join(f"path {path!r}: {reason}" for path, reason in found.refused.items())
+        return PathError(f"attention: no path can run operator {name!r} here ({why}). {outside.capitalize()}")
+    others = [other for other in PATHS if other != path and asked(call, other).routes]
+    can = " or ".join(f"path={other!r}" for other in others)
+    instead = f"Use {can}, or path='auto'." if others else f"No path can: {outside}"
+    return PathError(f"attention: path {path!r} cannot run operator {name!r}: {found.refused[path]}. {instead}")
 
 
-def _ranked(problem: Problem, estimated: tuple[Estimate, ...], available: int) -> Plan:
-    refused = dict(problem.refused)
-    # a rule in place of a price: what a decoder does at each token must not wait for a plan
-    steps = problem.keeps and problem.without_decode is None and "streaming" not in refused
-    fitting = [estimate for estimate in estimated if estimate.peak_bytes <= available]
-    for estimate in estimated:
-        if estimate.peak_bytes > available:
-            refused[estimate.path] = f"it needs about {estimate.peak_bytes:,} bytes and {available:,} are available"
-    order = {path: index for index, path in enumerate(PATHS)}
-    ranked = tuple(
-        sorted(estimated, key=lambda e: (e.path in refused, steps and e.path != "streaming", e.seconds, order[e.path]))
+def _traced(found: Asked) -> Choice:
+    """The choice in a call that is being traced, where nothing can be measured or asked of the system: the first that can run."""
+    # a plan and a tree have no other form that is one graph
+    whole = ("plan", "tree")
+    tiles = [r for r in found.routes if r.path == "tiled" and (r.compiled or r.family in whole)]
+    order = ("chunked", "dense", "tiled", "streaming", "sparse")
+    first = [*tiles, *(route for path in order for route in found.routes if route.path == path)][0]
+    reason = "a traced call takes the compiled kernel of tiles where it can, else chunked, else dense"
+    return Choice(first.path, reason, (first,), refused=found.refused)
+
+
+def seconds(route: Route, shape: Shape, machine: Machine) -> Estimate:
+    """The estimate of one route."""
+    work = route.work(shape)
+    rate = machine.rate(route.rate, route.compiled) * 4 / shape.itemsize
+    # whole rounds of tasks: three on two threads take as long as four
+    idle = 1.0 if work.tasks > 64 else machine.threads * math.ceil(work.tasks / machine.threads) / max(work.tasks, 1)
+    took = work.multiply_adds * idle / rate + work.bytes / machine.bandwidth + work.launches * machine.call
+    return Estimate(
+        route.path, route.name, took, 2 * work.multiply_adds, work.bytes, round(work.launches), round(work.peak_bytes)
     )
-    if not fitting:
-        least = min(estimated, key=lambda estimate: estimate.peak_bytes)
-        return Plan(
-            least.path, f"no path fits in the {available:,} bytes available; this one needs least, about {least.peak_bytes:,}", ranked,
-            MappingProxyType({path: why for path, why in refused.items() if path != least.path}),
-        )  # fmt: skip
-    if steps and ranked[0].path == "streaming":
-        return Plan(
-            "streaming",
-            "a few tokens after a memory of sums: a compiled kernel takes them in and reads in one pass",
-            ranked,
-            MappingProxyType(refused),
-        )
-    return Plan(
-        ranked[0].path, _reason([e for e in ranked if e.path not in refused]), ranked, MappingProxyType(refused)
-    )
+
+
+def ranked(shape: Shape, found: Asked, machine: Machine, available: int | None = None) -> Choice:
+    """The choice among routes that can run a call."""
+    both = sorted(((route, seconds(route, shape, machine)) for route in found.routes), key=lambda pair: pair[1].seconds)
+    if available is None:
+        available = machine.memory_bytes
+        # asking the system costs more than a short call; below a sixteenth of all memory the answer cannot matter
+        if max(estimate.peak_bytes for _, estimate in both) * 16 > available:
+            free = machines.free_memory(shape.device)
+            available = available if free is None else free
+    fitting = [pair for pair in both if pair[1].peak_bytes <= available]
+    refused = dict(found.refused)
+    for path in dict.fromkeys(estimate.path for _, estimate in both):
+        if all(estimate.path != path for _, estimate in fitting):
+            least = min(estimate.peak_bytes for _, estimate in both if estimate.path == path)
+            refused[path] = f"it needs about {least:,} bytes and {available:,} are available"
+    without = {str(route): why for route, why in found.without.items()}
+    if fitting:
+        reason = _reason([estimate for _, estimate in fitting])
+        both = fitting + [pair for pair in both if pair not in fitting]
+    else:
+        both = sorted(both, key=lambda pair: pair[1].peak_bytes)
+        least = both[0][1]
+        reason = f"no path fits in the {available:,} bytes available; this one needs least, about {least.peak_bytes:,}"
+        refused.pop(least.path)
+    return Choice(
+        both[0][0].path, reason, tuple(route for route, _ in both), tuple(estimate for _, estimate in both),
+        MappingProxyType(refused), MappingProxyType(without),
+    )  # fmt: skip
 
 
 def _reason(fitting: list[Estimate]) -> str:
     best = fitting[0]
-    if len(fitting) == 1:
+    other = next((estimate for estimate in fitting if estimate.path != best.path), None)
+    if other is None:
         return "the only path that can run this call and fits in memory"
-    other = fitting[1]
     why = []
     for mine, theirs, what in (
-        (best.flops, other.flops, "fewer operations"), (best.bytes_moved, other.bytes_moved, "less memory moved"), (best.calls, other.calls, "fewer torch calls"),
+        (best.flops, other.flops, "fewer operations"), (best.bytes_moved, other.bytes_moved, "less memory moved"),
+        (best.calls, other.calls, "fewer torch calls"),
     ):  # fmt: skip
         if mine * 1.2 < theirs:
             why.append(f"{_times(theirs / max(mine, 1))} {what}")
@@ -159,4 +171,29 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
-__all__ = ["PATHS", "Plan", "choose", "decide", "duration", "validate"]
+def run(choice: Choice, call: Call) -> Result:
+    """Run the chosen route; where its kernel cannot be built, the next one, with a warning."""
+    if call.shape[0] == 0 and call.memory is None:  # a batch of no rows: nothing to sum or to keep
+        return dense(call), None
+    for route, other in zip(choice.routes, choice.routes[1:], strict=False):
+        try:
+            return route.run(call)
+        except BuildError as error:  # once: from now on it is refused
+            warnings.warn(
+                f"zonal: {_spoken(other)} in place of the compiled kernel, several times slower. {error}", stacklevel=5
+            )
+    return choice.routes[-1].run(call)
+
+
+def _spoken(route: Route) -> str:
+    what = {
+        "tiled": "tiles run",
+        "chunked": "blocks run",
+        "streaming": "steps of a decoder run",
+        "sparse": "gathers run",
+    }
+    owner = "another kernel's" if route.compiled else "torch's"
+    return f"{owner} {what.get(route.path, 'matrices run')}"
+
+
+__all__ = ["PATHS", "Choice", "Estimate", "choose", "duration", "ranked", "run"]

@@ -6,7 +6,7 @@ and C are scaled alike, so nothing has to be scaled back for it. Blocks are cut 
 factorisation loses. From block to block the sums are carried in units of their own time, where nothing grows. float64 throughout.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -150,8 +150,7 @@ def block_length(decay: Tensor, usual: int) -> int:
 
 def fading(call: Call, tokens: Tokens, begun: FadingStatistics, block: int | None) -> Tensor:
     """y (B, H, T, P) float64 before the anchor's factor, for causal queries at the last T of the tokens that come after ``begun``."""
-    anchor, groups, queries, keys = call.bound.anchor, call.bound.groups, call.q.shape[2], tokens.length
-    assert isinstance(anchor, Ridge)
+    anchor, groups, queries, keys = cast(Ridge, call.bound.anchor), call.bound.groups, call.q.shape[2], tokens.length
     if queries == 0:
         return call.q[..., :1].expand(*call.q.shape[:3], call.v.shape[3])  # no rows, but part of the graph
     silent = tokens.silent()

@@ -4,8 +4,7 @@ An approximation of anchor TopK, for operators that declare a search. Forward ke
 the row's sum; backward makes candidates and scores again. With W = exp(S - whole) on what is kept and D_t = dy_t . y_t: dV = W^T dY, dS = W (dY V^T - D).
 """
 
-import warnings
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,44 +17,46 @@ from zonal.execution import native_sparse
 from zonal.execution.call import Call
 from zonal.execution.candidates import candidates, keys_of
 from zonal.features import hashing
-from zonal.kernels.build import BuildError
 from zonal.kernels.cpp.sparse_library import Candidates
 
 # numbers of keys and values that torch gathers at once
 _GATHERED = 1 << 23
 
 
-def sparse_refusal(call: Call) -> str | None:
+def refusal(call: Call) -> str | None:
     """Why this call cannot run sparse, or None when it can."""
-    anchor = call.bound.anchor
-    if not isinstance(anchor, TopK):
-        return f"anchor {type(anchor).__name__} weighs every key; anchor.TopK(k, search=hashing.LSH()) keeps the largest of those that a search finds"
-    if not isinstance(anchor.search, LSH):
-        return "anchor TopK declares no search, and nothing else may leave out keys; declare one, anchor.TopK(k, search=hashing.LSH())"
+    if not call.tags.top:
+        return (
+            f"anchor {type(call.bound.anchor).__name__} weighs every key; "
+            "anchor.TopK(k, search=hashing.LSH()) keeps the largest of those that a search finds"
+        )
+    if not isinstance(cast(TopK, call.bound.anchor).search, LSH):
+        return (
+            "anchor TopK declares no search, and nothing else may leave out keys; "
+            "declare one, anchor.TopK(k, search=hashing.LSH())"
+        )
     if not call.tags.log_space:
-        return f"link {type(call.bound.link).__name__} may be large at far keys, which no search for near ones finds; use link.Exp()"
+        return (
+            f"link {type(call.bound.link).__name__} may be large at far keys, which no search for near ones finds; "
+            "use link.Exp()"
+        )
     if not call.bias.empty:
         return "log priors (decay, ALiBi, key biases) make far keys large, and the search does not know them"
     return hashing.hashing_refusal(call.bound.score)
 
 
-def sparse(call: Call) -> Tensor:
-    """y (B, H, T, P). Raises: PathError when ``sparse_refusal`` has a reason."""
-    reason = sparse_refusal(call)
-    if reason is not None:
-        raise PathError(f"attention: path 'sparse' cannot run operator: {reason}. Use path='dense' or path='tiled'.")
-    anchor = call.bound.anchor
-    assert isinstance(anchor, TopK)
-    assert isinstance(anchor.search, LSH)
-    if native_sparse.refusal(call) is None:
-        try:
-            return call.scaled(native_sparse.sparse(call, candidates(call, anchor.search, True)))
-        except BuildError as error:  # once: from now on it is refused
-            warnings.warn(
-                f"zonal: torch gathers in place of the compiled kernel, many times slower. {error}", stacklevel=4
-            )
-    found = candidates(call, anchor.search, False)
-    most = max(anchor.search.reach, anchor.search.window)
+def compiled(call: Call) -> Tensor:
+    """y (B, H, T, P) by the compiled kernel. Raises: BuildError when it does not compile."""
+    search = cast(LSH, cast(TopK, call.bound.anchor).search)
+    return call.scaled(native_sparse.sparse(call, candidates(call, search, True)))
+
+
+def by_torch(call: Call) -> Tensor:
+    """y (B, H, T, P) by torch."""
+    anchor = cast(TopK, call.bound.anchor)
+    search = cast(LSH, anchor.search)
+    found = candidates(call, search, False)
+    most = max(search.reach, search.window)
     return call.scaled(_Sparse.apply(call.q, call.k, call.v, found, _Parts(call.bound.score, anchor, most)))
 
 
@@ -143,4 +144,4 @@ class _Sparse(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-__all__ = ["sparse", "sparse_refusal"]
+__all__ = ["by_torch", "compiled", "refusal"]

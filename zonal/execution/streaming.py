@@ -5,35 +5,80 @@ operator's memory is; slow for many tokens, and the same function.
 """
 
 import warnings
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.errors import ArgumentError, PathError
+from zonal.errors import ArgumentError
 from zonal.execution import native_decode, native_ridge_decode
-from zonal.execution.call import Call
+from zonal.execution.call import Call, Held
 from zonal.execution.chunked import check_memory, empty_memory, tail
 from zonal.execution.documents import by_document
 from zonal.execution.native_decode import SumsSteps
 from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
+from zonal.memory.base import features_refusal
 
 
-def streaming_refusal(call: Call) -> str | None:
+def refusal(call: Call) -> str | None:
     """Why this call cannot run token by token, or None when it can."""
-    return None if call.causal else "without causality every query waits for the last key"
+    if not call.causal:
+        return "without causality every query waits for the last key"
+    # sums do not keep a decay together with whole chunks, and a memory of keys takes one that its operator declares
+    decays = call.log_decay is not None and not call.tags.decays
+    by_sums = not call.tags.solves and (call.held is None or call.held.kind != "keys")
+    if decays and call.chunk is not None and by_sums and features_refusal(call.bound, call.head_dim) is None:
+        return "a decay together with whole chunks is not kept as sums (a memory made with kind='keys' takes it)"
+    return None
+
+
+def sums_refusal(call: Call) -> str | None:
+    """Why the compiled kernel does not take a few tokens after a memory of sums, or None."""
+    memory = call.memory
+    if call.held is None and call.tags.cancels:
+        return "sums for this call alone may cancel, and are float64"
+    if isinstance(memory, FeatureSums) and torch.is_grad_enabled() and memory.state.requires_grad:
+        return "it has no gradients, and the memory may be asked for some"
+    if memory is not None and memory.form.statistics != torch.float32:
+        return "it is for sums in float32, and the memory holds others"
+    return native_decode.refusal(call, call.kind)
+
+
+def ridge_refusal(call: Call) -> str | None:
+    """Why the compiled kernel does not take a few tokens after ridge statistics, or None."""
+    memory = call.memory
+    sums = (memory.gram, memory.cross) if isinstance(memory, RidgeStatistics) and torch.is_grad_enabled() else ()
+    if any(x.requires_grad for x in sums):
+        return "it has no gradients, and the memory may be asked for some"
+    return native_ridge_decode.refusal(call, call.kind)
+
+
+def by_kernel(call: Call) -> tuple[Tensor, Memory | None]:
+    """y and the memory after a few tokens, by a compiled kernel. Raises: BuildError when it does not compile."""
+    memory = call.memory
+    if memory is None:  # one that nobody will see may keep the computing type
+        memory = empty_memory(call, call.k.dtype)
+    check_memory(call, memory)
+    steps = (
+        RidgeSteps(call, memory) if isinstance(memory, RidgeStatistics) else SumsSteps(call, cast(FeatureSums, memory))
+    )
+    y = first_step(call, steps)
+    if y is None:  # the environment has switched the kernels off since the call was planned
+        return by_torch(call)
+    return y, None if call.memory is None else steps.memory()
+
+
+def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
+    """y and the memory after the call's tokens, by torch."""
+    return streaming(call, call.memory, return_memory=call.memory is not None)
 
 
 def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P), and the memory after the call's tokens. The given memory (None = an empty one) is not changed.
-
-    Raises: PathError when ``streaming_refusal`` has a reason.
-    """
-    reason = streaming_refusal(call)
-    if reason is not None:
-        raise PathError(f"attention: path 'streaming' cannot run this call: {reason}. Use path='dense' or causal=True.")
+    """y (B, H, T, P) by torch, and the memory after the call's tokens. The given memory (None = an empty one) is not changed."""
     if call.q.shape[2] > 1 and call.visibility.packed:
         if memory is not None or return_memory:
             raise ArgumentError(
@@ -49,12 +94,7 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
         # the first queries stand before the first key and see nothing
         y, after = streaming(tail(call, queries - keys), memory, return_memory=return_memory)
         return F.pad(y, (0, 0, queries - keys, 0)), after
-    steps = compiled_steps(call, memory)
-    if steps is not None:
-        y = first_step(call, steps)
-        if y is not None:
-            return y, steps.memory() if return_memory else None
-    tokens = Tokens(call.k, call.v, call.visibility.key_mask, call.log_decay, call.key_bias)
+    tokens = call.new_tokens
     if keys > queries:
         memory = memory.extended(tokens.span(0, keys - queries))
     rows = []
@@ -72,15 +112,12 @@ def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tupl
 
 def compiled_steps(call: Call, memory: Memory) -> SumsSteps | RidgeSteps | None:
     """The compiled kernel with the numbers of a memory, for steps like this call, or None: torch's verbs run."""
+    call = replace(call, memory=memory, held=Held.of(memory))
     try:
         if isinstance(memory, RidgeStatistics):
-            recorded = torch.is_grad_enabled() and (memory.gram.requires_grad or memory.cross.requires_grad)
-            refused = recorded or native_ridge_decode.refusal(call, memory.kind)
-            return None if refused else RidgeSteps(call, memory)
-        if not isinstance(memory, FeatureSums) or memory.form.statistics != torch.float32:
-            return None
-        recorded = torch.is_grad_enabled() and memory.state.requires_grad
-        return None if recorded or native_decode.refusal(call, memory.kind) else SumsSteps(call, memory)
+            return None if ridge_refusal(call) else RidgeSteps(call, memory)
+        if isinstance(memory, FeatureSums):
+            return None if sums_refusal(call) else SumsSteps(call, memory)
     except BuildError as error:  # once: from now on it is refused
         warnings.warn(
             f"zonal: torch's steps of a decoder run in place of the compiled kernel, many times slower. {error}",
@@ -116,4 +153,13 @@ def step(call: Call, memory: Memory, q: Tensor, token: Tokens) -> tuple[Tensor, 
     return memory.lookup(q, call.bound), memory.extended(token)
 
 
-__all__ = ["compiled_steps", "first_step", "streaming", "streaming_refusal"]
+__all__ = [
+    "by_kernel",
+    "by_torch",
+    "compiled_steps",
+    "first_step",
+    "refusal",
+    "ridge_refusal",
+    "streaming",
+    "sums_refusal",
+]

@@ -6,21 +6,19 @@ dS = W (dY V^T - D); else, with dY and D times the row's factor, dV = K^T dY, dK
 """
 
 import math
-import warnings
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Anchor, PlanAnchor, Row, SumAnchor, TopK
+from zonal.algebra.anchor import PlanAnchor, Row, SumAnchor, TopK
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Bias, KeyRange, Visibility
 from zonal.algebra.score import Score
 from zonal.errors import PathError
-from zonal.execution import native, native_distance
 from zonal.execution.call import Call
-from zonal.kernels.build import BuildError
+from zonal.execution.hierarchy import hierarchy_refusal
 
 # the fastest of seven sizes between 32 x 512 and 256 x 512 for 8 heads on two cores: 1 or 2 MB of scores, which stay in the cache.
 # Long sequences have few tiles on the diagonal to waste and gain from larger ones.
@@ -44,22 +42,19 @@ class Parts(NamedTuple):
     groups: int
 
 
-def refusal(anchor: Anchor) -> str | None:
-    """Why the tiled path cannot run an anchor, or None."""
-    if isinstance(anchor, PlanAnchor) and anchor.gradient == "unrolled":
-        return "gradient='unrolled' goes back through every iteration, for which whole plans are kept; gradient='implicit' is for this path"
-    if not isinstance(anchor, SumAnchor | TopK) and not anchor.couples:
+def refusal(call: Call) -> str | None:
+    """Why the tiled path cannot run a call, or None."""
+    anchor, family = call.bound.anchor, call.tags.family
+    if family == "plan" and cast(PlanAnchor, anchor).gradient == "unrolled":
+        return (
+            "gradient='unrolled' goes back through every iteration, for which whole plans are kept; "
+            "gradient='implicit' is for this path"
+        )
+    if family == "tree":
+        return hierarchy_refusal(call)
+    if family not in ("sums", "plan"):
         return f"anchor {type(anchor).__name__} solves with the kernel among keys, which is no sum over keys"
     return None
-
-
-def without_kernel(call: Call) -> str | None:
-    """Why torch's tiles run in a compiled kernel's place, or None: the distance kernel's reason for a distance that nothing else takes."""
-    score = call.bound.score
-    if score.bilinear:
-        return native.refusal(call)
-    reason = native_distance.refusal(call)
-    return reason if reason is None or score.dot_reduction is None else native.refusal(call)
 
 
 def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int, int, int]:
@@ -74,23 +69,10 @@ def blocks(heads: int, queries: int, keys: int, rows: bool = False) -> tuple[int
 
 
 def tiled(call: Call) -> Tensor:
-    """y (B, H, T, P)."""
-    reason = refusal(call.bound.anchor)
-    if reason is not None:
-        raise PathError(f"attention: path 'tiled' cannot run operator: {reason}. Use path='dense' or path='chunked'.")
+    """y (B, H, T, P) by torch."""
     anchor = call.bound.anchor
-    top = anchor if isinstance(anchor, TopK) else None
-    for kernel in (native,) if call.bound.score.bilinear else (native_distance, native):
-        if kernel.refusal(call) is None:
-            try:
-                return call.scaled(kernel.tiled(call))
-            except BuildError as error:  # once: from now on it is refused
-                warnings.warn(
-                    f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}",
-                    stacklevel=4,
-                )
-    summed = Row() if top else anchor
-    assert isinstance(summed, SumAnchor)
+    top = cast(TopK, anchor) if call.tags.top else None
+    summed = Row() if top else cast(SumAnchor, anchor)
     parts = Parts(
         call.bound.score,
         call.bound.link,

@@ -15,7 +15,7 @@ is the backward pass of row attention with one more number a value. So T and S m
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Marginals, PlanAnchor, Potentials, Row
 from zonal.algebra.anchor.plan import ABSENT, present, weighted
 from zonal.algebra.named import operator_of
-from zonal.algebra.prior import Bias, Intervals, Visibility, Window
+from zonal.algebra.prior import Bias, Intervals, Visibility
 from zonal.algebra.score import Score
 from zonal.algebra.solvers import conjugate_gradients
 from zonal.errors import ArgumentError, ConvergenceError, NonFiniteError, PathError
 from zonal.execution import native, tiled
 from zonal.execution.call import Call, prepare
+from zonal.formula import Formula
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
 from zonal.kernels.cpp import library
@@ -40,8 +41,8 @@ from zonal.names import known_names
 _UNSOLVED = 0.01
 
 
-def without_kernel(call: Call) -> str | None:
-    """Why torch's tiles make the passes in the compiled kernel's place, or None."""
+def refusal(call: Call) -> str | None:
+    """Why the compiled kernel of tiles does not make the passes, or None."""
     if call.device.type not in ("cpu", "meta"):
         return f"passes over rows and columns have no kernel for device {call.device.type!r}"
     if not call.bound.score.bilinear:
@@ -49,26 +50,41 @@ def without_kernel(call: Call) -> str | None:
     # log a and log b travel as two numbers of each query and key, beta as one of each value
     wide = max(call.shape[4] + 2, call.shape[5] + 1)
     if wide > native.LARGEST:
-        return f"key dimensions must be at most {native.LARGEST - 2} and value dimensions {native.LARGEST - 1}, this call has {call.shape[4]} and {call.shape[5]}"
+        return (
+            f"key dimensions must be at most {native.LARGEST - 2} and value dimensions {native.LARGEST - 1}, "
+            f"this call has {call.shape[4]} and {call.shape[5]}"
+        )
     return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
 
 
-def transported(call: Call) -> Tensor:
-    """y (B, H, T, P) of a call whose anchor is a plan."""
-    return _iterated(call)
+def compiled(call: Call) -> Tensor:
+    """y (B, H, T, P) of a call whose anchor is a plan, by the compiled kernel. Raises: BuildError when it does not compile."""
+    return _iterated(call, True)
 
 
-def _by_passes(call: Call) -> Tensor:
-    anchor, marginals = call.bound.anchor, call.marginals
-    assert isinstance(anchor, PlanAnchor)
+def by_torch(call: Call) -> Tensor:
+    """y (B, H, T, P) of a call whose anchor is a plan, by torch's tiles."""
+    return _iterated(call, False)
+
+
+def _by_passes(call: Call, kernel: bool) -> Tensor:
+    marginals = call.marginals
     assert marginals is not None
+    if kernel:
+        native_kernels.load(_code(call))
     q, k, v = _present(call)
-    y = _Transport.apply(q, k, v, _column(call), marginals.query, marginals.key, call)
-    return call.scaled(y)
+    passes = _Compiled if kernel else _Torch
+    return call.scaled(_Transport.apply(q, k, v, _column(call), marginals.query, marginals.key, call, passes))
 
 
 # how often it goes round depends on numbers, which a tracer does not have
-_iterated: Callable[[Call], Tensor] = torch.compiler.disable(_by_passes)  # type: ignore[assignment]
+_iterated: Callable[[Call, bool], Tensor] = torch.compiler.disable(_by_passes)  # type: ignore[assignment]
+
+
+def _code(call: Call) -> Formula:
+    code = native.code_of(call.bound.link)
+    assert code is not None
+    return code
 
 
 @torch.no_grad()
@@ -97,13 +113,13 @@ def potentials(
         operator, q, k, k, causal=False, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, scale=scale, key_bias=key_bias,
         query_mass=query_mass, key_mass=key_mass, start=start,
     )  # fmt: skip
-    anchor = call.bound.anchor
-    if not isinstance(anchor, PlanAnchor) or call.marginals is None:
+    anchor = cast(PlanAnchor, call.bound.anchor)
+    if call.tags.family != "plan" or call.marginals is None:
         raise ArgumentError(
             f"potentials: operator {operator.name!r} has anchor {type(anchor).__name__}, which makes no plan. Use m.sinkhorn(), or operator.replace(anchor=anchor.Plan())."
         )
     q, k, _ = _present(call)
-    return _solved(_passes(call, q, k), anchor, call.marginals, _column(call))
+    return _solved(_passes(call)(call, q, k), anchor, call.marginals, _column(call))
 
 
 def _present(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,18 +159,17 @@ class _Passes(Protocol):
         ...
 
 
-def _passes(call: Call, q: Tensor, k: Tensor) -> _Passes:
-    if without_kernel(call) is None:
-        code = native.code_of(call.bound.link)
-        assert code is not None
+def _passes(call: Call) -> "type[_Compiled] | type[_Torch]":
+    """What makes the passes of ``potentials``, which has no planner."""
+    if refusal(call) is None:
         try:
-            native_kernels.load(code)
-            return _Compiled(call, q, k)
+            native_kernels.load(_code(call))
+            return _Compiled
         except BuildError as error:  # once: from now on it is refused
             warnings.warn(
                 f"zonal: torch's tiles run in place of the compiled kernel, several times slower. {error}", stacklevel=4
             )
-    return _Torch(call, q, k)
+    return _Torch
 
 
 class _Compiled:
@@ -168,9 +183,7 @@ class _Compiled:
             whole[..., at].copy_(one)
         self._dim, self._scale = dim, q.new_ones(q.shape[1])
         self._none, self._empty = q.new_zeros(q.shape[1], 0), q.new_empty(0)
-        seen, code = call.visibility, native.code_of(call.bound.link)
-        assert code is not None
-        window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
+        seen, code, window = call.visibility, _code(call), call.window
         left, right = (
             (None, None)
             if window is None
@@ -291,12 +304,12 @@ def _solved(passes: _Passes, anchor: PlanAnchor, marginals: Marginals, col: Tens
 class _Transport(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, col: Tensor, log_mu: Tensor, log_nu: Tensor, call: Call
-    ) -> Tensor:
-        anchor = call.bound.anchor
-        assert isinstance(anchor, PlanAnchor)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, col: Tensor, log_mu: Tensor, log_nu: Tensor, call: Call,
+        made: type[_Compiled] | type[_Torch],
+    ) -> Tensor:  # fmt: skip
+        anchor = cast(PlanAnchor, call.bound.anchor)
         assert call.marginals is not None
-        passes = _passes(call, q, k)
+        passes = made(call, q, k)
         at = _solved(passes, anchor, call.marginals._replace(query=log_mu, key=log_nu), col)
         a, b = weighted(log_mu, at.query), weighted(log_nu, at.key)
         y, log_m = passes.rows(a, b + col, v)
@@ -306,7 +319,7 @@ class _Transport(torch.autograd.Function):
         )  # once more: rows are exact
         log_m = torch.where(there, log_m - at.query + f, ABSENT)
         y.mul_(torch.where(there, (log_m - log_mu).exp(), 0)[..., None])
-        ctx.call = call
+        ctx.call, ctx.made = call, made
         ctx.save_for_backward(q, k, v, col, log_mu, log_nu, y, f, at.key, log_m)
         return y
 
@@ -318,9 +331,9 @@ class _Transport(torch.autograd.Function):
             )
         q, k, v, col, log_mu, log_nu, y, f, g, log_m = ctx.saved_tensors
         if not log_mu.numel() or not log_nu.numel():
-            return *(torch.zeros_like(x) for x in (q, k, v, col, log_mu, log_nu)), None
+            return *(torch.zeros_like(x) for x in (q, k, v, col, log_mu, log_nu)), None, None
         anchor: PlanAnchor = ctx.call.bound.anchor
-        passes = _passes(ctx.call, q, k)
+        passes = ctx.made(ctx.call, q, k)
         there, a, b = present(log_mu), weighted(log_mu, f), weighted(log_nu, g)
         m, inverse = log_m.exp(), torch.where(there, (-log_m).exp(), 0)
         over_mu = torch.where(there, (-log_mu).exp(), 0)
@@ -363,7 +376,7 @@ class _Transport(torch.autograd.Function):
             anchor.by_kernel
         ):  # K is mu nu^T K / (mu nu^T), whose scores fall with the masses: by the row and column sums of dL
             dmu, dnu = dmu - (1 - slope_m) * (r - m * met), n * beta
-        return dq, dk, dv, dcol, dmu, dnu, None
+        return dq, dk, dv, dcol, dmu, dnu, None, None
 
 
 def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
@@ -378,4 +391,4 @@ def _check_solved(anchor: PlanAnchor, left: Tensor, c: Tensor) -> None:
         )
 
 
-__all__ = ["potentials", "transported", "turned", "without_kernel"]
+__all__ = ["by_torch", "compiled", "potentials", "refusal", "turned"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zonal.errors import ArgumentError
-from zonal.execution import calibration
+from zonal.execution import machine
 
 MOST_THREADS = 1024
 
@@ -53,7 +53,7 @@ def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[Non
                 # filling fresh memory costs a pass over every buffer and would only hide a read of garbage
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.manual_seed(seed)
-            with calibration.typical_rates() if device.type == "cpu" else contextlib.nullcontext():
+            with machine.typical_rates() if device.type == "cpu" else contextlib.nullcontext():
                 yield
         finally:
             torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])

@@ -1,14 +1,14 @@
-"""Anchors: from kernel blocks to weights. One module for those that look at a query's own row or solve, one for plans, one for hierarchies."""
+"""Anchors: from kernel blocks to weights. One module for those that look at a query's own row, one for those that
+solve, one for plans, one for hierarchies.
+"""
 
 from zonal.algebra.anchor.base import (
     Anchor,
     Blocks,
     Count,
-    Koopman,
     Marginals,
     Potentials,
     Raw,
-    Ridge,
     Row,
     State,
     SumAnchor,
@@ -16,6 +16,7 @@ from zonal.algebra.anchor.base import (
 )
 from zonal.algebra.anchor.hierarchy import Hierarchical
 from zonal.algebra.anchor.plan import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan
+from zonal.algebra.anchor.ridge import Koopman, Ridge
 
 __all__ = [
     "Anchor", "Blocks", "BoundedPlan", "Count", "Hierarchical", "Koopman", "Marginals", "Plan", "PlanAnchor", "Potentials", "Raw", "Ridge", "Row",

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, require, require_whole, row
+from zonal.algebra.declaration import Declaration, Derived, Move, require, require_whole
 from zonal.algebra.hashing import Search
-from zonal.algebra.primal import contraction, factorised, fading_weights, on_heads
 from zonal.algebra.prior import Visibility
 from zonal.algebra.score import Params
 
@@ -79,13 +77,35 @@ class Anchor(Declaration, abstract=True):
     """From a kernel to weights. ``solves``: needs the kernel among keys. ``normalises``: divides by a row's sum.
 
     ``include_self``: whether a causal query sees its own key by default. ``couples``: a query's weights depend on the other queries, too.
+    ``family``: "sums" (over the keys of a row), "ridge" (solves), "plan", "tree", or "" (none of these): which routes are for it.
+    ``reduces_as``: how compiled kernels call it, declared by each class for itself: a subclass may compute something else.
+    ``top``: how many keys a row keeps, 0 = all. ``shifts``: the most Koopman steps of a read-out. ``by_query``: each query needs an inverse of its own.
     """
 
     slot = "anchor"
+    family: ClassVar[Literal["sums", "ridge", "plan", "tree", ""]] = ""
+    reduces_as: ClassVar[Literal["row", "count", "raw", "ridge", None]] = None
     solves: ClassVar[bool] = False
     normalises: ClassVar[bool] = False
     couples: ClassVar[bool] = False
     include_self: ClassVar[bool] = True
+
+    @property
+    def reduction(self) -> str | None:
+        """``reduces_as`` of this very class."""
+        return vars(type(self)).get("reduces_as")
+
+    @property
+    def top(self) -> int:
+        return 0
+
+    @property
+    def shifts(self) -> int:
+        return 0
+
+    @property
+    def by_query(self) -> bool:
+        return False
 
     def weights(self, blocks: Blocks) -> Tensor:
         """W (B, H, T, S): the definition."""
@@ -98,6 +118,8 @@ class Anchor(Declaration, abstract=True):
 
 class SumAnchor(Anchor, abstract=True):
     """An anchor whose weights are K_ts times a factor of the row: the ones with a key-by-key reduction."""
+
+    family = "sums"
 
     def init(self, shape: tuple[int, int, int], value_dim: int, like: Tensor) -> State:
         """The empty sum for (B, H, T) queries."""
@@ -152,6 +174,7 @@ class Row(SumAnchor):
     """
 
     normalises: ClassVar[bool] = True
+    reduces_as = "row"
 
     allow_signed: bool = False
 
@@ -203,6 +226,7 @@ class TopK(Anchor):
     none declared nothing approximates them. All other paths meet every key and keep the exact ones.
     """
 
+    family = "sums"
     normalises: ClassVar[bool] = True
 
     k: int = 256
@@ -214,6 +238,10 @@ class TopK(Anchor):
             self.search is None or isinstance(self.search, Search),
             f"TopK: search must be a search such as hashing.LSH(), or None, received {self.search!r}.",
         )
+
+    @property
+    def top(self) -> int:
+        return self.k
 
     def least(self, kernel: Tensor) -> Tensor:
         """The k-th largest of each row of K (or log K) (…, T, S), its smallest where there are fewer: (…, T, 1), a constant."""
@@ -247,6 +275,8 @@ class TopK(Anchor):
 class Count(SumAnchor):
     """W = K / number of visible keys. Rows need not sum to one."""
 
+    reduces_as = "count"
+
     def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
         return torch.where(count > 0, 1 / count.to(state.total.dtype), 0)
 
@@ -267,6 +297,8 @@ class Count(SumAnchor):
 class Raw(SumAnchor):
     """W = K."""
 
+    reduces_as = "raw"
+
     def factor(self, state: State, count: Tensor, log: bool) -> Tensor:
         return torch.ones_like(state.mass)
 
@@ -281,311 +313,13 @@ class Raw(SumAnchor):
         )
 
 
-def _prefix_solve(lower: Tensor, rows: Tensor, prefix: Tensor) -> Tensor:
-    """Each row x_t of ``rows`` -> (A_t)^-1 x_t, A_t the leading block of A = L L^T that ``prefix[t]`` allows.
-
-    Leading blocks of L are the factors of the leading blocks of A, so one factor serves every prefix:
-    L^-1 x, cut to the prefix, then L^-T. prefix (…, T, S) bool.
-    """
-    half = torch.linalg.solve_triangular(lower, rows.transpose(-1, -2), upper=False).transpose(-1, -2)
-    half = half.masked_fill(~prefix, 0)
-    return torch.linalg.solve_triangular(lower.transpose(-1, -2), half.transpose(-1, -2), upper=True).transpose(-1, -2)
-
-
-def _shift(rows: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(D a)_s = a_{s-1}, where s - 1 means the token before: padding (key_mask (B, S) False) is no token and is passed over."""
-    if key_mask is None or not rows.shape[-1]:
-        return F.pad(rows[..., :-1], (1, 0))
-    place = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
-    before = F.pad(torch.where(key_mask, place, 0).cummax(-1).values[:, :-1], (1, 0))  # 0 = none
-    index = before.view(before.shape[0], *[1] * (rows.ndim - 2), -1).expand(rows.shape)
-    return F.pad(rows, (1, 0)).gather(-1, index)
-
-
-@dataclass(frozen=True)
-class Ridge(Anchor):
-    """W = K_qk (K_kk + rho I)^-1 on the visible keys: kernel ridge regression from keys to values, refitted for every query.
-
-    eps: the ridge. ``constant``: rho = eps (one a head, kept positive by softplus when learned). ``running_max``: rho_t =
-    eps max(m_t^2, 1e-12), m_t^2 the largest K_ss a query sees (the Echo paper's, made causal). relative: rho_t has relative tr(G_t) / r
-    added, G_t the Gram matrix of the keys a query sees: so much of their mean eigenvalue, for the plain product z.z only.
-    Causal queries see strictly earlier keys. With a ``Decay`` prior the past fades, as ``primal.fading_weights`` defines it.
-    Source: Echo, eq. 13 with K = 0.
-    """
-
-    solves: ClassVar[bool] = True
-    include_self: ClassVar[bool] = False
-    kv_rows: ClassVar[tuple[str, ...]] = ("raw_ridge",)
-
-    eps: float = 0.1
-    mode: Literal["constant", "running_max"] = "constant"
-    learn_ridge: bool = False
-    relative: float = 0.0
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        require(self.eps > 0, f"{name}: eps (the ridge) must be > 0, received {self.eps}.")
-        require(
-            self.mode in ("constant", "running_max"),
-            f"{name}: mode must be 'constant' or 'running_max', received {self.mode!r}.",
-        )
-        require(not (self.learn_ridge and self.mode == "running_max"), f"{name}: learn_ridge needs mode='constant'.")
-        require(
-            self.relative >= 0,
-            f"{name}: relative (the ridge as a part of tr(G) / r) must be >= 0, received {self.relative}.",
-        )
-
-    def powers(self, heads: int) -> tuple[int, ...]:
-        """How many steps of the Koopman operator the read-out of each head applies."""
-        return (0,) * heads
-
-    @property
-    def shifts(self) -> int:
-        """The most steps of the Koopman operator that a head's read-out applies."""
-        return 0
-
-    @property
-    def moving(self) -> bool:
-        """Whether the ridge follows the keys seen, so that each query solves with a ridge of its own."""
-        return self.mode == "running_max" or self.relative > 0
-
-    @property
-    def spectral(self) -> bool:
-        """Whether each Koopman step is divided by max(1, its norm)."""
-        return False
-
-    @property
-    def by_query(self) -> bool:
-        """Whether each query needs an inverse of its own, which no block of queries shares."""
-        return self.moving or self.spectral
-
-    def initial(self) -> dict[str, Tensor]:
-        # softplus^-1, so that training starts at exactly eps
-        return {"raw_ridge": row(self.eps).expm1().log()} if self.learn_ridge else {}
-
-    def ridge(self, params: Params, heads: int) -> Tensor:
-        """rho (H,) in float64 for the constant mode; the factor eps for the running maximum."""
-        if not self.learn_ridge:
-            return torch.full((heads,), self.eps, dtype=torch.float64)
-        value = F.softplus(params["raw_ridge"].double())
-        return expand_rows(value, heads, "the learned ridge")
-
-    def moved(self, rho: Tensor, peak: Tensor | None, trace: Tensor, width: int) -> Tensor:
-        """The ridge of queries that see keys whose largest K_ss is ``peak`` (needed for the running maximum) and whose sum is ``trace``; width: r."""
-        ridge = rho if self.mode == "constant" or peak is None else rho * peak.clamp_min(1e-12)
-        return ridge + self.relative / width * trace if self.relative else ridge
-
-    def weights(self, blocks: Blocks) -> Tensor:
-        assert blocks.kk is not None
-        heads = blocks.qk.shape[1]
-        rho = self.ridge(blocks.params, heads).to(blocks.qk)
-        if blocks.log_decay is not None:
-            assert blocks.q is not None
-            assert blocks.k is not None
-            return fading_weights(blocks.q, blocks.k, blocks.log_decay, rho, self.powers(heads), blocks.visibility)
-        kernel = blocks.qk.exp() if blocks.log else blocks.qk
-        if not self.by_query and blocks.visibility.nested:
-            return self._nested(kernel, blocks, rho)
-        return self._general(kernel, blocks, rho)
-
-    def _nested(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
-        kk, visibility, keys = blocks.kk, blocks.visibility, kernel.shape[-1]
-        assert kk is not None
-        if visibility.key_mask is not None:
-            real = visibility.key_mask[:, None]
-            kk = kk * (real[..., :, None] & real[..., None, :])
-        if visibility.packed:
-            start = visibility.segment_start.to(kk.device)
-            kk = kk * (start[:, None] == start[None, :])
-        lower = factorised(
-            kk + rho.view(-1, 1, 1) * torch.eye(keys, dtype=kk.dtype, device=kk.device), type(self).__name__
-        )
-        s = torch.arange(keys)
-        # the interval rule alone, before the key mask: a masked key is a zero row of kk, not a hole in the prefix
-        inside = ((s >= visibility.lo[:, None]) & (s < visibility.hi[:, None])).to(kernel.device)
-        rows = _prefix_solve(lower, kernel, inside)
-        powers = self.powers(kernel.shape[1])
-        for step in range(self.shifts):
-            moved = _shift(rows, visibility.key_mask).masked_fill(~blocks.visible, 0)
-            moved, which = _prefix_solve(lower, moved @ kk, inside), on_heads(powers, step, rows.device)
-            rows = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, rows)
-        return rows.masked_fill(~blocks.visible, 0)
-
-    def _general(self, kernel: Tensor, blocks: Blocks, rho: Tensor) -> Tensor:
-        """Any visible set: one solve a query."""
-        kk = blocks.kk
-        assert kk is not None
-        if kernel.shape[-1] == 0:
-            return kernel
-        heads, key_mask = kernel.shape[1], blocks.visibility.key_mask
-        visible = blocks.visible.expand(kernel.shape[0], 1, *kernel.shape[-2:])
-        eye = torch.eye(kernel.shape[-1], dtype=kk.dtype, device=kk.device)
-        peak = torch.diagonal(kk, dim1=-2, dim2=-1)
-        powers, width = self.powers(heads), 1 if blocks.k is None else blocks.k.shape[-1]
-        out = []
-        for t in range(kernel.shape[-2]):
-            seen = visible[:, :, t]
-            block = kk * (seen[..., :, None] & seen[..., None, :])
-            own = torch.where(seen, peak, 0)
-            ridge = self.moved(rho[None, :, None], own.amax(-1, keepdim=True), own.sum(-1, keepdim=True), width)[
-                ..., None
-            ]
-            lower = factorised(block + ridge * eye, type(self).__name__)
-            weights = torch.cholesky_solve(kernel[:, :, t, :, None], lower)
-            for step in range(self.shifts):
-                moved = _shift(weights[..., 0], key_mask).masked_fill(~seen, 0)
-                moved, which = (
-                    torch.cholesky_solve(block @ moved[..., None], lower),
-                    on_heads(powers, step, kernel.device),
-                )
-                if self.spectral:
-                    assert blocks.k is not None
-                    z = blocks.k.masked_fill(~seen[..., None], 0)
-                    gram = z.mT @ z + ridge * torch.eye(width, dtype=z.dtype, device=z.device)
-                    moved = (
-                        moved
-                        * contraction(gram, z.mT @ _shift(z.mT, key_mask).mT, type(self).__name__)[..., None, None]
-                    )
-                weights = moved if which is None else torch.where(which.view(1, -1, 1, 1), moved, weights)
-            out.append(weights[..., 0].masked_fill(~seen, 0))
-        return torch.stack(out, -2) if out else kernel
-
-    def moves(self) -> tuple[Move, ...]:
-        equations = Derived(
-            "normal equations",
-            "hence W (K_kk + rho I) = K_qk on visible keys: weights may be negative, and rows sum to anything",
-        )
-        sums = Derived(
-            "primal sums",
-            "hence for a linear kernel, and on features for a polynomial of cosines, sums over keys (G = sum z z^T, C = sum v z^T) carry all of the past",
-        )
-        return (
-            Move(
-                "quotient",
-                "anchor",
-                "regression probe",
-                "only what is read out of a fit from keys to values is observed",
-                (sums,),
-            ),
-            Move(
-                "section",
-                "anchor",
-                "ridge",
-                "of all fits the one with the least squared error and rho times its size",
-                () if self.shifts else (equations,),
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class Koopman(Ridge):
-    """y = eta gamma^power C P (M P)^power q, P = (G + rho I)^-1: ridge read-out after ``power`` steps of the fitted dynamics.
-
-    Dual form for any kernel: w_t = (S D)^power (K_kk + rho I)^-1 k_q, S = K_kk (K_kk + rho I)^-1, D the shift by one.
-    power: on distinct keys, 0 returns eta times the value stored with the key, 1 eta gamma times the value one step later, and so on; a tuple has one for each head group.
-    eta (init 1.5) and gamma = 1 + sigmoid(gate)/2 (gate init -4) are learned, one a head.
-    spectral_norm: "power" divides each step by max(1, s), s the norm of L^-1 M L^-T by six power iterations: the paper's form, which changes
-    nothing, since s < 1; for the plain product z.z only. Source: Echo, eqs. 12, 13 and 22.
-    """
-
-    power: int | tuple[int, ...] = 0
-    learn_ridge: bool = True
-    eta: float = 1.5
-    gate: float = -4.0
-    learn_scale: bool = True
-    spectral_norm: Literal["none", "power"] = "none"
-
-    def __post_init__(self) -> None:
-        if self.mode == "running_max":
-            object.__setattr__(self, "learn_ridge", False)
-        super().__post_init__()
-        if isinstance(self.power, list):
-            object.__setattr__(self, "power", tuple(self.power))
-        good = len(self._powers) > 0 and all(
-            isinstance(p, int) and not isinstance(p, bool) and 0 <= p <= 8 for p in self._powers
-        )
-        require(
-            good,
-            f"Koopman: power must be a whole number from 0 to 8, or a tuple of such, one a head; received {self.power!r}.",
-        )
-        require(
-            self.spectral_norm in ("none", "power"),
-            f"Koopman: spectral_norm must be 'none' or 'power', received {self.spectral_norm!r}.",
-        )
-
-    @property
-    def _powers(self) -> tuple[int, ...]:
-        return self.power if isinstance(self.power, tuple) else (self.power,)
-
-    def powers(self, heads: int) -> tuple[int, ...]:
-        # as ``expand_rows`` does, in plain numbers, which a traced call needs
-        known, have = self._powers, len(self._powers)
-        if heads % have == 0:
-            return known * (heads // have)
-        if have % heads:
-            expand_rows(torch.tensor(known, dtype=torch.int64), heads, "Koopman powers")  # says what does not fit
-        return known[have // heads - 1 :: have // heads]
-
-    @property
-    def shifts(self) -> int:
-        return max(self._powers)
-
-    @property
-    def spectral(self) -> bool:
-        return self.spectral_norm == "power" and self.shifts > 0
-
-    def initial(self) -> dict[str, Tensor]:
-        learned = super().initial()
-        if self.learn_scale:
-            learned["eta"] = row(self.eta)
-            if self.shifts:
-                learned["gate"] = row(self.gate)
-        return learned
-
-    def gamma(self, params: Params) -> Tensor:
-        gate = params["gate"] if "gate" in params else row(self.gate)
-        return 1 + 0.5 * torch.sigmoid(gate.double())
-
-    def output_scale(self, params: Params, heads: int) -> Tensor:
-        eta = params["eta"].double() if "eta" in params else row(self.eta).double()
-        if self.shifts == 0:
-            return eta
-        gamma = self.gamma(params)
-        return eta * gamma ** torch.tensor(self.powers(heads), dtype=gamma.dtype, device=gamma.device)
-
-    def moves(self) -> tuple[Move, ...]:
-        ahead = f"{self.power}" if isinstance(self.power, int) else ", ".join(map(str, self.power)) + " (by head)"
-        follows = (
-            Derived("shift", "hence a key in a direction of its own brings the value stored so many steps after it"),
-            Derived(
-                "contraction", "hence no step lengthens what it is applied to: a bound on its norm would change nothing"
-            ),
-        )
-        shift = Move(
-            "restriction",
-            "anchor",
-            "linear dynamics",
-            f"keys follow linear dynamics; the read-out looks {ahead} step(s) ahead",
-            follows,
-        )
-        gain = Move(
-            "section",
-            "anchor",
-            "gain",
-            f"of all multiples of the read-out {self.eta:g} times it{', which is learned a head' if self.learn_scale else ''}",
-        )
-        return (*((shift,) if self.shifts else ()), *super().moves(), gain)
-
-
 __all__ = [
     "Anchor",
     "Blocks",
     "Count",
-    "Koopman",
     "Marginals",
     "Potentials",
     "Raw",
-    "Ridge",
     "Row",
     "State",
     "SumAnchor",

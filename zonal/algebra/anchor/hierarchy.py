@@ -32,6 +32,7 @@ class Hierarchical(Anchor):
     variational principle.
     """
 
+    family = "tree"
     couples: ClassVar[bool] = True
     normalises: ClassVar[bool] = True
 

@@ -68,6 +68,7 @@ class PlanAnchor(Anchor, abstract=True):
     dense only, a check). learn: a layer makes the masses of queries and keys from its input.
     """
 
+    family = "plan"
     couples: ClassVar[bool] = True
     tolerance: float = 1e-5
     limit: int = 1000

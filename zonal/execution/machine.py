@@ -1,0 +1,364 @@
+"""What this machine can do: four numbers measured once, by which the planner turns work into seconds.
+
+``machine_for(device)`` reads them from the user's cache folder (ZONAL_CACHE names another one) or measures them in about a second
+and stores them, by machine, threads and torch version. The first process to finish wins and all use its numbers,
+so that the same call takes the same path in every process. Two machines of one kind measure unlike numbers, though, and so does one
+machine under another load: where the same path is needed everywhere, ``typical_rates`` sets measured numbers aside.
+Random numbers, gradients and saved-tensor hooks of the caller are never touched.
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import platform
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from zonal import store
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Count
+from zonal.algebra.link import Gegenbauer
+from zonal.algebra.score import Cosine
+from zonal.data.cache import VARIABLE, cache_folder
+from zonal.errors import FileFormatError
+from zonal.execution import native
+from zonal.execution.call import prepare
+from zonal.kernels.build import BuildError
+
+SCHEMA = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of one machine for float32 work.
+
+    name: of the processor or accelerator. threads: of torch on a CPU, multiprocessors of a CUDA device. torch: its version.
+    products, compiled: multiply-adds a second of torch's matrix products and of compiled kernels, with all threads. bandwidth: bytes a
+    second of torch's elementwise operations, read and written. call: seconds of a torch call that moves nothing.
+    contended: the processor was busy, so that speeds of several threads are those of one thread scaled up.
+    memory_bytes: what the device has. note: where the numbers come from; it does not count in comparisons.
+    """
+
+    name: str
+    threads: int
+    torch: str
+    products: float
+    compiled: float
+    bandwidth: float
+    call: float
+    contended: bool
+    memory_bytes: int
+    note: str = field(default="", compare=False)
+
+    def rate(self, typical: float, compiled: bool) -> float:
+        """Multiply-adds a second here of what does ``typical`` of them on the typical processor."""
+        if compiled:
+            return typical * self.compiled / TYPICAL_CPU.compiled
+        return typical * self.products / TYPICAL_CPU.products
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"schema": SCHEMA, **{name: value for name, value in asdict(self).items() if name != "note"}}
+
+    @staticmethod
+    def from_dict(read: Any, note: str = "") -> "Machine":
+        """The machine that ``to_dict`` wrote. Raises: FileFormatError when anything is missing, foreign or not a positive number."""
+        if not isinstance(read, dict) or read.get("schema") != SCHEMA:
+            raise FileFormatError(f"machine: a file of schema {SCHEMA} is required.")
+        values: dict[str, Any] = {"note": note}
+        for each in fields(Machine):
+            if each.name == "note":
+                continue
+            value = read.get(each.name)
+            if each.type in (str, bool):
+                good = isinstance(value, each.type)  # type: ignore[arg-type]
+            else:
+                good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+            if not good:
+                raise FileFormatError(
+                    f"machine: {each.name} must be text, true or false, or a number > 0, found {value!r}."
+                )
+            values[each.name] = value
+        return Machine(**values)
+
+
+# a server processor with two threads, and a data-centre accelerator: used where nothing can be measured or kept, so that the choice
+# is still the same each time
+TYPICAL_CPU = Machine("a typical processor", 2, "", 5e10, 8e10, 3e10, 1.7e-6, False, 8 << 30)
+TYPICAL_GPU = Machine("a typical accelerator", 1, "", 1e13, 1e13, 1e12, 4e-6, False, 16 << 30)
+
+
+def typical(device: torch.device, note: str) -> Machine:
+    """Typical speeds of a kind of device."""
+    return replace(TYPICAL_CPU if device.type == "cpu" else TYPICAL_GPU, note=note)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------------
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def seconds(device: torch.device, work: Callable[[], object], repeat: int = 1) -> float:
+    """Seconds of ``repeat`` runs one after the other, until all of them are done.
+
+    On CUDA by events on the stream that the work is queued on: what waiting for the device costs is not in them, but the time in which
+    the device waits for the next launch is, as it is in any call.
+    """
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        for _ in range(repeat):
+            work()
+        end.record(stream)
+        synchronise(device)
+        return begin.elapsed_time(end) * 1e-3
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def _fastest(device: torch.device, work: Callable[[], object], budget: float) -> float:
+    """The least seconds of one run: others' load only ever adds. Short work is timed many times over; at least three samples."""
+    work()
+    synchronise(device)
+    repeat, best, samples, start = 1, math.inf, 0, time.perf_counter()
+    while samples < 3 or time.perf_counter() - start < budget:
+        took = seconds(device, work, repeat)
+        if took < 5e-5 and repeat < 1 << 12:
+            repeat *= 4  # too short for the clock: this sample does not count
+            continue
+        best, samples = min(best, took / repeat), samples + 1
+    return best
+
+
+def measure(device: torch.device, budget: float = 0.02) -> Machine:
+    """Measure a device. ``budget``: seconds for one number. Nothing random is drawn."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        x = torch.full((8, 512, 64), 0.5, device=device, dtype=torch.float32)
+        numbers = torch.full((1 << 20,), 0.5, device=device, dtype=torch.float32)
+        call = _fastest(device, lambda: x[:, :2], budget)
+        product, one = _with_threads(device, lambda: torch.matmul(x, x.mT), budget)
+        passed, two = _with_threads(device, lambda: numbers + numbers, budget)
+        compiled, three = _compiled(device, budget)
+    products = 8 * 512 * 512 * 64 / product
+    return Machine(
+        name(device), threads(device), torch.__version__, products, compiled or products * 1.6, 8.0 * numbers.numel() / passed,
+        call, one or two or three, memory(device),
+    )  # fmt: skip
+
+
+def _with_threads(device: torch.device, work: Callable[[], object], budget: float) -> tuple[float, bool]:
+    """Seconds with all threads. Where those lose to a single one, others have the processor: then (what they usually take, True)."""
+    several, many = _fastest(device, work, budget), torch.get_num_threads()
+    if device.type != "cpu" or many == 1:
+        return several, False
+    try:
+        torch.set_num_threads(1)
+        single = _fastest(device, work, budget)
+    finally:
+        torch.set_num_threads(many)
+    # a fork and join of threads costs some microseconds in its own right
+    return (single / (1 + 0.7 * (many - 1)), True) if several > 1.3 * single + 2e-5 else (several, False)
+
+
+# heads and tokens of a call that keeps every thread or processor busy for some milliseconds
+_TILES = {"cpu": (8, 256), "cuda": (32, 2048)}
+
+
+def _compiled(device: torch.device, budget: float) -> tuple[float, bool]:
+    """Multiply-adds a second of the compiled kernel of tiles, built now where it is not there yet; 0 where that cannot be."""
+    if device.type not in _TILES:
+        return 0.0, False
+    heads, tokens = _TILES[device.type]
+    x = torch.full((1, heads, tokens, 64), 0.5, dtype=torch.float32, device=device)
+    operator = Operator(score=Cosine(), link=Gegenbauer(learn_weights=False), anchor=Count()).to(device)
+    call = prepare(operator, x, x, x, causal=False)
+    if native.refusal(call) is not None:
+        return 0.0, False
+    try:
+        took, contended = _with_threads(device, functools.partial(native.tiled, call), budget)
+    except BuildError:
+        return 0.0, False
+    return 2.0 * heads * tokens * tokens * 64 / took, contended
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------------
+
+
+def name(device: torch.device) -> str:
+    """The name of the processor or accelerator."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    if device.type != "cpu":
+        return device.type
+    name = platform.processor() or platform.machine()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+                if line.startswith("model name"):
+                    return f"{line.split(':', 1)[1].strip()} x{os.cpu_count()}"
+    return f"{name} x{os.cpu_count()}"
+
+
+def threads(device: torch.device) -> int:
+    """What works at once on a call: torch's threads, or the multiprocessors of a CUDA device."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.get_num_threads() if device.type == "cpu" else 1
+
+
+def memory(device: torch.device) -> int:
+    """Bytes of memory the device has (and this process may use, where a container limits it)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return total
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be had now, or None where nobody tells."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        free = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = None
+    with contextlib.suppress(OSError, ValueError):
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+        free = int(found.group(1)) * 1024 if found else None
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        free = limit - used if free is None else min(free, limit - used)
+    return free
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------------
+
+
+def file_for(device: torch.device, count: int | None = None) -> Path:
+    """Where the numbers of this machine, number of threads (None = as torch has it now) and torch version are kept."""
+    count = threads(device) if count is None else count
+    key = f"{name(device)}|{count}|{torch.__version__}"
+    readable = re.sub(r"[^a-z0-9]+", "-", f"{name(device)}-{count}".lower()).strip("-")
+    return cache_folder() / "machine" / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def read(path: Path, device: torch.device) -> Machine:
+    """The machine in a file. Raises: FileFormatError when it is missing, damaged, or of another machine."""
+    found = Machine.from_dict(store.read_json(path), note=f"read from {path}")
+    wanted = (name(device), threads(device), torch.__version__)
+    if (found.name, found.threads, found.torch) != wanted:
+        raise FileFormatError(f"machine: {path} is of {found.name}, {found.threads} threads, torch {found.torch}.")
+    return found
+
+
+def _keep(path: Path, machine: Machine, over: bool) -> None:
+    """Put the file in place unless another process was first (``over``: what is there is known to be bad)."""
+    if over:
+        store.write_json(path, machine.to_dict())
+        return
+    mine = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.json")
+    store.write_json(mine, machine.to_dict())
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        pass
+    except OSError:
+        # a file system without links: the last one wins, whole in any case
+        os.replace(mine, path)
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _obtain(device: torch.device) -> Machine:
+    """The machine in the file, or measured now and kept there."""
+    path, why = file_for(device), ""
+    try:
+        if path.exists():
+            try:
+                return read(path, device)
+            except FileFormatError as error:
+                why = f" because the file there could not be used ({error})"
+        # before the work: numbers that cannot be kept would differ from process to process, and so would the paths taken
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} is not writable")
+        _keep(path, measure(device), over=bool(why))
+        kept = read(path, device)
+    except (OSError, FileFormatError) as error:
+        return typical(
+            device,
+            f"typical values: nothing could be kept in {path.parent} ({error}); set ZONAL_CACHE to a folder that can be written",
+        )
+    return replace(kept, note=f"measured now and kept in {path}{why}")
+
+
+@functools.lru_cache(maxsize=16)
+def _once(device: torch.device, threads: int, folder: str | None) -> Machine:
+    return _obtain(device)
+
+
+_typical: ContextVar[bool] = ContextVar("typical", default=False)
+
+
+@contextlib.contextmanager
+def typical_rates() -> Iterator[None]:
+    """Inside the body calls of this thread are planned by typical values, never by measured ones.
+
+    Paths differ in the last bits of their results. Two paths with nearly the same estimate change places with the numbers that happened to be
+    measured, so a run that must repeat on another machine of its kind is planned without them.
+    """
+    token = _typical.set(True)
+    try:
+        yield
+    finally:
+        _typical.reset(token)
+
+
+@functools.lru_cache(maxsize=16)
+def _typical_for(device: torch.device) -> Machine:
+    return typical(device, "typical values: the run must take the same paths on every machine of its kind")
+
+
+def machine_for(device: torch.device) -> Machine:
+    """The speeds of a device: those of this process, of the cache folder, or measured now.
+
+    Inside ``typical_rates`` they are typical values. Inside a dispatch mode (fake tensors, counters, tracing) nothing is measured: a stored file
+    is used, or typical values.
+    """
+    if _typical.get():
+        return _typical_for(device)
+    if device.type == "meta":
+        return typical(device, "typical values: a meta tensor runs nowhere")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return typical(device, "typical values: torch sees no such device here")
+    if is_in_torch_dispatch_mode():
+        try:
+            return read(file_for(device), device)
+        except FileFormatError:
+            return typical(device, "typical values: nothing is measured while another tool watches torch calls")
+    # the variable rather than the folder: finding that takes longer than a short call of attention
+    return _once(device, threads(device), os.environ.get(VARIABLE))

@@ -1,0 +1,265 @@
+"""The table of routes: every implementation of every path, and what keeps it from a call, what it does, and what runs it.
+
+A path is a way to compute y (``PATHS``): dense, tiled, chunked, streaming or sparse. A route is one implementation of a path, for one kind
+of device. The planner ranks routes, ``zonal.explain`` lists them, and where a kernel cannot be built the next one in the ranking runs.
+To add one, write it and add its row here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.execution import (
+    chunked,
+    hierarchy,
+    native,
+    native_distance,
+    native_ridge,
+    native_sparse,
+    native_sums,
+    sparse,
+    streaming,
+    tiled,
+    transport,
+    work,
+)
+from zonal.execution.call import Call, following
+from zonal.execution.dense import dense
+from zonal.execution.work import Shape, Work
+from zonal.kernels import transforms
+from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics
+
+Result = tuple[Tensor, Memory | None]
+"""y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation of a path.
+
+    refuse: why it cannot run a call that its path can run, with what would help, or None. work: what it does, from shapes alone.
+    rate: multiply-adds a second on a typical processor; what is measured of a machine scales it. family: of anchors that it is for
+    (``Tags.family``), "" = any. cuda: whether it is for CUDA devices alone, or for all others alone; None = for any.
+    """
+
+    path: str
+    name: str
+    refuse: Callable[[Call], str | None]
+    work: Callable[[Shape], Work]
+    run: Callable[[Call], Result]
+    rate: float
+    family: str = ""
+    cuda: bool | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiled kernel runs it, not torch."""
+        return not self.name.startswith("torch")
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.name}"
+
+
+# -- what keeps a path from a call -----------------------------------------------------------------------------------------------
+
+
+def _keys(call: Call) -> str | None:
+    """Why a path that looks at every key cannot go on from a memory, or None."""
+    held = call.held
+    if held is None or not held.tokens or held.kind == "keys":
+        return None
+    return (
+        f"it needs the keys themselves, and a memory of kind {held.kind!r} has only sums "
+        "(one made with kind='keys' keeps them)"
+    )
+
+
+def _untransformed(call: Call, why: str) -> str | None:
+    """``why`` torch.func's transforms (vmap, grad, jvp, …) cannot pass through, where one is at work."""
+    if not transforms.active():
+        return None
+    return (
+        "its iteration asks how far it is, which the transforms of torch.func cannot tell" if call.tags.couples else why
+    )
+
+
+def _dense(call: Call) -> str | None:
+    if transforms.active() and not call.tags.couples and not call.tags.solves:
+        return _keys(call)
+    return _keys(call) or _untransformed(call, "its solve asks whether it went well, which torch.func.vmap cannot")
+
+
+def _tiled(call: Call) -> str | None:
+    reason = tiled.refusal(call) or _keys(call)
+    return _untransformed(call, "") if reason is None and call.tags.couples else reason
+
+
+def _chunked(call: Call) -> str | None:
+    own = "its gradients are its own, which the transforms of torch.func do not know"
+    return chunked.refusal(call) or _untransformed(call, own)
+
+
+def _streaming(call: Call) -> str | None:
+    numbers = "a memory asks for numbers, which torch.func.vmap cannot give"
+    return streaming.refusal(call) or _untransformed(call, numbers)
+
+
+def _sparse(call: Call) -> str | None:
+    own = "its gradients are its own, which the transforms of torch.func do not know"
+    return sparse.refusal(call) or _keys(call) or _untransformed(call, own)
+
+
+PATHS: dict[str, Callable[[Call], str | None]] = {
+    "dense": _dense,
+    "tiled": _tiled,
+    "chunked": _chunked,
+    "streaming": _streaming,
+    "sparse": _sparse,
+}
+"""What keeps each path from a call, whatever implements it: a sentence with what would help, or None."""
+
+# -- what keeps an implementation from a call --------------------------------------------------------------------------------------
+
+
+def _never(call: Call) -> str | None:
+    return None
+
+
+def _tiles(call: Call) -> str | None:
+    """Why the kernel of tiles does not run a call: a distance has its own kernel."""
+    if not call.bound.score.bilinear and native_distance.refusal(call) is None:
+        return "the kernel of distances takes it"
+    return native.refusal(call)
+
+
+def _distances(call: Call) -> str | None:
+    """Why the kernel of distances does not run a call: a plain product is no distance."""
+    return "its score is a dot product" if call.bound.score.bilinear else native_distance.refusal(call)
+
+
+def _torch_tiles(call: Call) -> str | None:
+    return "torch's tiles do not know the transforms of torch.func" if transforms.active() else None
+
+
+def _constant(call: Call) -> str | None:
+    return "its past fades" if call.log_decay is not None else None
+
+
+def _fades(call: Call) -> str | None:
+    return "its past does not fade" if call.log_decay is None else None
+
+
+def _sums(call: Call) -> str | None:
+    if call.memory is not None and call.memory.form.statistics != torch.float32:
+        return "the kernel carries sums in float32, and this memory has others"
+    return native_sums.refusal(call, None if call.held is None else call.held.kind)
+
+
+def _ridge(call: Call) -> str | None:
+    return native_ridge.refusal(call, call.held is not None)
+
+
+# -- running them ------------------------------------------------------------------------------------------------------------------
+
+
+def _whole(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
+    """What looks at every key, with those of a memory before the call's own."""
+
+    def result(call: Call) -> Result:
+        if call.memory is None:
+            return run(call), None
+        if isinstance(call.memory, KeyValues):
+            y = run(following(call, call.memory.keys_and_values()))
+        else:  # an empty memory of sums
+            y = run(call)
+        return y, call.memory.extended(call.new_tokens)
+
+    return result
+
+
+def _scaled(run: Callable[[Call], Tensor]) -> Callable[[Call], Result]:
+    return _whole(lambda call: call.scaled(run(call)))
+
+
+def _summed(call: Call) -> Result:
+    memory = call.memory
+    assert memory is None or isinstance(memory, FeatureSums | DecayedSums)
+    return native_sums.chunked(call, memory)
+
+
+def _read_out(call: Call) -> Result:
+    memory = call.memory
+    assert memory is None or isinstance(memory, RidgeStatistics)
+    return native_ridge.chunked(call, memory, return_memory=memory is not None)
+
+
+def _carried(call: Call) -> Result:
+    return chunked.chunked(call, call.memory, return_memory=call.memory is not None)
+
+
+_TORCH, _COMPILED = 2.5e10, 6e10
+ROUTES: tuple[Route, ...] = (
+    Route("dense", "torch", _never, work.dense, _whole(dense), _TORCH),
+    Route("tiled", "C++", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", False),
+    Route("tiled", "Triton", _tiles, work.compiled_tiles, _scaled(native.tiled), _COMPILED, "sums", True),
+    Route("tiled", "C++ distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums", False),
+    Route("tiled", "Triton distances", _distances, work.distances, _scaled(native_distance.tiled), _COMPILED, "sums", True),
+    Route("tiled", "torch", _torch_tiles, work.tiles, _whole(tiled.tiled), _TORCH, "sums"),
+    Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _COMPILED, "plan"),
+    Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
+    Route("tiled", "torch tree", _never, work.tree, _whole(hierarchy.hierarchical), _TORCH, "tree"),
+    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False),
+    Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", True),
+    Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
+    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False),
+    Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", True),
+    Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
+    Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
+    Route("streaming", "C++ sums", streaming.sums_refusal, work.compiled_steps, streaming.by_kernel, _COMPILED, "sums", False),
+    Route("streaming", "C++ ridge", streaming.ridge_refusal, work.compiled_ridge_steps, streaming.by_kernel, _COMPILED, "ridge", False),
+    Route("streaming", "torch", _never, work.steps, streaming.by_torch, _TORCH),
+    Route("sparse", "C++", native_sparse.refusal, work.compiled_candidates, _whole(sparse.compiled), _COMPILED, "", False),
+    Route("sparse", "torch", _never, work.candidates, _whole(sparse.by_torch), _TORCH),
+)  # fmt: skip
+"""Every implementation; of one path the first that does not refuse comes first where estimates are equal."""
+
+
+class Asked(NamedTuple):
+    """What the table says of a call. routes: those that do not refuse. refused: path -> why none of its routes can run.
+    without: route that refuses -> why."""
+
+    routes: tuple[Route, ...]
+    refused: dict[str, str]
+    without: dict[Route, str]
+
+
+def asked(call: Call, path: str | None = None) -> Asked:
+    """Ask every path (or one), and every route of those that can run the call, once."""
+    routes: list[Route] = []
+    refused: dict[str, str] = {}
+    without: dict[Route, str] = {}
+    family, cuda = call.tags.family, call.device.type == "cuda"
+    for name in PATHS if path is None else (path,):
+        reason = PATHS[name](call)
+        if reason is not None:
+            refused[name] = reason
+            continue
+        before = len(routes)
+        for route in ROUTES:
+            if route.path != name or route.family not in ("", family) or route.cuda not in (None, cuda):
+                continue
+            why = route.refuse(call)
+            if why is None:
+                routes.append(route)
+            else:
+                without[route] = why
+        if len(routes) == before:
+            own = [f"{why} ({route.name})" for route, why in without.items() if route.path == name]
+            refused[name] = "; ".join(own) or "no route of it is for this anchor on this device"
+    return Asked(tuple(routes), refused, without)
+
+
+__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "asked"]
