@@ -140,10 +140,9 @@ def samples(path: Path, length: int, layers: Collection[int] | None = None) -> l
     """(name, data to measure on, other data of the same kind) for each layer of a model or for the tensors of a file.
 
     path: a checkpoint of this library or the folder of a run: q, k, v on two sequences of its task's evaluation set. Or
-        a model of Hugging
-    Face (its folder, or a GGUF file): on two stretches of the embedded novel. Or a safetensors file with q, k, v, (H,
-    T, d) each: its first half is measured, its second half is what fits may look at. layers: which of a model's, from
-    1; default: all.
+    a model of Hugging Face (its folder, or a GGUF file): on two stretches of the embedded novel. Or a safetensors file
+    with q, k, v, (H, T, d) each: its first half is measured, its second half is what fits may look at. layers: which of
+    a model's, from 1; default: all.
 
     Raises: FileFormatError for anything else, ArgumentError for layers that it does not have.
     """

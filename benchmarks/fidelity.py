@@ -4,9 +4,8 @@ row-normalised outputs.
 Every map is measured on data of known form, or on the queries and keys of a trained model, against the float64
 definition. Lines of
 reference: the mean of all visible values, and the least error that any map of so many features can have that does not
-    look at the data.
-The file is written after every panel, and `--resume` goes on from it. `--preset slay-table10` repeats the protocol of
-the paper's ablation beside the numbers it prints.
+look at the data. The file is written after every panel, and `--resume` goes on from it. `--preset slay-table10` repeats
+the protocol of the paper's ablation beside the numbers it prints.
 """
 
 import argparse

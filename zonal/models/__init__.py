@@ -1,4 +1,6 @@
-"""Models: the causal language model, its config, the encoder and the vision transformer, and initial weights that do not depend on the operator."""
+"""Models: the causal language model, its config, the encoder and the vision transformer, and initial weights that do
+not depend on the operator.
+"""
 
 from zonal.models import hugging_face
 from zonal.models.build import build
@@ -14,6 +16,7 @@ from zonal.models.sampling import Sampler
 from zonal.models.text_encoder import TextEncoder
 
 __all__ = [
-    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "TextEncoder", "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
+    "CausalLM", "Continued", "Encoder", "ModelConfig", "ModelMemory", "Predictions", "Sampler", "TextEncoder",
+    "VisionConfig", "VisionEncoder", "build", "cross_entropy_sum", "hugging_face", "layer_list",
     "mamba2_from_transformers", "preset",
 ]  # fmt: skip

@@ -17,10 +17,11 @@ def build(config: ModelConfig, seed: int) -> CausalLM:
     """A model whose initial weights are a function of (config, seed) alone.
 
     Each weight is drawn from a stream seeded by SHA-256 of (seed, qualified name): two configs that differ in operators
-    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn starts as it is declared.
-    torch's global generator is left as it was.
+    share all weights of equal name and shape. What operators draw at random follows the seed; what else they learn
+    starts as it is declared. torch's global generator is left as it was.
 
-    Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory, before any is asked for.
+    Raises: ArgumentError for sizes that do not fit; InsufficientMemoryError for weights that do not fit into memory,
+        before any is asked for.
     """
     with torch.random.fork_rng(devices=[]):
         device_memory.require(

@@ -81,19 +81,25 @@ class CausalLM(nn.Module):
     def _attention(
         self, spec: str, share: int, lift: int | None, gated: bool, width: int, rotary: Rotary | bool
     ) -> Attention:
-        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size of lifted queries and keys. gated: a gate weighs the keys."""
+        """A layer of attention, or one of ``share`` parts of a mixture, which have its heads between them. lift: size
+        of lifted queries and keys. gated: a gate weighs the keys.
+        """
         config = self.config
         if any((heads or share) % share for heads in (config.heads, config.kv_heads)):
             raise ArgumentError(
-                f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, received {config.heads} and {config.kv_heads}."
+                f"CausalLM: a mixture of {share} parts needs heads and kv_heads in multiples of {share}, "
+                f"received {config.heads} and {config.kv_heads}."
             )
         return Attention(
-            config.dim, config.heads // share, spec, kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
+            config.dim, config.heads // share, spec,
+            kv_heads=None if config.kv_heads is None else config.kv_heads // share, head_dim=config.size_of_head,
             qk_dim=config.qk_dim, rotary=rotary, qk_norm=config.qk_norm, conv=width, cg_lift=lift, key_gate=gated,
         )  # fmt: skip
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified name."""
+        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified
+        name.
+        """
         config = self.config
         draws = Draws(config.init_std, config.init_std * (2 * len(config.layers)) ** -0.5, seed)
         draws.normal_(self.embedding.weight, "embedding.weight")
@@ -104,7 +110,7 @@ class CausalLM(nn.Module):
         if self.head is not None:
             draws.normal_(self.head.weight, "head.weight")
 
-    # --- forward -------------------------------------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -115,7 +121,11 @@ class CausalLM(nn.Module):
         path: str = "auto",
         action_mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V). Masks and path as in ``nn.Attention``; action_mask for layers with ridge and Koopman read-outs, beside ``silent_tokens``."""
+        """tokens (B, T) -> logits (B, T, V).
+
+        Masks and path as in ``nn.Attention``; action_mask for layers with ridge and Koopman read-outs, beside
+        ``silent_tokens``.
+        """
         return self._logits(
             self.hidden(
                 tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path, action_mask=action_mask
@@ -175,8 +185,8 @@ class CausalLM(nn.Module):
     ) -> Predictions:
         """The most likely token and the loss at every supervised position, in reading order. Arguments as in ``loss``.
 
-        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The result is
-        the same but for rounding; no more than a piece and the memory are held.
+        piece: read so many tokens at a time, each piece from the memory of those before; None reads all at once. The
+        result is the same but for rounding; no more than a piece and the memory are held.
         """
         supervised = self._supervised("predict", tokens, targets)
         if piece is None or piece >= tokens.shape[1]:
@@ -192,7 +202,7 @@ class CausalLM(nn.Module):
         predicted, loss = predict_rows(rows, self._head_weight(), wanted)
         return Predictions(predicted, wanted, supervised.nonzero()[:, 0], loss)
 
-    # --- memory --------------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------------------------
 
     def empty_memory(
         self,
@@ -202,7 +212,9 @@ class CausalLM(nn.Module):
         *,
         position: int = 0,
     ) -> ModelMemory:
-        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's. position: of their first token."""
+        """The memory of ``batch`` sequences that have not begun; dtype and device default to the model's. position: of
+        their first token.
+        """
         layers = tuple(block.empty_memory(batch, dtype, device) for block in self._blocks())
         return ModelMemory(tuple(layer.at(position) for layer in layers) if position else layers, self._origin())
 
@@ -228,7 +240,8 @@ class CausalLM(nn.Module):
         """
         if len(memory.layers) != len(self.blocks):
             raise ArgumentError(
-                f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. Make it with empty_memory()."
+                f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. "
+                "Make it with empty_memory()."
             )
         hidden, after = self._read(tokens, memory, key_padding_mask, path)
         return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
@@ -278,11 +291,14 @@ class CausalLM(nn.Module):
         stop: Sequence[int | Sequence[int]] = (),
         seed: int | None = None,
     ) -> Continued:
-        """Go on from where a text stands, and say where it stands then: ``model.continuation(*model.prefill(tokens), 20)``.
+        """Go on from where a text stands, and say where it stands then: ``model.continuation(*model.prefill(tokens),
+        20)``.
 
-        What was drawn is read as well, so that the result can go on, be forked or saved. A row that has met its stop reads no more.
+        What was drawn is read as well, so that the result can go on, be forked or saved. A row that has met its stop
+        reads no more.
 
-        Args: logits (B, V) and memory of ``prefill`` or of an earlier continuation, neither changed; the others as in ``generate``.
+        Args: logits (B, V) and memory of ``prefill`` or of an earlier continuation, neither changed; the others as in
+            ``generate``.
         """
         if max_new_tokens < 0:
             raise ArgumentError(
@@ -290,7 +306,8 @@ class CausalLM(nn.Module):
             )
         if tuple(logits.shape) != (memory.batch, self.config.vocab_size):
             raise ArgumentError(
-                f"CausalLM.continuation: logits must be {(memory.batch, self.config.vocab_size)} for this memory, received {tuple(logits.shape)}."
+                f"CausalLM.continuation: logits must be {(memory.batch, self.config.vocab_size)} for this "
+                f"memory, received {tuple(logits.shape)}."
             )
         sampler, rule = Sampler(temperature, top_k, top_p), StopRule(stop, memory.batch)
         generator = None if seed is None else torch.Generator(logits.device).manual_seed(seed)
@@ -328,7 +345,8 @@ class CausalLM(nn.Module):
             temperature: logits are divided by it; 0 = the most likely token.
             top_k: draw from the k most likely tokens only.
             top_p: draw from the fewest most likely tokens whose probability reaches p.
-            stop: token ids, or sequences of token ids; a row that ends with one is finished. The stop itself is yielded.
+            stop: token ids, or sequences of token ids; a row that ends with one is finished. The stop itself is
+                yielded.
             seed: the same seed, prompt and model give the same tokens; None draws from torch's global generator.
             key_padding_mask: (B, T), True = real token.
             memory: what the model has already read before ``tokens``; it is not changed.
@@ -381,7 +399,7 @@ class CausalLM(nn.Module):
             raise ArgumentError(f"CausalLM.memory_bytes: length must not be negative, received {length}.")
         return sum(block.attention.memory_bytes(length) for block in self._blocks())
 
-    # --- looking at it -------------------------------------------------------------------------------------------------
+    # --- looking at it ----------------------------------------------------------------------------------------------
 
     def num_parameters(self) -> int:
         """Trainable numbers; a tied weight counts once."""
@@ -395,12 +413,17 @@ class CausalLM(nn.Module):
         ]
 
     def reads(self, tokens: int) -> tuple[Tensor, ...]:
-        """What each layer reads of ``tokens`` tokens, bool (T, T): layers of ``zonal.influence``, whose ``reach`` no derivative of the model leaves."""
+        """What each layer reads of ``tokens`` tokens, bool (T, T): layers of ``zonal.influence``, whose ``reach`` no
+        derivative of the model leaves.
+        """
         return tuple(block.attention.reads(tokens) for block in self._blocks())
 
     @torch.no_grad()
     def layer_inputs(self, tokens: Tensor, *, path: str = "auto") -> Iterator[tuple[int, TokenMixer, Tensor]]:
-        """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T). Without gradients."""
+        """Each layer with its number and what it is given (B, T, dim) when the model reads tokens (B, T).
+
+        Without gradients.
+        """
         records: Records = (self._embed(tokens),)
         for index, block in enumerate(self._blocks()):
             yield index, block.attention, block.mixing().charted(records)
@@ -408,7 +431,9 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def locate_nonfinite(self, tokens: Tensor, *, path: str = "auto") -> str | None:
-        """The qualified name of the first parameter, or else of the first module in reading order, that is not finite; None if all are."""
+        """The qualified name of the first parameter, or else of the first module in reading order, that is not finite;
+        None if all are.
+        """
         for name, parameter in self.named_parameters():
             if not bool(parameter.isfinite().all()):
                 return name
@@ -425,7 +450,7 @@ class CausalLM(nn.Module):
             records = self.history.kept(records, x)
         return None if bool(self._logits(self.norm(self.history(records))).isfinite().all()) else "head"
 
-    # --- files ---------------------------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights and config to one safetensors file, whole or not at all."""
@@ -439,7 +464,7 @@ class CausalLM(nn.Module):
         """
         return files.load(path, "model", lambda config: cls(ModelConfig.from_dict(config)))
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
         """What the norm is given after reading on from ``memory``, and the memory after it."""
@@ -481,9 +506,11 @@ class CausalLM(nn.Module):
     def _check_tokens(self, call: str, tokens: Tensor) -> None:
         if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
-                f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}."
+                f"CausalLM.{call}: tokens must be integers (batch, length >= 1), received {tokens.dtype} of "
+                f"shape {tuple(tokens.shape)}."
             )
-        # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding itself refuses
+        # on a GPU this would wait for the device on every step, and a traced graph would break; there the embedding
+        # itself refuses
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
@@ -517,7 +544,8 @@ class CausalLM(nn.Module):
         """(B, T) bool, where there is a target."""
         if targets.shape != tokens.shape or targets.dtype != torch.int64:
             raise ArgumentError(
-                f"CausalLM.{call}: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}."
+                f"CausalLM.{call}: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received "
+                f"{targets.dtype} of shape {tuple(targets.shape)}."
             )
         supervised = targets != IGNORE
         if bool((supervised & ((targets < 0) | (targets >= self.config.vocab_size))).any()):

@@ -24,15 +24,15 @@ class ModelConfig:
     Args:
         vocab_size: number of tokens V.
         dim: width of the residual stream.
-        layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a layer of
-            attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of their own. One line such as
-            "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
+        layers: the token mixer of each layer as a spec, for example ("mamba2", "ska(power=1)"): an operator, for a
+            layer of attention, or a recurrence such as "mamba2" or "mesanet", which have sizes and a convolution of
+            their own. One line such as "mamba2*3, ska(power=0), mamba2*3" is read as the list it stands for.
         heads: query heads of every layer of attention.
         kv_heads: key and value heads; None = ``heads``.
         head_dim: size of one head; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or the size of the head.
-        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three), "experts"
-            (``MixtureOfExperts``, of SwiGLUs), or "none" for layers of attention alone.
+        mlp: "swiglu", "koopman" (``KoopmanMLP``, two matrices where a SwiGLU has three), "koopman-gated" (three),
+            "experts" (``MixtureOfExperts``, of SwiGLUs), or "none" for layers of attention alone.
         mlp_ratio: hidden size of the mlp, or of each expert, over dim; rounded up to a multiple of 8.
         rotary: rotary positions in every layer of attention.
         rotary_base: their wavelength base.
@@ -41,10 +41,13 @@ class ModelConfig:
         tie_embeddings: the head is the embedding.
         max_len: the length the model is meant for; informs, does not limit.
         norm_eps: ε of the norms.
-        init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 · layers).
+        init_std: standard deviation of initial weights; projections into the residual stream have init_std / √(2 ·
+            layers).
         residual: how a block's layers are composed, as in ``nn.Block``: "pre", "post", "gated" or "dense".
-        experts, experts_per_token: how many feed-forward layers a block has, and how many of them a token takes, with mlp="experts".
-        silent_tokens: tokens such as a filler that layers with ridge and Koopman read-outs read and do not store (``action_mask``); other layers take them as any.
+        experts, experts_per_token: how many feed-forward layers a block has, and how many of them a token takes, with
+            mlp="experts".
+        silent_tokens: tokens such as a filler that layers with ridge and Koopman read-outs read and do not store
+            (``action_mask``); other layers take them as any.
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -114,7 +117,8 @@ class ModelConfig:
             check(spec, self.dim)  # an unknown name or argument is refused here, not when the model is built
         if self.head_dim is None and self.dim % self.heads:
             raise ArgumentError(
-                f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of heads or give head_dim."
+                f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of "
+                "heads or give head_dim."
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ArgumentError(f"ModelConfig: kv_heads must divide heads={self.heads}, received {self.kv_heads}.")

@@ -31,13 +31,16 @@ def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Te
     least, largest = (float(value) for value in config["time_step_limit"])
     limit = None if (least, largest) == (0.0, float("inf")) else (least, largest)
     spec = (
-        f"mamba2(state={config['state_size']}, head_dim={config['head_dim']}, expand={config['expand']}, groups={config['n_groups']}, "
-        f"conv={config['conv_kernel']}, bias={config['use_bias']}, conv_bias={config['use_conv_bias']}, norm_eps={config['layer_norm_epsilon']!r}, "
+        f"mamba2(state={config['state_size']}, head_dim={config['head_dim']}, expand={config['expand']}, "
+        f"groups={config['n_groups']}, "
+        f"conv={config['conv_kernel']}, bias={config['use_bias']}, conv_bias={config['use_conv_bias']}, "
+        f"norm_eps={config['layer_norm_epsilon']!r}, "
         f"step_limit={limit!r})"
     )
     model = CausalLM(
         ModelConfig(
-            vocab_size=config["vocab_size"], dim=config["hidden_size"], layers=(spec,) * config["num_hidden_layers"], heads=1, mlp="none",
+            vocab_size=config["vocab_size"], dim=config["hidden_size"], layers=(spec,) * config["num_hidden_layers"],
+            heads=1, mlp="none",
             tie_embeddings=config["tie_word_embeddings"], norm_eps=config["layer_norm_epsilon"],
         )
     )  # fmt: skip
@@ -47,7 +50,8 @@ def mamba2_from_transformers(config: Mapping[str, Any], weights: Mapping[str, Te
         value = left.pop(name, None)
         if value is None or value.shape != target.shape:
             raise ArgumentError(
-                f"{call}: {name} of shape {tuple(target.shape)} was required, received {None if value is None else tuple(value.shape)}."
+                f"{call}: {name} of shape {tuple(target.shape)} was required, received "
+                f"{None if value is None else tuple(value.shape)}."
             )
         target.copy_(value)
 

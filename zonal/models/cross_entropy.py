@@ -19,7 +19,9 @@ def chunk_rows(vocab_size: int, dtype: torch.dtype = torch.float32) -> int:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """For each chunk of rows its place and its logits, float32 or better, all in one buffer that the caller may overwrite."""
+    """For each chunk of rows its place and its logits, float32 or better, all in one buffer that the caller may
+    overwrite.
+    """
     dtype = accumulation_dtype(hidden.dtype)
     rows = min(chunk_rows(weight.shape[0], dtype), hidden.shape[0])
     buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
@@ -43,7 +45,9 @@ def _normalise_(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """The gradient is (softmax − one-hot), linear in the incoming scalar: it is formed while the logits are there, and only scaled later."""
+    """The gradient is (softmax − one-hot), linear in the incoming scalar: it is formed while the logits are there, and
+    only scaled later.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -72,7 +76,8 @@ class _CrossEntropySum(torch.autograd.Function):
         if torch.is_grad_enabled():
             # with create_graph the second derivative would be silently zero, which once_differentiable does not catch
             raise ArgumentError(
-                "cross_entropy_sum: it is differentiable once; create_graph=True needs torch.nn.functional.cross_entropy on model(tokens)."
+                "cross_entropy_sum: it is differentiable once; create_graph=True needs "
+                "torch.nn.functional.cross_entropy on model(tokens)."
             )
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
@@ -86,8 +91,9 @@ class _CrossEntropySum(torch.autograd.Function):
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Σ_n −log softmax(W h_n)[t_n].
 
-    Logits exist for one chunk of rows at a time (64 MiB with their gradient, whatever N and V), in float32 or better. Under
-    autocast the product W h runs in the autocast dtype. Differentiable once; asking for a graph of the gradient is refused.
+    Logits exist for one chunk of rows at a time (64 MiB with their gradient, whatever N and V), in float32 or better.
+    Under autocast the product W h runs in the autocast dtype. Differentiable once; asking for a graph of the gradient
+    is refused.
 
     Args:
         hidden: (N, D).

@@ -1,4 +1,6 @@
-"""Bidirectional models: a stack of blocks in which every token sees all, tokens that merge between layers, and a classifier of images."""
+"""Bidirectional models: a stack of blocks in which every token sees all, tokens that merge between layers, and a
+classifier of images.
+"""
 
 import dataclasses
 import math
@@ -26,7 +28,8 @@ class Encoder(nn.Module):
 
     Args:
         dim: size of a token.
-        operator: one operator a layer, each an ``Operator`` or a spec; one line such as "softmax*3, sinkhorn" is read as the list it stands for.
+        operator: one operator a layer, each an ``Operator`` or a spec; one line such as "softmax*3, sinkhorn" is read
+            as the list it stands for.
         heads, kv_heads, head_dim, qk_dim, qk_norm: as in ``nn.Attention``, of every layer.
         hidden: size of the SwiGLU of each block; None = 8/3 dim, rounded up to a multiple of 8.
         merge: which tokens become one before each layer, unless a call says otherwise; None = none.
@@ -56,7 +59,8 @@ class Encoder(nn.Module):
         self.dim, self.merge = dim, merge
         self.blocks = nn.ModuleList(
             Block(
-                Attention(dim, heads, one, kv_heads=kv_heads, head_dim=head_dim, qk_dim=qk_dim, qk_norm=qk_norm, causal=False), SwiGLU(dim, hidden), eps
+                Attention(dim, heads, one, kv_heads=kv_heads, head_dim=head_dim, qk_dim=qk_dim, qk_norm=qk_norm,
+                causal=False), SwiGLU(dim, hidden), eps
             )
             for one in operators
         )  # fmt: skip
@@ -114,7 +118,8 @@ class Encoder(nn.Module):
     def _check_schedule(self, schedule: MergeSchedule | None) -> None:
         if schedule is not None and len(schedule.rates) != len(self.blocks):
             raise ArgumentError(
-                f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received {len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one."
+                f"Encoder: a schedule of one rate a layer is required, {len(self.blocks)} of them, received "
+                f"{len(schedule.rates)}. MergeSchedule.even(share, {len(self.blocks)}) makes one."
             )
 
 
@@ -129,7 +134,8 @@ class VisionConfig:
         dim, heads, qk_norm, layers: as in ``Encoder``, ``layers`` by specs.
         hidden: as in ``Encoder``.
         merge: rates of a ``MergeSchedule``, one a layer; () = none.
-        init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 · layers).
+        init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 ·
+            layers).
 
     Raises: ArgumentError naming the field, what was required and what came.
     """
@@ -180,7 +186,10 @@ class VisionConfig:
 
 @known_names
 class VisionEncoder(nn.Module):
-    """Patches, learned positions, an ``Encoder``, the mean over patches, a linear head. Dosovitskiy et al. 2021, without a class token."""
+    """Patches, learned positions, an ``Encoder``, the mean over patches, a linear head.
+
+    Dosovitskiy et al. 2021, without a class token.
+    """
 
     def __init__(self, config: VisionConfig, seed: int | None = None) -> None:
         super().__init__()
@@ -199,7 +208,9 @@ class VisionEncoder(nn.Module):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified name."""
+        """Draw all weights, and what operators draw at random; with a seed, each from a stream named by its qualified
+        name.
+        """
         std = self.config.dim**-0.5 if self.config.init_std is None else self.config.init_std
         draws = Draws(std, std * (2 * len(self.config.layers)) ** -0.5, seed)
         # a patch's numbers are of order 1: so are tokens then
@@ -220,7 +231,8 @@ class VisionEncoder(nn.Module):
         """Cross-entropy in nats, summed over images, and how many they are. labels: (B,) int64."""
         if labels.shape != images.shape[:1] or labels.dtype != torch.int64:
             raise ArgumentError(
-                f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received {labels.dtype} of shape {tuple(labels.shape)}."
+                f"VisionEncoder.loss: one int64 label an image is required, ({len(images)},), received "
+                f"{labels.dtype} of shape {tuple(labels.shape)}."
             )
         return F.cross_entropy(self(images, merge=merge, path=path).float(), labels, reduction="sum"), len(labels)
 
@@ -229,7 +241,8 @@ class VisionEncoder(nn.Module):
         size, patch = self.config.image, self.config.patch
         if images.ndim != 4 or images.shape[1:] != (self.config.channels, size, size) or not images.is_floating_point():
             raise ArgumentError(
-                f"VisionEncoder: images must be floating numbers (batch, {self.config.channels}, {size}, {size}), received {images.dtype} of shape {tuple(images.shape)}."
+                f"VisionEncoder: images must be floating numbers (batch, {self.config.channels}, {size}, "
+                f"{size}), received {images.dtype} of shape {tuple(images.shape)}."
             )
         return self.patches(F.unfold(images, patch, stride=patch).mT) + self.positions
 
@@ -243,7 +256,10 @@ class VisionEncoder(nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "VisionEncoder":
-        """The model of ``save``, on the CPU. Raises: FileFormatError when the file is missing, damaged, or not such a model."""
+        """The model of ``save``, on the CPU.
+
+        Raises: FileFormatError when the file is missing, damaged, or not such a model.
+        """
         return files.load(path, "vision model", lambda config: cls(VisionConfig.from_dict(config)))
 
 

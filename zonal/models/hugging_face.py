@@ -1,7 +1,9 @@
-"""Decoders of Hugging Face's transformers on operators of this library, in place: their weights, caches and ``generate`` stay as they are.
+"""Decoders of Hugging Face's transformers on operators of this library, in place: their weights, caches and
+``generate`` stay as they are.
 
-A layer whose weights are softmax(c q . k) gets an operator in the place of that; the default, ``nn.rewa.with_closed_gates(c)``, computes the same
-until its gates are opened. transformers is asked for when a model is converted, and by nothing else.
+A layer whose weights are softmax(c q . k) gets an operator in the place of that; the default,
+``nn.rewa.with_closed_gates(c)``, computes the same until its gates are opened. transformers is asked for when a model
+is converted, and by nothing else.
 """
 
 import dataclasses
@@ -33,21 +35,26 @@ Make = Callable[[float], Operator]
 
 
 def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed_gates) -> list[Operator]:
-    """Put an operator into every layer of attention of a model of transformers, which from then on runs on it: forward, backward and ``generate``.
+    """Put an operator into every layer of attention of a model of transformers, which from then on runs on it: forward,
+    backward and ``generate``.
 
     Args:
-        model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. Queries and keys reach the operator after their norms and rotary
-            positions, with grouped heads, padding and caches as they come. A layer with a sliding window gets the prior ``Window``.
-        operator: one for all layers, each of which gets its own copy, a row of learned numbers a head; a spec such as "sko"; or a function
-            from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose scale is open takes c; features that are drawn
-            are drawn for each layer, and a scale of keys starts as for keys whose numbers are of size one.
+        model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. Queries and keys reach the operator
+            after their norms and rotary positions, with grouped heads, padding and caches as they come. A layer with a
+            sliding window gets the prior ``Window``.
+        operator: one for all layers, each of which gets its own copy, a row of learned numbers a head; a spec such as
+            "sko"; or a function from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose
+            scale is open takes c; features that are drawn are drawn for each layer, and a scale of keys starts as for
+            keys whose numbers are of size one.
 
-    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), trained and saved with the model, as is the norm of
-    an operator that declares one (``self_attn.readout``). The declarations go to the model's config: ``save_pretrained`` writes them, ``from_pretrained``
-    here reads them, and transformers alone refuses to load such a model. A model that was converted before gets the new operators.
+    Returns: the operators by layer. They are submodules of the layers (``self_attn.operator``), trained and saved with
+    the model, as is the norm of an operator that declares one (``self_attn.readout``). The declarations go to the
+    model's config: ``save_pretrained`` writes them, ``from_pretrained`` here reads them, and transformers alone refuses
+    to load such a model. A model that was converted before gets the new operators.
 
-    Raises: ArgumentError, before anything is changed, when transformers is missing, for a model without layers of causal attention, with dropout in them, or
-    with an attention of its own, and for an operator that needs more of a layer than queries, keys and values of their size.
+    Raises: ArgumentError, before anything is changed, when transformers is missing, for a model without layers of
+    causal attention, with dropout in them, or with an attention of its own, and for an operator that needs more of a
+    layer than queries, keys and values of their size.
     """
     call = "hugging_face.convert"
     library = _transformers(call)
@@ -60,7 +67,8 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
         if layer.config._attn_implementation != NAME:
             model.set_attn_implementation(before)  # type: ignore[operator]
             raise ArgumentError(
-                f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot exchange. Models that follow its AttentionInterface are required."
+                f"{call}: {type(layer).__name__} has an attention of its own, which transformers cannot "
+                "exchange. Models that follow its AttentionInterface are required."
             )
     _install(layers, made)
     config: Any = model.config
@@ -72,13 +80,16 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
 
 
 def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
-    """A converted model that ``save_pretrained`` has written, with its operators and what they learned: the logits are those that it had.
+    """A converted model that ``save_pretrained`` has written, with its operators and what they learned: the logits are
+    those that it had.
 
     Args:
         folder: a folder, or a name that transformers finds.
-        options: for the ``from_pretrained`` of the model's class, such as ``{"dtype": torch.bfloat16}``. Operators stay in float32.
+        options: for the ``from_pretrained`` of the model's class, such as ``{"dtype": torch.bfloat16}``. Operators stay
+            in float32.
 
-    Raises: ArgumentError when transformers is missing, and for a model that was saved without operators or is of a class that transformers does not have.
+    Raises: ArgumentError when transformers is missing, and for a model that was saved without operators or is of a
+        class that transformers does not have.
     """
     call = "hugging_face.from_pretrained"
     library = _transformers(call)
@@ -87,13 +98,15 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
     written = getattr(config, NAME, None)
     if not isinstance(written, dict) or not isinstance(written.get("operators"), list):
         raise ArgumentError(
-            f"{call}: a model that was converted and saved is required; the config of {folder} holds no operators. Load it with transformers, and call hugging_face.convert(model)."
+            f"{call}: a model that was converted and saved is required; the config of {folder} holds no "
+            "operators. Load it with transformers, and call hugging_face.convert(model)."
         )
     name = (config.architectures or ["none"])[0]
     kind = getattr(library, name, None)
     if kind is None:
         raise ArgumentError(
-            f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it by its own code, and call hugging_face.convert(model)."
+            f"{call}: the config of {folder} names the class {name}, which transformers does not have. Load it "
+            "by its own code, and call hugging_face.convert(model)."
         )
 
     class Restored(kind):  # type: ignore[misc, valid-type]
@@ -107,7 +120,8 @@ def from_pretrained(folder: str | Path, options: Mapping[str, Any] = MappingProx
             declared = [Operator.from_config(each) for each in written["operators"]]
             if len(declared) != len(layers):
                 raise ArgumentError(
-                    f"{call}: an operator for each of {len(layers)} layers is required, and {folder} holds {len(declared)}. Save the model again."
+                    f"{call}: an operator for each of {len(layers)} layers is required, and {folder} holds "
+                    f"{len(declared)}. Save the model again."
                 )
             _install(
                 layers,
@@ -132,7 +146,8 @@ def operators(model: nn.Module) -> list[Operator]:
     ]
     if not found:
         raise ArgumentError(
-            f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call hugging_face.convert(model) first, or load it with hugging_face.from_pretrained."
+            f"hugging_face.operators: a converted model is required, received {type(model).__name__}. Call "
+            "hugging_face.convert(model) first, or load it with hugging_face.from_pretrained."
         )
     return found
 
@@ -160,7 +175,8 @@ def _layers(call: str, model: nn.Module) -> list[Any]:
     ]
     if not layers or not hasattr(model, "set_attn_implementation"):
         raise ArgumentError(
-            f"{call}: a model of transformers with layers of causal attention is required, received {type(model).__name__}."
+            f"{call}: a model of transformers with layers of causal attention is required, received "
+            f"{type(model).__name__}."
         )
     return layers
 
@@ -182,7 +198,8 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
     config, scale = layer.config, _scale(layer)
     if getattr(layer, "attention_dropout", 0.0) or getattr(getattr(layer, "attn_dropout", None), "p", 0.0):
         raise ArgumentError(
-            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the config's dropout of attention to 0 first."
+            f"{call}: {type(layer).__name__} drops out weights of attention, which operators do not. Set the "
+            "config's dropout of attention to 0 first."
         )
     if isinstance(operator, str):
         made = mechanisms.resolve(operator)
@@ -203,7 +220,8 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
         own = made.for_heads(*_heads(layer), dim=layer.head_dim)
     except ArgumentError as error:
         raise ArgumentError(
-            f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers a head: {error}"
+            f"{call}: operator {made.name!r} needs other queries and keys than those of {layer.head_dim} numbers "
+            f"a head: {error}"
         ) from error
     if own.score != made.score:  # it was sized here: what it draws is this layer's own
         own.start(1.0, layer.layer_idx)
@@ -211,7 +229,10 @@ def _for_layer(call: str, layer: Any, operator: Operator | str | Make) -> Operat
 
 
 def _need(operator: Operator, head_dim: int) -> str | None:
-    """What the operator asks of a layer and layers of transformers do not have, or None. A norm of what is read out is provided (``readout``)."""
+    """What the operator asks of a layer and layers of transformers do not have, or None.
+
+    A norm of what is read out is provided (``readout``).
+    """
     score = operator.score
     if operator.anchor.couples:
         return f"a bidirectional layer, and this one is causal, which {LEAK}"
@@ -224,7 +245,10 @@ def _need(operator: Operator, head_dim: int) -> str | None:
     if score.deaths:
         return f"{score.deaths} deaths of its neighbourhood behind each query and key, which the layer does not compute"
     if isinstance(score, NegativeDistance) and isinstance(score.metric, Product) and score.metric.adaptive:
-        return "logits of its own weights as the first numbers of each query, which the layer's map was not made for and rotary positions turn"
+        return (
+            "logits of its own weights as the first numbers of each query, which the layer's map was not made "
+            "for and rotary positions turn"
+        )
     if any(isinstance(prior, Decay) and prior.gated for prior in operator.prior):
         return "a decay that each token sets by a gate of the layer's input, which transformers does not hand over"
     return None
@@ -247,17 +271,20 @@ def attend(
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in a converted layer. query (B, H, T, D), key and value (B, Hkv, S, ·) with what a cache holds -> ((B, T, H, P), None).
+    """What transformers calls in a converted layer. query (B, H, T, D), key and value (B, Hkv, S, ·) with what a cache
+    holds -> ((B, T, H, P), None).
 
     attention_mask: of ``padding``, (B, S), nonzero = a real token.
 
-    Raises: ArgumentError for a layer that was not converted, and for what an operator does not know (dropout, soft caps, weights asked for, other masks).
+    Raises: ArgumentError for a layer that was not converted, and for what an operator does not know (dropout, soft
+        caps, weights asked for, other masks).
     """
     call = "hugging_face.attend"
     operator = getattr(module, "operator", None)
     if not isinstance(operator, Operator):
         raise ArgumentError(
-            f"{call}: {type(module).__name__} has no operator. Convert the model with hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained."
+            f"{call}: {type(module).__name__} has no operator. Convert the model with "
+            "hugging_face.convert(model), or load a saved one with hugging_face.from_pretrained."
         )
     given = [name for name in _UNKNOWN if others.get(name) is not None]
     if dropout or output_attentions or given or (scaling is not None and scaling != _scale(module)):
@@ -271,16 +298,19 @@ def attend(
             else f"scaling={scaling}"
         )
         raise ArgumentError(
-            f"{call}: {type(module).__name__} asks for {what}, which operators do not know. Use another attn_implementation for this model."
+            f"{call}: {type(module).__name__} asks for {what}, which operators do not know. Use another "
+            "attn_implementation for this model."
         )
     own = next((prior for prior in operator.prior if isinstance(prior, Window)), None)
     if sliding_window is not None and (own is None or own.left >= sliding_window):
         raise ArgumentError(
-            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such Window. Convert the model again."
+            f"{call}: {type(module).__name__} keeps {sliding_window} tokens, and its operator has no such "
+            "Window. Convert the model again."
         )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ArgumentError(
-            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape {tuple(attention_mask.shape)}."
+            f"{call}: a mask (batch, tokens), nonzero = a real token, is required, received shape "
+            f"{tuple(attention_mask.shape)}."
         )
     y = attention(
         query,
@@ -310,14 +340,18 @@ def padding(
     allow_is_causal_skip: bool = False,
     **others: Any,
 ) -> Tensor | None:
-    """The mask that transformers makes for converted layers: of real tokens (B, S), None where all are; operators know causality and windows by themselves.
+    """The mask that transformers makes for converted layers: of real tokens (B, S), None where all are; operators know
+    causality and windows by themselves.
 
-    Raises: ArgumentError for masks that are more than that: packed sequences, overlays, and caches with room for tokens to come.
+    Raises: ArgumentError for masks that are more than that: packed sequences, overlays, and caches with room for tokens
+        to come.
     """
     if not allow_is_causal_skip or int(q_offset) + q_length != kv_offset + kv_length:
         raise ArgumentError(
-            "hugging_face.convert: a converted model takes causal masks, windows and padding, and a cache that grows; received a mask of another kind "
-            "(packed position_ids, an overlay, a bidirectional one) or a static cache. Run sequences one a row, with the default cache."
+            "hugging_face.convert: a converted model takes causal masks, windows and padding, and a cache that "
+            "grows; received a mask of another kind "
+            "(packed position_ids, an overlay, a bidirectional one) or a static cache. Run sequences one a row, "
+            "with the default cache."
         )
     if attention_mask is None:
         return None

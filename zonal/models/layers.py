@@ -12,7 +12,8 @@ from zonal.mechanisms import spec as specs
 from zonal.nn import GatedDeltaNet, GatedKalmaNet, Mamba2, Mamba3, MesaNet, Mixture, TokenMixer
 
 _RECURRENCES: dict[str, Callable[..., TokenMixer]] = {
-    "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet, "gated_deltanet": GatedDeltaNet,
+    "mamba2": Mamba2, "mamba3": Mamba3, "mesanet": MesaNet, "gated_kalmanet": GatedKalmaNet,
+    "gated_deltanet": GatedDeltaNet,
 }  # fmt: skip
 MIXTURE = "mixture"
 LIFTED = "lifted"
@@ -46,7 +47,8 @@ def split(text: str, call: str) -> tuple[str, ...]:
             part += letter
     if depth or quote:
         raise ArgumentError(
-            f"{call}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the shell: '{text}'."
+            f"{call}: {text!r} has an unclosed {'quotation mark' if quote else 'bracket'}. Quote the list in the "
+            f"shell: '{text}'."
         )
     found.append(part.strip())
     if not all(found):
@@ -57,7 +59,8 @@ def split(text: str, call: str) -> tuple[str, ...]:
 
 
 def layer_list(text: str, call: str = "layers") -> tuple[str, ...]:
-    """One spec a layer from one line: ``"mamba2*3, ska(power=0), mamba2*3"`` → seven specs; square brackets around it are no part of it.
+    """One spec a layer from one line: ``"mamba2*3, ska(power=0), mamba2*3"`` → seven specs; square brackets around it
+    are no part of it.
 
     Raises: ArgumentError, beginning with ``call``, for what cannot be read or is repeated less than once.
     """
@@ -82,7 +85,8 @@ def is_list(text: str) -> bool:
 
 
 def layers_for(entry: str, count: int) -> tuple[str, ...]:
-    """The layers that an entry of a comparison stands for: one spec for all ``count`` layers, or a list in square brackets.
+    """The layers that an entry of a comparison stands for: one spec for all ``count`` layers, or a list in square
+    brackets.
 
     Raises: ArgumentError when a list has another length.
     """
@@ -91,13 +95,16 @@ def layers_for(entry: str, count: int) -> tuple[str, ...]:
     layers = layer_list(entry)
     if len(layers) != count:
         raise ArgumentError(
-            f"layers: {entry!r} has {len(layers)} layers, the model has {count}. Give as many, or ask for a model of {len(layers)} layers."
+            f"layers: {entry!r} has {len(layers)} layers, the model has {count}. Give as many, or ask for a "
+            f"model of {len(layers)} layers."
         )
     return layers
 
 
 def entry_of(layers: Sequence[str]) -> str:
-    """The one entry that ``layers_for`` reads as these layers: the spec they share, or a list in square brackets with repeats as *n."""
+    """The one entry that ``layers_for`` reads as these layers: the spec they share, or a list in square brackets with
+    repeats as *n.
+    """
     if len(set(layers)) == 1:
         return layers[0]
     parts = [(spec, len(list(group))) for spec, group in itertools.groupby(layers)]
@@ -105,11 +112,11 @@ def entry_of(layers: Sequence[str]) -> str:
 
 
 def mixer(spec: str, dim: int, attention: Callable[[str, int, int | None, bool], TokenMixer]) -> TokenMixer:
-    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator, on lifted queries and keys or as they are,
-    with keys that a gate weighs or without.
+    """The token mixer of a spec: a recurrence of width ``dim``, a mixture, or what ``attention`` makes of an operator,
+    on lifted queries and keys or as they are, with keys that a gate weighs or without.
 
-    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), the size that queries and keys are
-        lifted to, and whether a gate weighs the keys.
+    attention: takes a spec, among how many parts of a mixture the layer's heads are shared out (1 = none), the size
+        that queries and keys are lifted to, and whether a gate weighs the keys.
 
     Raises: ArgumentError for unknown names and arguments, and sizes that do not fit.
     """
@@ -141,23 +148,29 @@ def _mixture(parts: tuple[str, ...], hidden: int = 16) -> tuple[tuple[str, ...],
     )
     if not fits or not isinstance(hidden, int) or hidden < 1:
         raise ArgumentError(
-            f"mixture: parts must be two specs or more that are no mixtures, such as parts=('rewa', 'softmax'), and hidden >= 1, received {parts!r} and {hidden!r}."
+            "mixture: parts must be two specs or more that are no mixtures, such as parts=('rewa', 'softmax'), "
+            f"and hidden >= 1, received {parts!r} and {hidden!r}."
         )
     return tuple(parts), hidden
 
 
 def _lifted(operator: str, size: int) -> tuple[str, int]:
-    """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s ``cg_lift``."""
+    """The arguments of ``lifted(operator="ska(power=1, rank=4)", size=6)``: an operator, and ``Attention``'s
+    ``cg_lift``.
+    """
     fits = isinstance(operator, str) and specs.name_of(operator) not in (MIXTURE, LIFTED, GATED, *_RECURRENCES)
     if not fits or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ArgumentError(
-            f"lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted to are required, received {operator!r} and {size!r}."
+            "lifted: an operator, such as 'ska(power=1)', and a size >= 1 that its queries and keys are lifted "
+            f"to are required, received {operator!r} and {size!r}."
         )
     return operator, size
 
 
 def _gated(operator: str) -> str:
-    """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s ``key_gate``."""
+    """The argument of ``gated(operator="ska(power=1)")``: an operator that solves, lifted or not, and ``Attention``'s
+    ``key_gate``.
+    """
     if not isinstance(operator, str) or specs.name_of(operator) in (MIXTURE, GATED, *_RECURRENCES):
         raise ArgumentError(
             f"gated: an operator, such as 'ska(power=1)' or 'lifted(operator=…)', is required, received {operator!r}."
@@ -165,7 +178,8 @@ def _gated(operator: str) -> str:
     (inner,) = operators_in(operator)
     if not mechanisms.resolve(inner).anchor.solves:
         raise ArgumentError(
-            f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or kernel_ridge, or leave the gate out."
+            f"gated: a gate of keys is for ridge and Koopman read-outs, and {inner!r} is none. Use ska, ridge or "
+            "kernel_ridge, or leave the gate out."
         )
     return operator
 
@@ -183,7 +197,9 @@ def operators_in(spec: str) -> tuple[str, ...]:
 
 
 def check(spec: str, dim: int) -> None:
-    """Refuse a spec that no layer of width ``dim`` can be made of: a recurrence is tried, without memory for its weights."""
+    """Refuse a spec that no layer of width ``dim`` can be made of: a recurrence is tried, without memory for its
+    weights.
+    """
     name = specs.name_of(spec)
     if name in _RECURRENCES:
         with torch.device("meta"):

@@ -18,7 +18,8 @@ _SAMPLES = 16
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelMemory:
-    """The past of every layer, first layer first, as a value: each verb returns the result and leaves this memory as it was.
+    """The past of every layer, first layer first, as a value: each verb returns the result and leaves this memory as it
+    was.
 
     origin: of which weights, as ``fingerprint`` says; "" = not known.
     """
@@ -46,7 +47,7 @@ class ModelMemory:
         """The position of the next token: one number, or (B,) where rows differ."""
         return self.layers[0].position
 
-    # --- spans ---------------------------------------------------------------------------------------------------------
+    # --- spans ------------------------------------------------------------------------------------------------------
 
     def spans(self) -> tuple[Span, ...]:
         """The named spans, oldest first, with the bytes that all layers keep for them."""
@@ -68,8 +69,9 @@ class ModelMemory:
     def forget(self, span: str) -> "ModelMemory":
         """The memory without a span, in every layer.
 
-        Never having read it, exactly: for the newest span, and for one that was read apart and merged. For an older one of a text that
-        was read in one go, later tokens have seen it in the layers below, and what they keep of that stays.
+        Never having read it, exactly: for the newest span, and for one that was read apart and merged. For an older one
+        of a text that was read in one go, later tokens have seen it in the layers below, and what they keep of that
+        stays.
 
         Raises: ArgumentError for an unknown name.
         """
@@ -78,12 +80,13 @@ class ModelMemory:
     def merge(self, other: "ModelMemory", *, span: str | None = None) -> "ModelMemory":
         """The memory of two texts that were read apart: neither saw the other, and what is read next sees both.
 
-        ``span`` names all of the other's text. Raises: ArgumentError for memories of two models, names that are taken, Mamba-3 layers.
+        ``span`` names all of the other's text. Raises: ArgumentError for memories of two models, names that are taken,
+        Mamba-3 layers.
         """
         self._same_model("merge", other)
         return self._with(mine.merge(theirs, span=span) for mine, theirs in zip(self.layers, other.layers, strict=True))
 
-    # --- rows ----------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> "ModelMemory":
         """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
@@ -96,7 +99,9 @@ class ModelMemory:
 
     @staticmethod
     def stack(memories: "Sequence[ModelMemory]") -> "ModelMemory":
-        """One memory of the sequences of several, one after another, of equal length or not: users who are served together."""
+        """One memory of the sequences of several, one after another, of equal length or not: users who are served
+        together.
+        """
         if not memories:
             raise ArgumentError("ModelMemory.stack: at least one memory is required.")
         for other in memories[1:]:
@@ -109,7 +114,7 @@ class ModelMemory:
         """A memory for each sequence."""
         return tuple(self._with(layers) for layers in zip(*(layer.unbind() for layer in self.layers), strict=True))
 
-    # --- files and copies ----------------------------------------------------------------------------------------------
+    # --- files and copies -------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, whole or not at all; read it with the model's ``load_memory``."""
@@ -123,11 +128,14 @@ class ModelMemory:
         """The memory on another device. The model's operators stay where they are: move the model, too."""
         return self._with(layer.to(device) for layer in self.layers)
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         spans = [span.name for span in self.spans()]
-        return f"ModelMemory({len(self.layers)} layers, {self.batch} sequences of {self.count} tokens, {self.nbytes} bytes{f', spans {spans}' if spans else ''})"
+        return (
+            f"ModelMemory({len(self.layers)} layers, {self.batch} sequences of {self.count} tokens, "
+            f"{self.nbytes} bytes{f', spans {spans}' if spans else ''})"
+        )
 
     def _with(self, layers: Iterable[LayerMemory]) -> "ModelMemory":
         return ModelMemory(tuple(layers), self.origin)
@@ -139,7 +147,8 @@ class ModelMemory:
             )
         if len(other.layers) != len(self.layers) or (self.origin and other.origin and self.origin != other.origin):
             raise ArgumentError(
-                f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read both texts with the same weights (prefill)."
+                f"ModelMemory.{verb}: the memories come from two models, or from two states of one. Read both "
+                "texts with the same weights (prefill)."
             )
 
 

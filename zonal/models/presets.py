@@ -15,18 +15,24 @@ _MAMBA = "mamba2(state=64)"
 
 PRESETS: dict[str, ModelConfig] = {
     "echo-1M": ModelConfig(
-        vocab_size=128, dim=128, layers=(_MAMBA_1M,) * 2 + ("ska(power=2)",) * 2, heads=4, qk_dim=24, mlp_ratio=384 / 128, tie_embeddings=False
+        vocab_size=128, dim=128, layers=(_MAMBA_1M,) * 2 + ("ska(power=2)",) * 2, heads=4, qk_dim=24,
+        mlp_ratio=384 / 128, tie_embeddings=False
     ),
     "echo-50M": ModelConfig(
-        vocab_size=32000, dim=448, layers=((_MAMBA,) * 3 + ("ska(power=2)",)) * 4, heads=7, qk_dim=56, mlp="koopman", mlp_ratio=1216 / 448
+        vocab_size=32000, dim=448, layers=((_MAMBA,) * 3 + ("ska(power=2)",)) * 4, heads=7, qk_dim=56, mlp="koopman",
+        mlp_ratio=1216 / 448
     ),
     "echo-180M": ModelConfig(
-        vocab_size=32000, dim=768, layers=((_MAMBA,) * 8 + ("ska(power=2)",) + (_MAMBA,) * 7 + ("ska(power=2)",) + (_MAMBA,) * 7), heads=12, qk_dim=48,
+        vocab_size=32000, dim=768,
+        layers=((_MAMBA,) * 8 + ("ska(power=2)",) + (_MAMBA,) * 7 + ("ska(power=2)",) + (_MAMBA,) * 7), heads=12,
+        qk_dim=48,
         mlp="koopman", mlp_ratio=2048 / 768,
     ),
 }  # fmt: skip
-"""Echo, arXiv 2605.06997, sections 3.4 and 4.1 and appendix G.2: Mamba-2 with a few layers of spectral Koopman attention (rank 24, 56, 48; the library's
-own ridge and bound of keys), a SwiGLU in the small one and Koopman MLPs in the others, each of 64 ⌈8/3 dim / 64⌉ numbers."""
+"""Echo, arXiv 2605.06997, sections 3.4 and 4.1 and appendix G.2: Mamba-2 with a few layers of spectral Koopman
+attention (rank 24, 56, 48; the library's own ridge and bound of keys), a SwiGLU in the small one and Koopman MLPs in
+the others, each of 64 ⌈8/3 dim / 64⌉ numbers.
+"""
 
 _MIXERS = ("mamba", "mamba-attention")
 
@@ -39,9 +45,9 @@ def names() -> tuple[str, ...]:
 def preset(name: str, *, vocab_size: int | None = None, max_len: int | None = None) -> ModelConfig:
     """The model of a name, ``echo-50M``, or one that it is compared with, with as many parameters as that.
 
-    Endings, in this order, each after a dash: "mamba" puts the recurrence of the other layers in place of attention, "mamba-attention" softmax with
-    rotary positions; then "swiglu", "koopman" or "koopman-gated" is the mlp. A model with an ending has the mlp's hidden size that comes nearest to the
-    parameters of the model without (``matched``).
+    Endings, in this order, each after a dash: "mamba" puts the recurrence of the other layers in place of attention,
+    "mamba-attention" softmax with rotary positions; then "swiglu", "koopman" or "koopman-gated" is the mlp. A model
+    with an ending has the mlp's hidden size that comes nearest to the parameters of the model without (``matched``).
 
     Args:
         vocab_size: in place of the preset's, of the model and of those it is compared with.
@@ -103,7 +109,8 @@ def matched(config: ModelConfig, parameters: int) -> ModelConfig:
     more = round((parameters - least) / step)
     if more < 0:
         raise ArgumentError(
-            f"matched: this config has {least:,} parameters with an mlp of 8 numbers, {parameters:,} were asked for. Ask for more."
+            f"matched: this config has {least:,} parameters with an mlp of 8 numbers, {parameters:,} were asked "
+            "for. Ask for more."
         )
     return sized(8 + 8 * more)
 

@@ -30,7 +30,8 @@ class Sampler:
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
             raise ArgumentError(
-                f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received {self.temperature}."
+                f"generate: temperature must be 0 (greedy) or a finite number of at least {_COLDEST:g}, received "
+                f"{self.temperature}."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ArgumentError(f"generate: top_k must be at least 1 or None, received {self.top_k}.")

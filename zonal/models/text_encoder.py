@@ -1,4 +1,6 @@
-"""An encoder of text: every layer sees the whole of it, so that anchors which couple queries (plans, hierarchies) have a place, too."""
+"""An encoder of text: every layer sees the whole of it, so that anchors which couple queries (plans, hierarchies) have
+a place, too.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,8 @@ class TextEncoder(nn.Module):
 
     Args:
         config: as of ``CausalLM``. Layers must be operators: recurrences and short convolutions read in one direction.
-        seed: of the initial weights, each drawn from a stream named by its qualified name; None = torch's global generator.
+        seed: of the initial weights, each drawn from a stream named by its qualified name; None = torch's global
+            generator.
 
     Raises: ArgumentError for layers that read in one direction.
     """
@@ -31,7 +34,9 @@ class TextEncoder(nn.Module):
         one_way = [spec for spec in config.layers if operators_in(spec) != (spec,)]
         if one_way or any(config.conv_widths):
             raise ArgumentError(
-                f"TextEncoder: layers must see both ways, which {one_way[0] if one_way else f'conv={config.conv}'} does not. Use operators such as 'softmax' or 'sinkhorn' in layers, and conv=0."
+                "TextEncoder: layers must see both ways, which "
+                f"{one_way[0] if one_way else f'conv={config.conv}'} does not. Use operators such as 'softmax' "
+                "or 'sinkhorn' in layers, and conv=0."
             )
         if config.silent_tokens:
             raise ArgumentError(
@@ -43,7 +48,8 @@ class TextEncoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 Attention(
-                    config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.size_of_head, qk_dim=config.qk_dim, rotary=rotary,
+                    config.dim, config.heads, spec, kv_heads=config.kv_heads, head_dim=config.size_of_head,
+                    qk_dim=config.qk_dim, rotary=rotary,
                     qk_norm=config.qk_norm, causal=False,
                 ),
                 mlp_of(config),
@@ -85,7 +91,8 @@ class TextEncoder(nn.Module):
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
             raise ArgumentError(
-                f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape {tuple(tokens.shape)}."
+                f"TextEncoder: tokens must be integers (batch, length >= 1), received {tokens.dtype} of shape "
+                f"{tuple(tokens.shape)}."
             )
         records: Records = (self.embedding(tokens),)
         for block in self.blocks:
@@ -125,10 +132,13 @@ class TextEncoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> tuple[Tensor, int]:
-        """Cross-entropy where ``targets`` (B, T) is not -100: the sum in nats and the number of such positions, as in ``CausalLM.loss``."""
+        """Cross-entropy where ``targets`` (B, T) is not -100: the sum in nats and the number of such positions, as in
+        ``CausalLM.loss``.
+        """
         if targets.shape != tokens.shape or targets.dtype != torch.int64:
             raise ArgumentError(
-                f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received {targets.dtype} of shape {tuple(targets.shape)}."
+                f"TextEncoder.loss: targets must be int64 of the shape of tokens {tuple(tokens.shape)}, received "
+                f"{targets.dtype} of shape {tuple(targets.shape)}."
             )
         supervised = targets != _UNSUPERVISED
         rows = self.hidden(tokens, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path)[supervised]

@@ -1,4 +1,6 @@
-"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary positions, feed-forward layers, stages and the block, and the merging of tokens."""
+"""Layers: attention with any operator, Mamba-2 and Mamba-3, MesaNet, Gated KalmaNet, Gated DeltaNet, norms, rotary
+positions, feed-forward layers, stages and the block, and the merging of tokens.
+"""
 
 from zonal.nn import rewa
 from zonal.nn.attention import Attention
@@ -23,6 +25,8 @@ from zonal.nn.stage import DenseSkip, GatedResidual, Latest, PostNorm, Records, 
 from zonal.nn.topology import deaths
 
 __all__ = [
-    "Attention", "Block", "CGLift", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm", "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
-    "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual", "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
+    "Attention", "Block", "CGLift", "DenseSkip", "Draws", "GatedDeltaNet", "GatedKalmaNet", "GatedNorm",
+    "GatedResidual", "KoopmanMLP", "Latest", "LayerMemory", "Mamba2", "Mamba3",
+    "MergeSchedule", "Merged", "MesaNet", "Mixture", "MixtureOfExperts", "PostNorm", "RMSNorm", "Records", "Residual",
+    "Rotary", "ShortConvolution", "Stage", "SwiGLU", "TokenMixer", "deaths", "rewa",
 ]  # fmt: skip

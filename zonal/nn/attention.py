@@ -36,18 +36,19 @@ class Attention(TokenMixer):
     Args:
         dim: size of x and y.
         heads: H query heads.
-        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter row a head. With
-            rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
+        operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter
+            row a head. With rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
         head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
         rotary: rotary positions on q and k; a ``Rotary`` is shared with whoever else holds it.
         qk_norm: RMSNorm on q and on k, per head, one gain of size qk_dim each.
-        readout_norm: RMSNorm on what the operator returns: "head" over each head with one gain shared by the heads, "concat"
-            over all heads at once, None for none; "auto" takes what the operator declares.
+        readout_norm: RMSNorm on what the operator returns: "head" over each head with one gain shared by the heads,
+            "concat" over all heads at once, None for none; "auto" takes what the operator declares.
         readout_eps: ε of that norm.
         conv: width of the short convolution of x before the projections; 0 = none.
-        key_gate: a learned gate a token and key head, by which the key is stored weakly or strongly (ridge and Koopman read-outs only).
+        key_gate: a learned gate a token and key head, by which the key is stored weakly or strongly (ridge and Koopman
+            read-outs only).
         init: how the projections start; "auto" takes what the operator declares (``reset_parameters`` has them).
         cg_lift: size r of queries and keys after a ``CGLift`` (behind norms and rotary positions); None = no lift.
         bias: biases in the four projections.
@@ -85,7 +86,8 @@ class Attention(TokenMixer):
         if head_dim is None:
             if dim % heads:
                 raise ArgumentError(
-                    f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads or pass head_dim."
+                    f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
+                    "or pass head_dim."
                 )
             head_dim = dim // heads
         if head_dim < 1:
@@ -114,26 +116,31 @@ class Attention(TokenMixer):
         self.operator.score.check_values(head_dim)
         if causal and self.operator.anchor.couples:
             raise ArgumentError(
-                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, causal=True {LEAK}; pass causal=False for an encoder."
+                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, "
+                f"causal=True {LEAK}; pass causal=False for an encoder."
             )
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
         if self.init != "default" and max(qk_dim, head_dim if self.init == "orthogonal" else 0) > dim:
             raise ArgumentError(
-                f"nn.Attention: projections that start orthogonal need heads of at most dim={dim} numbers, received qk_dim={qk_dim} and head_dim={head_dim}. "
-                "Choose smaller ones (a key of more than dim numbers has no more than dim directions), or init='default'."
+                f"nn.Attention: projections that start orthogonal need heads of at most dim={dim} numbers, "
+                f"received qk_dim={qk_dim} and head_dim={head_dim}. "
+                "Choose smaller ones (a key of more than dim numbers has no more than dim directions), or "
+                "init='default'."
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
         if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
             raise ArgumentError(
-                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior lets them go. Drop the prior, or the neighbours."
+                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "
+                "lets them go. Drop the prior, or the neighbours."
             )
         one_map = self.operator.score.one_map
         if one_map and kv_heads != heads:
             raise ArgumentError(
-                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, received kv_heads={kv_heads}."
+                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, "
+                f"received kv_heads={kv_heads}."
             )
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
         self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
@@ -152,7 +159,8 @@ class Attention(TokenMixer):
         self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
         if key_gate and not self.operator.anchor.solves:
             raise ArgumentError(
-                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} is none. Use m.ska() or m.ridge(), or leave it out."
+                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} "
+                "is none. Use m.ska() or m.ridge(), or leave it out."
             )
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
         self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
@@ -177,10 +185,12 @@ class Attention(TokenMixer):
         return self.operator.anchor.solves
 
     def reset_parameters(self, draws: Draws) -> None:
-        """Draw all weights, and start a score whose size had been left open to the layer; what else the operator learns keeps the values it declares.
+        """Draw all weights, and start a score whose size had been left open to the layer; what else the operator learns
+        keeps the values it declares.
 
-        With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes nothing, W_O = 0, so that it
-        joins a residual stream without a jolt; with "zero_output" the values are drawn as usual.
+        With ``init = "orthogonal"`` queries, keys and values start orthogonal, head by head, and the layer writes
+        nothing, W_O = 0, so that it joins a residual stream without a jolt; with "zero_output" the values are drawn as
+        usual.
         """
         one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
         for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
@@ -216,7 +226,9 @@ class Attention(TokenMixer):
             self.operator.start(entry if self.lift is None else 2 * entry**2, draws.whole("operator.score"))
 
     def _entry(self, std: float) -> float:
-        """The size of one number of queries and keys at the start, before a lift, for tokens whose numbers are of size one. std: of the weights."""
+        """The size of one number of queries and keys at the start, before a lift, for tokens whose numbers are of size
+        one. std: of the weights.
+        """
         if self.key_norm is not None:
             return 1.0
         size = std * self.dim**0.5 if self.init == "default" else 1.0
@@ -254,7 +266,8 @@ class Attention(TokenMixer):
         """Attend. Arguments, result and errors are those of ``TokenMixer.forward``.
 
         action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
-        mass: (B, T) >= 0, how many equal tokens each stands for (``zonal.nn.Merged``), 0 = padding; bidirectional layers without positions of their own.
+        mass: (B, T) >= 0, how many equal tokens each stands for (``zonal.nn.Merged``), 0 = padding; bidirectional
+            layers without positions of their own.
         """
         memory = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         key_bias = None
@@ -272,9 +285,12 @@ class Attention(TokenMixer):
             v = score.carried(v, k)
         query_mass, key_mass = self._masses(inner, mass if mass is not None else key_padding_mask)
         result = attention(
-            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, path=path,
-            memory=None if memory is None else memory.memory, log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
-            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias, query_mass=query_mass, key_mass=key_mass,
+            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+            path=path,
+            memory=None if memory is None else memory.memory,
+            log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
+            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias, query_mass=query_mass,
+            key_mass=key_mass,
         )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
@@ -303,12 +319,14 @@ class Attention(TokenMixer):
 
         if self.causal or memory is not None or any(isinstance(p, Causal | ChunkCausal) for p in self.operator.prior):
             raise refuse(
-                "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier ones would read through it, and which tokens "
+                "tokens of a causal layer cannot be merged (mass): a bucket holds later tokens, which earlier "
+                "ones would read through it, and which tokens "
                 "are alike is known only when all are there. Use causal=False, or no merging."
             )
         if not isinstance(self.operator.anchor, Row | Count | Raw | PlanAnchor):
             raise refuse(
-                f"mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as often as it has tokens, and for plans, whose masses do; operator "
+                "mass is defined for the anchors Row, Count and Raw, whose sums over keys count a bucket as "
+                "often as it has tokens, and for plans, whose masses do; operator "
                 f"{self.operator.name!r} has {type(self.operator.anchor).__name__}. Use one of those, or no merging."
             )
         if (
@@ -319,7 +337,8 @@ class Attention(TokenMixer):
             or cu_seqlens is not None
         ):
             raise refuse(
-                "a bucket of tokens (mass) has no one place, which rotary positions, a short convolution, neighbourhoods, packed documents and position priors ask for. "
+                "a bucket of tokens (mass) has no one place, which rotary positions, a short convolution, "
+                "neighbourhoods, packed documents and position priors ask for. "
                 "Add positions to the input of the first layer instead, or use no merging."
             )
         if mass.shape != x.shape[:2] or not mass.is_floating_point() or key_padding_mask is not None:
@@ -329,7 +348,8 @@ class Attention(TokenMixer):
                 else f"{mass.dtype} of shape {tuple(mass.shape)}"
             )
             raise refuse(
-                f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a key_padding_mask, received {given}."
+                f"mass must be floating numbers of shape {tuple(x.shape[:2])}, with 0 for padding in place of a "
+                f"key_padding_mask, received {given}."
             )
 
     def _projected(
@@ -357,7 +377,9 @@ class Attention(TokenMixer):
         return q, k, v, inner, tail
 
     def _masses(self, inner: Tensor, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What queries give and keys receive in a plan, None = alike for all. tokens (B, T): how many each stands for, or whether it is one; 0 gives and receives nothing."""
+        """What queries give and keys receive in a plan, None = alike for all. tokens (B, T): how many each stands for,
+        or whether it is one; 0 gives and receives nothing.
+        """
         found = []
         for gate, heads in ((self.query_mass, self.heads), (self.key_mass, self.kv_heads)):
             mass = None if gate is None else gate(inner)
@@ -388,7 +410,9 @@ class Attention(TokenMixer):
     def stored_keys(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None, action_mask: Tensor | None = None
     ) -> Tensor:
-        """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score, weighed, zero where nothing is stored."""
+        """The keys of x (B, T, dim) as the operator's memory takes them in, (B, Hkv, T, r): prepared by its score,
+        weighed, zero where nothing is stored.
+        """
         x = self._real(x, key_padding_mask)
         _, k, v, inner, _ = self._projected(x, None, key_padding_mask, None)
         k = self.operator.score.prepare_key(k, self.operator.bind(self.heads, self.kv_heads).score_params)
@@ -396,7 +420,9 @@ class Attention(TokenMixer):
         return k if key_padding_mask is None else k.masked_fill(~key_padding_mask[:, None, :, None], 0)
 
     def evidence(self, x: Tensor) -> Tensor:
-        """log K (B, H, T, T) of x (B, T, dim) in float64, with its prior; -inf where a pair is forbidden or K is 0. Without gradients.
+        """log K (B, H, T, T) of x (B, T, dim) in float64, with its prior; -inf where a pair is forbidden or K is 0.
+
+        Without gradients.
 
         A pair that ``TopK`` leaves out is forbidden.
 
@@ -408,7 +434,8 @@ class Attention(TokenMixer):
         """``evidence``, of the call that ``called`` has made."""
         if not self.operator.tags.positive:
             raise ArgumentError(
-                f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has no logarithm. Its link would have to be a positive one."
+                f"nn.Attention.evidence: the kernel of operator {self.operator.name!r} may be negative, and has "
+                "no logarithm. Its link would have to be a positive one."
             )
         with torch.no_grad():
             block, visible = definition.evidence(
@@ -419,9 +446,13 @@ class Attention(TokenMixer):
             return block.masked_fill(block < anchor.least(block), float("-inf")) if isinstance(anchor, TopK) else block
 
     def weights(self, x: Tensor) -> Tensor:
-        """W (B, H, T, T) of x (B, T, dim) in float64: what the operator multiplies values by, from the definition, for every anchor. Without gradients.
+        """W (B, H, T, T) of x (B, T, dim) in float64: what the operator multiplies values by, from the definition, for
+        every anchor.
 
-        The read-out is W times the values (of key heads repeated for their queries, and carried where the score carries them), before norm and output map.
+        Without gradients.
+
+        The read-out is W times the values (of key heads repeated for their queries, and carried where the score carries
+        them), before norm and output map.
         """
         with torch.no_grad():
             call = self.called(x)
@@ -429,12 +460,15 @@ class Attention(TokenMixer):
 
     @torch.no_grad()
     def called(self, x: Tensor) -> Call:
-        """The operator's call on x (B, T, dim) in float64, with the layer's gates and masses, and the unit vectors of R^T for values."""
+        """The operator's call on x (B, T, dim) in float64, with the layer's gates and masses, and the unit vectors of
+        R^T for values.
+        """
         q, k, _, inner, _ = self._projected(x, None, None, None)
         units = torch.eye(x.shape[1], dtype=torch.float64, device=x.device).expand(x.shape[0], self.kv_heads, -1, -1)
         query_mass, key_mass = self._masses(inner, None)
         return prepare(
-            self.operator, q.double(), k.double(), units, causal=self.causal, log_decay=None if self.decay_gate is None else self.decay_gate(inner),
+            self.operator, q.double(), k.double(), units, causal=self.causal,
+            log_decay=None if self.decay_gate is None else self.decay_gate(inner),
             key_gate=None if self.key_gate is None else self.key_gate(inner), query_mass=query_mass, key_mass=key_mass,
         )  # fmt: skip
 
@@ -467,4 +501,7 @@ class Attention(TokenMixer):
         return self.output(y)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, qk_dim={self.qk_dim}, readout_norm={self.readout_norm}"
+        return (
+            f"{self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"qk_dim={self.qk_dim}, readout_norm={self.readout_norm}"
+        )

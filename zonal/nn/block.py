@@ -25,14 +25,16 @@ FeedForward = SwiGLU | KoopmanMLP | MixtureOfExperts
 
 @known_names
 class Block(nn.Module):
-    """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp. Or another composition of the same stages (``zonal.nn.stage``).
+    """x ← x + attention(norm(x)); then x ← x + mlp(norm(x)) where there is an mlp.
+
+    Or another composition of the same stages (``zonal.nn.stage``).
 
     Args:
         attention: the token mixer, an ``Attention`` or a recurrence such as ``Mamba2``; its ``dim`` is the block's.
         mlp: the feed-forward layer, or None for a block of the mixer alone.
         eps: ε of the two norms.
-        residual: "pre"; "post", x ← norm(x + attention(x)); "gated", x ← x + gate(x) ⊙ attention(norm(x)); "dense", "pre" on a learned sum of all
-            records so far, x being the embedding and what each earlier block left.
+        residual: "pre"; "post", x ← norm(x + attention(x)); "gated", x ← x + gate(x) ⊙ attention(norm(x)); "dense",
+            "pre" on a learned sum of all records so far, x being the embedding and what each earlier block left.
         records: for "dense", how many those are: the block's place in its model, from 1.
     """
 
@@ -108,15 +110,18 @@ class Block(nn.Module):
         mass: Tensor | None = None,
         action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or asked for, as in ``TokenMixer``; mass as in ``Attention``.
+        """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or
+        asked for, as in ``TokenMixer``; mass as in ``Attention``.
 
-        action_mask: (B, T), False = a ridge or Koopman read-out of this block reads the token and does not store it; other mixers have no such choice.
+        action_mask: (B, T), False = a ridge or Koopman read-out of this block reads the token and does not store it;
+            other mixers have no such choice.
         """
         mixer = self.attention
         if mass is not None:
             if not isinstance(mixer, Attention):
                 raise ArgumentError(
-                    f"nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a {type(mixer).__name__}. Merge nothing before it."
+                    "nn.Block: mass (of merged tokens) is for a layer of Attention, and this one is a "
+                    f"{type(mixer).__name__}. Merge nothing before it."
                 )
             mixer = functools.partial(mixer, mass=mass)
         if action_mask is not None and self.attention.chooses:

@@ -1,4 +1,6 @@
-"""Which layers run the compiled kernels around a recurrence (the short convolution, the gated norm), and how a layer's call becomes one."""
+"""Which layers run the compiled kernels around a recurrence (the short convolution, the gated norm), and how a layer's
+call becomes one.
+"""
 
 import warnings
 

@@ -14,7 +14,10 @@ from zonal.nn.positions import check_masks, document_index, document_positions
 
 
 def _windows(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-    """Every full window of x (B, T, C) under taps (C, w), oldest first. As an image of height 1 with its channels last, x needs no copy."""
+    """Every full window of x (B, T, C) under taps (C, w), oldest first.
+
+    As an image of height 1 with its channels last, x needs no copy.
+    """
     with torch.autocast(x.device.type, enabled=False):
         return (
             F.conv2d(x.transpose(1, 2).unsqueeze(2), taps[:, None, None], bias, groups=x.shape[2])
@@ -24,7 +27,9 @@ def _windows(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Filter(torch.autograd.Function):
-    """``_windows`` with a backward of its own: torch's, of a convolution a channel, takes several times as long on a CPU."""
+    """``_windows`` with a backward of its own: torch's, of a convolution a channel, takes several times as long on a
+    CPU.
+    """
 
     generate_vmap_rule = True
 
@@ -53,15 +58,16 @@ class _Filter(torch.autograd.Function):
 class ShortConvolution(nn.Module):
     """y_t = Σ_{i<w} a_i ⊙ x_{t−i} (+ b), one filter a channel, optionally followed by SiLU.
 
-    The tokens before the first come from ``tail`` (w − 1 tokens, zeros for a new sequence). One pass over a sequence, many
-    passes over its pieces and one pass a token give the same values. A padded token does not exist: it neither enters a
-    window nor takes a place in the tail, and its own output is zero. Packed documents do not see each other.
+    The tokens before the first come from ``tail`` (w − 1 tokens, zeros for a new sequence). One pass over a sequence,
+    many passes over its pieces and one pass a token give the same values. A padded token does not exist: it neither
+    enters a window nor takes a place in the tail, and its own output is zero. Packed documents do not see each other.
 
-    Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters q, k and v
-    after their projections, with SiLU, without bias. Here the layer input is filtered, without bias and without activation
-    unless asked for. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
+    Where the field differs: zoology's ``BaseConv`` filters the layer input with a bias and no activation; fla filters
+    q, k and v after their projections, with SiLU, without bias. Here the layer input is filtered, without bias and
+    without activation unless asked for. Both start from torch's default for Conv1d, U(−1/√w, 1/√w), and so does this.
 
-    In float32 on a CPU more than one token goes through a compiled kernel, forward and backward (``ZONAL_KERNELS=off``: torch).
+    In float32 on a CPU more than one token goes through a compiled kernel, forward and backward (``ZONAL_KERNELS=off``:
+    torch).
 
     Args:
         dim: channels.
@@ -131,13 +137,17 @@ class ShortConvolution(nn.Module):
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """``forward`` with y in up to three parts of ``sizes`` channels, the first as (B, T, heads, size / heads): each is written and gets its
-        gradient where it is used. Other arguments and errors are those of ``forward``."""
+        """``forward`` with y in up to three parts of ``sizes`` channels, the first as (B, T, heads, size / heads): each
+        is written and gets its gradient where it is used.
+
+        Other arguments and errors are those of ``forward``.
+        """
         if x.dim() != 3 or x.shape[2] != self.dim:
             raise ArgumentError(f"ShortConvolution: x must be (batch, tokens, {self.dim}), received {tuple(x.shape)}.")
         if not 1 <= len(sizes) <= 3 or sum(sizes) != self.dim or sizes[0] % heads:
             raise ArgumentError(
-                f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of heads; received {sizes}, {heads}."
+                f"ShortConvolution: sizes must be 1 to 3 numbers that sum to {self.dim}, the first a multiple of "
+                f"heads; received {sizes}, {heads}."
             )
         batch, length, _ = x.shape
         check_masks("ShortConvolution", batch, length, key_padding_mask, cu_seqlens)

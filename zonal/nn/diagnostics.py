@@ -17,8 +17,9 @@ from zonal.nn.attention import Attention
 class LayerDiagnostics:
     """What a layer has of some inputs when it has read them all.
 
-    state: of its sums, (B, Hkv). leverage (B, Hkv, T): z A^-1 z of each token's key, whose sum is ``state.used`` where nothing fades; what has faded
-    since is not taken off. lengths (B, Hkv, T): |z|, of keys as they are stored (limited and gated).
+    state: of its sums, (B, Hkv). leverage (B, Hkv, T): z A^-1 z of each token's key, whose sum is ``state.used`` where
+    nothing fades; what has faded since is not taken off. lengths (B, Hkv, T): |z|, of keys as they are stored (limited
+    and gated).
     """
 
     state: RidgeDiagnostics
@@ -28,7 +29,8 @@ class LayerDiagnostics:
 
 @torch.no_grad()
 def of_memory(memory: Memory) -> RidgeDiagnostics:
-    """The diagnostics of a memory of ridge statistics, one that fades or not; tokens that wait for their chunk to end are in it.
+    """The diagnostics of a memory of ridge statistics, one that fades or not; tokens that wait for their chunk to end
+    are in it.
 
     Raises: ArgumentError for another kind of memory.
     """
@@ -40,7 +42,8 @@ def _sums(memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
     """(G, G + the ridge, M)."""
     if not isinstance(memory, RidgeStatistics | FadingStatistics):
         raise ArgumentError(
-            f"diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one of kind {memory.kind!r}."
+            "diagnostics: a memory of ridge statistics is required (of mechanisms.ridge or ska), received one "
+            f"of kind {memory.kind!r}."
         )
     bound = memory.operator.bind(memory.form.heads, memory.form.heads)
     if isinstance(memory, FadingStatistics):

@@ -1,4 +1,6 @@
-"""What the heads of a trained layer make of some inputs: how much of a score no one sees, how much is the keys' own, and how few numbers do for the rest."""
+"""What the heads of a trained layer make of some inputs: how much of a score no one sees, how much is the keys' own,
+and how few numbers do for the rest.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -23,12 +25,15 @@ from zonal.theory.probe import Observed, Probe
 class HeadForm:
     """Of one head's log evidence log K = rows + columns + interaction, over all sequences.
 
-    rows, columns, interaction: shares of its energy about its mean, of sum 1. gauge: the share that the weights do not see, by the anchor's own probe: rows
-    for anchors that divide by a row's sum, rows and columns for balanced plans, none for Count and Raw. explained: of the interaction's energy, by rank.
-    spectrum: of that energy, the share of each singular value, zeros standing at forbidden pairs, where what is fitted to the allowed ones explains more.
-    uniform, by_columns, by_rank: nats by which a query's weights differ, on average, from those that the anchor makes of the row field alone (equal ones, but
-    for plans under a mask), of the column field too, and of the dot product of each rank as well (``probe.divergence``). refined: the last, with form and dot
-    product fitted to the weights; empty where that was not asked for, and for plans.
+    rows, columns, interaction: shares of its energy about its mean, of sum 1. gauge: the share that the weights do not
+    see, by the anchor's own probe: rows for anchors that divide by a row's sum, rows and columns for balanced plans,
+    none for Count and Raw. explained: of the interaction's energy, by rank.
+    spectrum: of that energy, the share of each singular value, zeros standing at forbidden pairs, where what is fitted
+        to the allowed ones explains more.
+    uniform, by_columns, by_rank: nats by which a query's weights differ, on average, from those that the anchor makes
+    of the row field alone (equal ones, but for plans under a mask), of the column field too, and of the dot product of
+    each rank as well (``probe.divergence``). refined: the last, with form and dot product fitted to the weights; empty
+    where that was not asked for, and for plans.
     """
 
     rows: float
@@ -44,7 +49,9 @@ class HeadForm:
 
 
 class HeadMaps(NamedTuple):
-    """One head on one sequence, (T, T) each, -inf where a pair is forbidden: log K, its interaction, the dot product of a rank that is nearest to that, and the layer's weights."""
+    """One head on one sequence, (T, T) each, -inf where a pair is forbidden: log K, its interaction, the dot product of
+    a rank that is nearest to that, and the layer's weights.
+    """
 
     evidence: Tensor
     interaction: Tensor
@@ -84,13 +91,22 @@ class _PlanProbe(Probe):
 
 
 def refusal(operator: Operator) -> str | None:
-    """Why heads of this operator have no form: no logarithm, or an anchor that is no probe of single pairs. None: they have one."""
+    """Why heads of this operator have no form: no logarithm, or an anchor that is no probe of single pairs.
+
+    None: they have one.
+    """
     if not operator.tags.positive:
         return f"the kernel of {operator.spec} may be negative"
     if operator.tags.solves:
-        return f"the weights of {operator.spec} solve with the kernel among keys, and no probe of its queries' kernel gives them"
+        return (
+            f"the weights of {operator.spec} solve with the kernel among keys, and no probe of its queries' "
+            "kernel gives them"
+        )
     if not isinstance(operator.anchor, Row | TopK | Count | Raw | PlanAnchor):
-        return f"the anchor of {operator.spec}, {type(operator.anchor).__name__}, ties the weights of blocks, and no probe of single pairs gives them"
+        return (
+            f"the anchor of {operator.spec}, {type(operator.anchor).__name__}, ties the weights of blocks, "
+            "and no probe of single pairs gives them"
+        )
     return None
 
 
@@ -98,7 +114,8 @@ def refusal(operator: Operator) -> str | None:
 def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refine: int = 0) -> list[HeadForm]:
     """The form of each head after inputs x (B, T, dim). ranks: rising. refine: steps of ``probe.refined``, 0 = none.
 
-    Under a mask, a causal one too, the rank is fitted to the allowed pairs (``probe.normal_form``), which shows at least what is explained.
+    Under a mask, a causal one too, the rank is fitted to the allowed pairs (``probe.normal_form``), which shows at
+    least what is explained.
 
     Raises: ArgumentError for ranks that do not rise or exceed T, and for operators that ``refusal`` names.
     """
@@ -107,7 +124,8 @@ def forms(layer: Attention, x: Tensor, ranks: Sequence[int] = (1, 2, 4), *, refi
     rising = len(ranks) > 0 and all(a < b for a, b in itertools.pairwise(ranks)) and ranks[-1] <= x.shape[1]
     require(
         rising,
-        f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, received {tuple(ranks)}.",
+        f"nn.evidence.forms: one or more rising ranks up to the number of tokens, {x.shape[1]}, are required, "
+        f"received {tuple(ranks)}.",
     )
     _check(layer, "forms")
     call = layer.called(x)
@@ -182,9 +200,11 @@ def _form(log_kernel: Tensor, seen: Probe, ranks: Sequence[int], refine: int) ->
     def apart(model: Tensor) -> float:
         return float(probe.divergence(log_kernel, model, seen)[~log_kernel.isneginf().all(-1)].mean())
 
+    energy = interaction.sum()
+    explained = [float((form.explained * interaction).sum() / energy) if bool(energy > 0) else 1.0 for form in made]
     return HeadForm(
         *shares, gauge=(rows if seen.left else 0.0) + (columns if seen.right else 0.0),
-        explained=tuple(float((form.explained * interaction).sum() / interaction.sum()) if bool(interaction.sum() > 0) else 1.0 for form in made),
+        explained=tuple(explained),
         spectrum=tuple((values / values.sum().clamp_min(1e-300)).tolist()),
         uniform=apart(alone), by_columns=apart(fields), by_rank=tuple(apart(form.scores) for form in made),
         refined=tuple(apart(form.scores) for form in better),

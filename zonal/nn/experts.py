@@ -11,18 +11,22 @@ from zonal.theory.update import Conditional
 
 
 class MixtureOfExperts(nn.Module):
-    """y_t = Σ_e g_te E_e(x_t), E_e a SwiGLU, g_t the softmax of W_r x_t over its ``top`` largest entries and 0 elsewhere: a conditional on experts.
+    """y_t = Σ_e g_te E_e(x_t), E_e a SwiGLU, g_t the softmax of W_r x_t over its ``top`` largest entries and 0
+    elsewhere: a conditional on experts.
 
-    Each expert runs on the tokens that take it, and no token is ever dropped: tokens do not meet, so that one at a time and all at once are the same (but
-    where two entries of W_r x are equal up to rounding). Nothing balances the experts; ``load`` says how they are used.
+    Each expert runs on the tokens that take it, and no token is ever dropped: tokens do not meet, so that one at a time
+    and all at once are the same (but where two entries of W_r x are equal up to rounding). Nothing balances the
+    experts; ``load`` says how they are used.
 
     Args:
         dim: input and output size.
         hidden: size between, of each expert.
         experts: E, how many.
-        top: how many of them a token takes, at least 2: the share of one alone would be 1, and nothing would teach W_r. E = all of them.
+        top: how many of them a token takes, at least 2: the share of one alone would be 1, and nothing would teach W_r.
+            E = all of them.
 
-    Source: Shazeer et al. 2017, arXiv 1701.06538, with the softmax after the choice as in Jiang et al. 2024, arXiv 2401.04088.
+    Source: Shazeer et al. 2017, arXiv 1701.06538, with the softmax after the choice as in Jiang et al. 2024, arXiv
+        2401.04088.
 
     Raises: ArgumentError for sizes that do not fit.
     """
@@ -31,7 +35,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if min(dim, hidden) < 1 or not 2 <= top <= experts:
             raise ArgumentError(
-                f"nn.MixtureOfExperts: required dim and hidden >= 1 and 2 <= top <= experts, received dim={dim}, hidden={hidden}, experts={experts}, top={top}."
+                f"nn.MixtureOfExperts: required dim and hidden >= 1 and 2 <= top <= experts, received dim={dim}, "
+                f"hidden={hidden}, experts={experts}, top={top}."
             )
         self.dim, self.experts, self.top = dim, experts, top
         self.router = nn.Linear(dim, experts, bias=False)
@@ -59,7 +64,9 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def load(self, x: Tensor) -> Tensor:
-        """Of all that tokens take, the part that each expert gets: (E,), of sum 1; 1 / E each where they are used alike."""
+        """Of all that tokens take, the part that each expert gets: (E,), of sum 1; 1 / E each where they are used
+        alike.
+        """
         index, _ = self.chosen(x)
         return torch.bincount(index.flatten(), minlength=self.experts) / index.numel()
 
@@ -77,7 +84,9 @@ class MixtureOfExperts(nn.Module):
         return torch.zeros_like(flat).index_add(0, token, y).view(x.shape)
 
     def dense(self, x: Tensor) -> Tensor:
-        """The definition: every expert on every token, and the conditional of the shares. x (..., dim) -> (..., dim)."""
+        """The definition: every expert on every token, and the conditional of the shares. x (..., dim) -> (...,
+        dim).
+        """
         shares = Conditional(self.shares(x))
         values = torch.stack([self._expert(x, each) for each in range(self.experts)], -2)
         return shares(values.to(shares.weights.dtype)).to(x.dtype)

@@ -1,8 +1,9 @@
 """Sums of outer products that fade, in blocks of plain torch: S_t = e^{g_t} S_{t-1} + k_t v_t^T for all tokens at once.
 
-Within a block every pair of tokens is weighed by what is left between them, before the block its first state is read; so a
-state is kept a block, never a token. Decays stay logarithms (float64) until two of them are subtracted: no weight is divided
-by a decay, and a log decay of ``RESET`` forgets all that came before, which is how packed documents start afresh.
+Within a block every pair of tokens is weighed by what is left between them, before the block its first state is read;
+so a state is kept a block, never a token. Decays stay logarithms (float64) until two of them are subtracted: no weight
+is divided by a decay, and a log decay of ``RESET`` forgets all that came before, which is how packed documents start
+afresh.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ def uncut(x: Tensor, length: int) -> Tensor:
 class Decays:
     """What is left of the past within blocks of C tokens, from log decays.
 
-    reach: (B, H, n, C, 1), of the state before the block, at each token. near: (B, H, n, C, C), of token j at token i >= j,
-    zero above the diagonal. rest: (B, H, n, C, 1), of each token at the block's end.
+    reach: (B, H, n, C, 1), of the state before the block, at each token. near: (B, H, n, C, C), of token j at token i
+    >= j, zero above the diagonal. rest: (B, H, n, C, 1), of each token at the block's end.
     """
 
     reach: Tensor
@@ -52,7 +53,8 @@ class Decays:
 class FadingSums:
     """S at every token, from what ``of`` makes of keys (B, H, T, N) and values (B, H, T, M).
 
-    keys (B, H, n, C, N), values (B, H, n, C, M), decays; states: (B, H, n, N, M), S before each block; last: (B, H, N, M).
+    keys (B, H, n, C, N), values (B, H, n, C, M), decays; states: (B, H, n, N, M), S before each block; last: (B, H, N,
+    M).
     """
 
     keys: Tensor

@@ -1,4 +1,6 @@
-"""What MesaNet, Gated KalmaNet and Gated DeltaNet share: projections, convolution, gates and read-out around one matrix a head."""
+"""What MesaNet, Gated KalmaNet and Gated DeltaNet share: projections, convolution, gates and read-out around one matrix
+a head.
+"""
 
 import abc
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ _BLOCK = 64
 
 
 class Mixed(NamedTuple):
-    """y (B, H, T, P), the matrix after the last token, and the key and the value whose product each token has added to it."""
+    """y (B, H, T, P), the matrix after the last token, and the key and the value whose product each token has added to
+    it.
+    """
 
     y: Tensor
     state: Tensor
@@ -35,12 +39,13 @@ class Mixed(NamedTuple):
 class FastWeights(TokenMixer):
     """y_t from a matrix a head that fades and is written at each token; keys and queries have norm 1.
 
-    [q, k, v, z, …] = W_I x; q and k (and v where ``convolves_values``) pass a causal depthwise convolution and SiLU, then q and
-    k are divided by their norms. A read-out y (P numbers a head) is normed head by head with one gain of size P, multiplied by
-    SiLU(z) where ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each with keys of its own.
+    [q, k, v, z, …] = W_I x; q and k (and v where ``convolves_values``) pass a causal depthwise convolution and SiLU,
+    then q and k are divided by their norms. A read-out y (P numbers a head) is normed head by head with one gain of
+    size P, multiplied by SiLU(z) where ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each
+    with keys of its own.
 
-    The matrices are a ``zonal.Memory`` of sums that fade. Every path is the same recurrence in blocks: of 64 tokens ("auto",
-    "chunked"), of one ("streaming"), of all ("dense").
+    The matrices are a ``zonal.Memory`` of sums that fade. Every path is the same recurrence in blocks: of 64 tokens
+    ("auto", "chunked"), of one ("streaming"), of all ("dense").
     """
 
     gated: ClassVar[bool] = True
@@ -61,7 +66,7 @@ class FastWeights(TokenMixer):
         self.norm = RMSNorm(head_dim, norm_eps)
         self.output = nn.Linear(inner, dim, bias=False)
 
-    # --- what a layer provides ------------------------------------------------------------------------------------------
+    # --- what a layer provides --------------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -74,7 +79,9 @@ class FastWeights(TokenMixer):
 
     @abc.abstractmethod
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """From ``gates`` numbers a token and head, each (B, H, T): log decay <= 0 and how strongly a token is written, 0 … 1."""
+        """From ``gates`` numbers a token and head, each (B, H, T): log decay <= 0 and how strongly a token is written,
+        0 … 1.
+        """
 
     @abc.abstractmethod
     def _mix(
@@ -90,7 +97,7 @@ class FastWeights(TokenMixer):
     ) -> Mixed:
         """The recurrence in blocks of ``size``. write: (B, H, T, 1)."""
 
-    # --- what they share ------------------------------------------------------------------------------------------------
+    # --- what they share --------------------------------------------------------------------------------------------
 
     def reset_parameters(self, draws: Draws) -> None:
         """Draw all weights."""
@@ -122,7 +129,10 @@ class FastWeights(TokenMixer):
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above."""
+        """Run the recurrence.
+
+        Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above.
+        """
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         size = self._block(path, x.shape[1])
         x = self._real(x, key_padding_mask)
@@ -161,7 +171,8 @@ class FastWeights(TokenMixer):
             known = path in ("tiled", "sparse")
             error = PathError if known else ArgumentError
             raise error(
-                f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass path='auto'."
+                f"nn.{type(self).__name__}: path must be one of {', '.join(sizes)}, received {path!r}. Pass "
+                "path='auto'."
             )
         return min(sizes[path], length)
 
@@ -183,7 +194,8 @@ class FastWeights(TokenMixer):
         form, wanted = before.memory.form, (self.sizes.heads, self.sizes.state, self.columns)
         if not isinstance(before.memory, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
             raise ArgumentError(
-                f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this layer's empty_memory()."
+                f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this "
+                "layer's empty_memory()."
             )
         return before.memory.state.to(dtype)
 

@@ -16,12 +16,13 @@ from zonal.nn.recurrence import RATES, draw_log_uniform_, draw_steps_
 class GatedDeltaNet(FastWeights):
     """S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, y_t = S_tᵀ q_t / √N, a matrix S (N × P) a head.
 
-    α = e^{−A softplus(a + b)} fades, β = σ(c) corrects: with β = 1 the value stored with k_t becomes v_t. One step of gradient
-    descent of rate β on ½ ‖Sᵀ k_t − v_t‖² from α_t S_{t−1}. Layer, gates and norm are those of ``FastWeights``; a, c from W_I x.
+    α = e^{−A softplus(a + b)} fades, β = σ(c) corrects: with β = 1 the value stored with k_t becomes v_t. One step of
+    gradient descent of rate β on ½ ‖Sᵀ k_t − v_t‖² from α_t S_{t−1}. Layer, gates and norm are those of
+    ``FastWeights``; a, c from W_I x.
 
     In a block, the values that are really added, u_t = β_t (v_t − α_t S_{t−1}ᵀ k_t), solve one unit triangular system
-    (I + L) U = β (V − reach ⊙ K S), L_ts = β_t e^{g_{s+1} + … + g_t} (k_t·k_s) for s < t (the WY form); S is then a sum that fades
-    over k and u.
+    (I + L) U = β (V − reach ⊙ K S), L_ts = β_t e^{g_{s+1} + … + g_t} (k_t·k_s) for s < t (the WY form); S is then a sum
+    that fades over k and u.
 
     Args:
         dim: size of input and output.

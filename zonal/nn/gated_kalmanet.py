@@ -16,12 +16,13 @@ from zonal.nn.solvers import chebyshev, solution
 
 
 class GatedKalmaNet(FastWeights):
-    """H_t = α_t H_{t−1} + κ_t κ_tᵀ, U_t = α_t U_{t−1} + κ_t ν_tᵀ, y_t = U_tᵀ (m_t (H_t + λ_t)⁻¹ q_t + (1 − m_t) q_t) / √N.
+    """H_t = α_t H_{t−1} + κ_t κ_tᵀ, U_t = α_t U_{t−1} + κ_t ν_tᵀ, y_t = U_tᵀ (m_t (H_t + λ_t)⁻¹ q_t + (1 − m_t) q_t) /
+    √N.
 
-    κ = β k and ν = β v with β = σ(c + d); α = e^{−A softplus(a + b)}; m = σ(e + f) mixes the solved query with the plain one; all
-    from W_I x. λ_t = ridge · ‖H_t‖_F, so the condition of every system is at most (1 + ridge) / ridge, whatever was written.
-    It is solved for all tokens at once by Chebyshev iteration with the bounds λ_t and λ_t + ‖H_t‖_F. A token sees itself.
-    Layer and norm are those of ``FastWeights``.
+    κ = β k and ν = β v with β = σ(c + d); α = e^{−A softplus(a + b)}; m = σ(e + f) mixes the solved query with the
+    plain one; all from W_I x. λ_t = ridge · ‖H_t‖_F, so the condition of every system is at most (1 + ridge) / ridge,
+    whatever was written. It is solved for all tokens at once by Chebyshev iteration with the bounds λ_t and λ_t +
+    ‖H_t‖_F. A token sees itself. Layer and norm are those of ``FastWeights``.
 
     Args:
         dim: size of input and output.
@@ -110,7 +111,9 @@ class GatedKalmaNet(FastWeights):
 
 
 def kalman(sums: FadingSums, q: Tensor, share: Tensor, ridge: float, steps: int) -> Tensor:
-    """U_tᵀ (m (H_t + λ_t)⁻¹ q_t + (1 − m) q_t) from sums over κ and [κ, ν]: q, share in blocks (B, H, n, C, ·) -> (B, H, n, C, P)."""
+    """U_tᵀ (m (H_t + λ_t)⁻¹ q_t + (1 − m) q_t) from sums over κ and [κ, ν]: q, share in blocks (B, H, n, C, ·) -> (B,
+    H, n, C, P).
+    """
     square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
     norm = sums.frobenius(square)
 

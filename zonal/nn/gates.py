@@ -1,4 +1,6 @@
-"""Gates that a layer of attention makes from its input: how fast the past fades, how strongly a key is stored, and what tokens give and receive in a plan."""
+"""Gates that a layer of attention makes from its input: how fast the past fades, how strongly a key is stored, and what
+tokens give and receive in a plan.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,9 @@ from zonal.nn.initialise import Draws
 from zonal.nn.norm import accumulation_dtype
 
 _FASTEST = 4.0
-"""A past with a ridge fades by no more than e^-4 over r tokens, after which each of its r directions has got its ridge back once: in between
-no less than 4 / (e^4 - 1) = 7 % of it is left."""
+"""A past with a ridge fades by no more than e^-4 over r tokens, after which each of its r directions has got its ridge
+back once: in between no less than 4 / (e^4 - 1) = 7 % of it is left.
+"""
 _OPEN = 4.0
 
 
@@ -50,7 +53,8 @@ def fastest_decay(width: int) -> float:
 
 
 class KeyGate(nn.Module):
-    """w = σ(W x + b) a token and key head, nearly open at the start (b = 4): a key is stored as w z, a distractor with a short one.
+    """w = σ(W x + b) a token and key head, nearly open at the start (b = 4): a key is stored as w z, a distractor with
+    a short one.
 
     Args:
         dim: size of x. heads: key heads.
@@ -72,7 +76,8 @@ class KeyGate(nn.Module):
 
 
 class MassGate(nn.Module):
-    """e^(W x + b) a token and head, 1 at the start: what a token gives or receives in a plan, as a part of its document's sum.
+    """e^(W x + b) a token and head, 1 at the start: what a token gives or receives in a plan, as a part of its
+    document's sum.
 
     Args:
         dim: size of x. heads: of queries, or of keys.

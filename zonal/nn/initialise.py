@@ -32,7 +32,9 @@ class Draws:
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
 
     def generator(self, name: str) -> torch.Generator | None:
-        """The generator of parameter ``name``: seeded by SHA-256 of (seed, qualified name), so equal on every machine."""
+        """The generator of parameter ``name``: seeded by SHA-256 of (seed, qualified name), so equal on every
+        machine.
+        """
         if self.seed is None:
             return None
         digest = hashlib.sha256(f"{self.seed}|{self.prefix}{name}".encode()).digest()

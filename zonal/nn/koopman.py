@@ -11,11 +11,12 @@ from zonal.nn.initialise import Draws
 
 
 class KoopmanMLP(nn.Module):
-    """y = W_read z with z_i = λ_i u_i over complex pairs u_i of SiLU(W_lift x), λ_i = σ(a_i) e^{-iθ_i} learned and inside the unit disk.
+    """y = W_read z with z_i = λ_i u_i over complex pairs u_i of SiLU(W_lift x), λ_i = σ(a_i) e^{-iθ_i} learned and
+    inside the unit disk.
 
-    Ungated it is the plain layer W SiLU(W_lift x), for the rotations fold into W_read: two matrices where a SwiGLU has three, and
-    nothing that a plain layer of that size could not learn. ``gated`` puts σ(W_gate x) ⊙ z before W_read, which is more than that.
-    σ(a_i) is 0.95 at the start. Source: Echo, section 3.3.
+    Ungated it is the plain layer W SiLU(W_lift x), for the rotations fold into W_read: two matrices where a SwiGLU has
+    three, and nothing that a plain layer of that size could not learn. ``gated`` puts σ(W_gate x) ⊙ z before W_read,
+    which is more than that. σ(a_i) is 0.95 at the start. Source: Echo, section 3.3.
 
     Args:
         dim: input and output size.
@@ -66,10 +67,12 @@ class KoopmanMLP(nn.Module):
 
 
 class CGLift(nn.Module):
-    """ψ(k) = [|k_j|² − μ_j ; Re k_j² ; Im k_j²] over complex pairs k_j, then z = Φ ψ(k): queries and keys of degree two.
+    """ψ(k) = [|k_j|² − μ_j ; Re k_j² ; Im k_j²] over complex pairs k_j, then z = Φ ψ(k): queries and keys of degree
+    two.
 
-    |k_j|² does not change when a pair is rotated, so that part of a score knows no rotary positions; k_j² turns with twice the angle.
-    μ is learned and starts at the mean: without it all keys share a large common part, and every memory seems to persist.
+    |k_j|² does not change when a pair is rotated, so that part of a score knows no rotary positions; k_j² turns with
+    twice the angle. μ is learned and starts at the mean: without it all keys share a large common part, and every
+    memory seems to persist.
     Source: Echo, appendix B, with the centring that it lacks.
 
     Args:

@@ -18,11 +18,13 @@ from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ss
 
 
 class Mamba2(TokenMixer):
-    """h_t = e^{−A Δ_t} h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D ⊙ x_t, out = W_O norm(y ⊙ SiLU(z)), a state h (P × N) a head.
+    """h_t = e^{−A Δ_t} h_{t−1} + Δ_t x_t B_tᵀ, y_t = h_t C_t + D ⊙ x_t, out = W_O norm(y ⊙ SiLU(z)), a state h (P × N)
+    a head.
 
-    [z, x, B, C, Δ] = W_I u; x, B and C pass a causal depthwise convolution and SiLU first; Δ = softplus(Δ + b). B and C are keys
-    and queries shared by the heads of a group, Δ x the values, −A Δ the log decay, so this is ``zonal.attention`` of one operator:
-    it has the same paths, and its state is a ``zonal.Memory``. The norm is over each group's channels.
+    [z, x, B, C, Δ] = W_I u; x, B and C pass a causal depthwise convolution and SiLU first; Δ = softplus(Δ + b). B and C
+    are keys and queries shared by the heads of a group, Δ x the values, −A Δ the log decay, so this is
+    ``zonal.attention`` of one operator: it has the same paths, and its state is a ``zonal.Memory``. The norm is over
+    each group's channels.
 
     Args:
         dim: size of input and output.
@@ -36,7 +38,8 @@ class Mamba2(TokenMixer):
         norm_eps: ε of the norm.
         step_limit: the least and the largest Δ; None = any.
 
-    Cost: T N P a head (twice), and a little more within blocks; memory of a decoder: N P + conv numbers, whatever the length.
+    Cost: T N P a head (twice), and a little more within blocks; memory of a decoder: N P + conv numbers, whatever the
+        length.
 
     Source: Dao and Gu 2024, arXiv 2405.21060.
 
@@ -61,7 +64,8 @@ class Mamba2(TokenMixer):
         self.sizes = Sizes("nn.Mamba2", dim, state, head_dim, expand, groups)
         if step_limit is not None and not (len(step_limit) == 2 and 0 <= step_limit[0] < step_limit[1]):
             raise ArgumentError(
-                f"nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received {step_limit}."
+                "nn.Mamba2: step_limit must be (least, largest) with 0 <= least < largest, or None; received "
+                f"{step_limit}."
             )
         self.dim, self.step_limit = dim, step_limit
         self.operator = ssd()
@@ -119,7 +123,8 @@ class Mamba2(TokenMixer):
         sizes = self.sizes
         gate, mixed, step = self._projected(x)
         (values, keys, queries), tail = self.convolution.parts(
-            mixed, [sizes.inner, sizes.shared, sizes.shared], None if before is None else before.tail, heads=sizes.heads,
+            mixed, [sizes.inner, sizes.shared, sizes.shared], None if before is None else before.tail,
+            heads=sizes.heads,
             key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         # the recurrence runs in float32 or better
@@ -130,7 +135,8 @@ class Mamba2(TokenMixer):
             step = step.clamp(*self.step_limit)
         log_decay = -(step * self.log_rate.to(dtype).exp()).transpose(1, 2)
         result = attention(
-            sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2), self.operator, causal=True, key_padding_mask=key_padding_mask,
+            sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2), self.operator, causal=True,
+            key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
             # what each token counts is its Δ, however small
             key_bias=step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2),
@@ -142,7 +148,10 @@ class Mamba2(TokenMixer):
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """z, [x, B, C] and Δ. Three products: each result and its gradient lies by itself, and no pass puts gradients together."""
+        """z, [x, B, C] and Δ.
+
+        Three products: each result and its gradient lies by itself, and no pass puts gradients together.
+        """
         sizes = self.sizes
         parts = [sizes.inner, sizes.inner + 2 * sizes.shared, sizes.heads]
         biases = [None] * 3 if self.input.bias is None else self.input.bias.split(parts)
@@ -170,7 +179,8 @@ class Mamba2(TokenMixer):
                 read[ours] = value
                 if value.shape != parameters[ours].shape:
                     wrong.append(
-                        f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} {tuple(parameters[ours].shape)}"
+                        f"{theirs} is {tuple(weights[theirs].shape)} and does not fit {ours} "
+                        f"{tuple(parameters[ours].shape)}"
                     )
         if wrong:
             raise ArgumentError(
@@ -187,8 +197,10 @@ class Mamba2(TokenMixer):
 
 
 _TRANSFORMERS = {
-    "in_proj.weight": "input.weight", "in_proj.bias": "input.bias", "conv1d.weight": "convolution.weight", "conv1d.bias": "convolution.bias",
-    "dt_bias": "step_bias", "A_log": "log_rate", "D": "skip", "norm.weight": "norm.weight", "out_proj.weight": "output.weight", "out_proj.bias": "output.bias",
+    "in_proj.weight": "input.weight", "in_proj.bias": "input.bias", "conv1d.weight": "convolution.weight",
+    "conv1d.bias": "convolution.bias",
+    "dt_bias": "step_bias", "A_log": "log_rate", "D": "skip", "norm.weight": "norm.weight",
+    "out_proj.weight": "output.weight", "out_proj.bias": "output.bias",
 }  # fmt: skip
 
 __all__ = ["Mamba2"]

@@ -1,4 +1,6 @@
-"""Mamba-3: a complex state and the trapezoidal rule, as linear attention with a decay, turned keys and keys that come one token late."""
+"""Mamba-3: a complex state and the trapezoidal rule, as linear attention with a decay, turned keys and keys that come
+one token late.
+"""
 
 import math
 from typing import Any
@@ -21,14 +23,15 @@ from zonal.nn.recurrence import Sizes, draw_steps_, ssd
 class Mamba3(TokenMixer):
     """h_t = α_t h_{t−1} + β_t U_{t−1} + γ_t U_t with U_t = x_t B_tᵀ; y_t = h_t C_t + D ⊙ x_t; out = W_O (y ⊙ SiLU(z)).
 
-    [z, x, B, C, Δ, a, λ, θ] = W_I u; Δ = softplus(Δ + b); α = e^{−A Δ} with A = f(a), f(a) = 1 + a for a ≥ 0 and 1 / (1 − a) below;
-    λ = σ(λ), γ = λ Δ, β = (1 − λ) Δ α: the trapezoidal rule, of which λ = 1 is Mamba-2's. B and C are normed, each head adds a
-    bias to them, and their first pairs of numbers are turned by the running sum of Δ π tanh(θ): a complex state.
+    [z, x, B, C, Δ, a, λ, θ] = W_I u; Δ = softplus(Δ + b); α = e^{−A Δ} with A = f(a), f(a) = 1 + a for a ≥ 0 and 1 / (1
+    − a) below; λ = σ(λ), γ = λ Δ, β = (1 − λ) Δ α: the trapezoidal rule, of which λ = 1 is Mamba-2's. B and C are
+    normed, each head adds a bias to them, and their first pairs of numbers are turned by the running sum of Δ π
+    tanh(θ): a complex state.
 
     h_t − γ_t U_t is a sum that fades, over keys that come one token late: with G_t = h_t − γ_t U_t,
-    G_t = α_t G_{t−1} + α_t (γ_{t−1} + (1 − λ_t) Δ_t) U_{t−1}. No weight is divided by a decay, and the decays stay logarithms. So this
-    is ``zonal.attention`` of the operator of Mamba-2 plus γ_t (C_t·B_t) x_t, with the same paths and the same memory. The previous
-    token's B, x and γ and the angles so far are what else a decoder carries.
+    G_t = α_t G_{t−1} + α_t (γ_{t−1} + (1 − λ_t) Δ_t) U_{t−1}. No weight is divided by a decay, and the decays stay
+    logarithms. So this is ``zonal.attention`` of the operator of Mamba-2 plus γ_t (C_t·B_t) x_t, with the same paths
+    and the same memory. The previous token's B, x and γ and the angles so far are what else a decoder carries.
 
     Args:
         dim: size of input and output.
@@ -67,7 +70,8 @@ class Mamba3(TokenMixer):
         self.sizes = Sizes("nn.Mamba3", dim, state, head_dim, expand, groups)
         if not 0 < turned <= 1 or int(state * turned) < 2:
             raise ArgumentError(
-                f"nn.Mamba3: turned must lie in (0, 1] and leave a pair of the {state} numbers to turn, received {turned}."
+                f"nn.Mamba3: turned must lie in (0, 1] and leave a pair of the {state} numbers to turn, received "
+                f"{turned}."
             )
         if not rate_floor > 0:
             raise ArgumentError(f"nn.Mamba3: rate_floor must be > 0, received {rate_floor}.")
@@ -173,7 +177,8 @@ class Mamba3(TokenMixer):
         if cu_seqlens is not None:  # nothing comes before a document
             weight = weight.index_fill(2, cu_seqlens[:-1].to(weight.device, torch.int64), 0)
         result = attention(
-            queries, late_keys, late_values * weight.unsqueeze(-1), self.operator, causal=True, key_padding_mask=key_padding_mask,
+            queries, late_keys, late_values * weight.unsqueeze(-1), self.operator, causal=True,
+            key_padding_mask=key_padding_mask,
             cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
         )  # fmt: skip
         y, absorbed = result if isinstance(result, tuple) else (result, None)
@@ -194,7 +199,9 @@ class Mamba3(TokenMixer):
         return turn if before is None else turn + before.carried["angle"].unsqueeze(2)
 
     def _prepared(self, x: Tensor, norm: RMSNorm, bias: Tensor, turn: Tensor) -> Tensor:
-        """B or C (B, T, groups · N) -> (B, H, T, N): normed, shifted by the head's bias, its first pairs (x_2i, x_2i+1) turned."""
+        """B or C (B, T, groups · N) -> (B, H, T, N): normed, shifted by the head's bias, its first pairs (x_2i, x_2i+1)
+        turned.
+        """
         x = self.sizes.by_head(norm(x.unflatten(2, (self.sizes.groups, self.sizes.state))).flatten(2)) + bias.to(
             x.dtype
         ).unsqueeze(1)
@@ -207,7 +214,10 @@ class Mamba3(TokenMixer):
 
     def extra_repr(self) -> str:
         sizes = self.sizes
-        return f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, groups={sizes.groups}, pairs={self.pairs}"
+        return (
+            f"{sizes.dim}, state={sizes.state}, head_dim={sizes.head_dim}, heads={sizes.heads}, "
+            f"groups={sizes.groups}, pairs={self.pairs}"
+        )
 
 
 def _rate(a: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ _KIND = "layer memories"
 class LayerMemory:
     """The past of a layer, as a value: nothing here is changed in place.
 
-    Each part of the memory remembers how the layer stood at its end (``mark``), so that to forget the newest span is to go back.
+    Each part of the memory remembers how the layer stood at its end (``mark``), so that to forget the newest span is to
+    go back.
 
     Args:
         memory: what the operator remembers of keys and values.
@@ -79,11 +80,12 @@ class LayerMemory:
         """This empty memory, its first token to stand at ``position``."""
         if self.memory.count or self.memory.parts or position < 0:
             raise ArgumentError(
-                f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} tokens and {position}."
+                f"LayerMemory.at: an empty memory and a position >= 0 are required, received {self.memory.count} "
+                f"tokens and {position}."
             )
         return self._each(lambda layer: dataclasses.replace(layer, length=position, padding=None))
 
-    # --- spans ---------------------------------------------------------------------------------------------------------
+    # --- spans ------------------------------------------------------------------------------------------------------
 
     def spans(self) -> tuple[Span, ...]:
         """The named spans, oldest first."""
@@ -104,8 +106,8 @@ class LayerMemory:
     def forget(self, span: str) -> "LayerMemory":
         """The memory without the keys and values of a span; see ``Memory.forget``.
 
-        The newest span takes the layer back to where it stood before: tail, position and all. Without an older one, what came after
-        it keeps its keys, values and positions as they were computed, and so does the tail.
+        The newest span takes the layer back to where it stood before: tail, position and all. Without an older one,
+        what came after it keeps its keys, values and positions as they were computed, and so does the tail.
         """
         return self._each(lambda layer: layer._forgotten(span))
 
@@ -114,7 +116,8 @@ class LayerMemory:
         index = [part.name for part in parts].index(span)
         if not parts[0].mark:
             raise ArgumentError(
-                f"LayerMemory.forget: span {span!r} was begun by the operator's memory alone. Begin spans with LayerMemory.open, or read with prefill(span=…)."
+                f"LayerMemory.forget: span {span!r} was begun by the operator's memory alone. Begin spans with "
+                "LayerMemory.open, or read with prefill(span=…)."
             )
         rest = [*parts[:index], *parts[index + 1 :]]
         # the first part tells where the layer began; the open one has no mark yet
@@ -130,19 +133,21 @@ class LayerMemory:
     def merge(self, other: "LayerMemory", *, span: str | None = None) -> "LayerMemory":
         """The memory of what this one read and then what the other read, apart: neither saw the other.
 
-        Each keeps the positions that it was read at, and the next token stands behind the later of the two ends; the convolution goes
-        on from the other's tail. ``span`` names all that the other read.
+        Each keeps the positions that it was read at, and the next token stands behind the later of the two ends; the
+        convolution goes on from the other's tail. ``span`` names all that the other read.
 
-        Raises: ArgumentError for memories of unlike layers, for names that are taken, and for what a Mamba-3 layer read (its state
-        turns with all that came before).
+        Raises: ArgumentError for memories of unlike layers, for names that are taken, and for what a Mamba-3 layer read
+        (its state turns with all that came before).
         """
         if other.memory.operator is not self.memory.operator:
             raise ArgumentError(
-                "LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or load both files with its load_memory()."
+                "LayerMemory.merge: the memories were made by two layers. Read both texts with one model, or "
+                "load both files with its load_memory()."
             )
         if self.carried and self.memory.count and other.memory.count:
             raise ArgumentError(
-                f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which texts that were read apart do not have in common. "
+                f"LayerMemory.merge: the layer carries {', '.join(self.carried)} from token to token, which "
+                "texts that were read apart do not have in common. "
                 "Read the second text from the first one's memory."
             )
         memory = self.memory.joined(other.memory, span, (self._mark(), other._mark()))
@@ -151,7 +156,7 @@ class LayerMemory:
         merged = LayerMemory(memory, last.tail, 0, None, last.carried, others)
         return _placed(merged, torch.maximum(self._reached(), other._reached()))
 
-    # --- rows ----------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> "LayerMemory":
         """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
@@ -194,7 +199,7 @@ class LayerMemory:
             dataclasses.replace(row, others=tuple(other[index] for other in others)) for index, row in enumerate(rows)
         )
 
-    # --- files and copies ----------------------------------------------------------------------------------------------
+    # --- files and copies -------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, whole or not at all; read it with the layer's ``load_memory``."""
@@ -234,7 +239,7 @@ class LayerMemory:
         besides += [f"{len(self.others)} more memories"] if self.others else []
         return f"LayerMemory({self.memory!r}, {self.length} tokens read{''.join(f', {what}' for what in besides)})"
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _each(self, verb: "Callable[[LayerMemory], LayerMemory]") -> "LayerMemory":
         """What ``verb`` makes of this memory, beside what it makes of the others."""
@@ -286,7 +291,10 @@ def _rows_of(layers: Sequence[LayerMemory], memory: Memory) -> LayerMemory:
 
 
 def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], origin: str = "") -> None:
-    """Write the memories of layers to one safetensors file. Learned values of the operators stay with the layers. origin: of which weights."""
+    """Write the memories of layers to one safetensors file.
+
+    Learned values of the operators stay with the layers. origin: of which weights.
+    """
     tensors: dict[str, Tensor] = {}
     headers = []
     for index, layer in enumerate(_flat(layers)):
@@ -303,7 +311,8 @@ def save_memories(path: str | os.PathLike[str], layers: Sequence[LayerMemory], o
 def load_memories(
     path: str | os.PathLike[str], empty: Sequence[LayerMemory], origin: str = ""
 ) -> tuple[LayerMemory, ...]:
-    """Read a file of ``save_memories`` for layers whose empty memories of one sequence are given. origin: the layers' weights.
+    """Read a file of ``save_memories`` for layers whose empty memories of one sequence are given. origin: the layers'
+    weights.
 
     Raises: FileFormatError when the file is missing, damaged, or belongs to other layers.
     """

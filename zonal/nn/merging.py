@@ -1,4 +1,6 @@
-"""Adaptive carriers: tokens that are alike become one between layers, and each token gets its bucket's result at the end."""
+"""Adaptive carriers: tokens that are alike become one between layers, and each token gets its bucket's result at the
+end.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,17 +30,20 @@ class MergeSchedule:
         given = tuple(self.rates) if isinstance(self.rates, Sequence) and not isinstance(self.rates, str) else ()
         if not given or not all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in given):
             raise ArgumentError(
-                f"MergeSchedule: rates must be numbers in [0, 1), one a layer, received {self.rates!r}. Use MergeSchedule.even(share, layers) for a share over all layers."
+                f"MergeSchedule: rates must be numbers in [0, 1), one a layer, received {self.rates!r}. Use "
+                "MergeSchedule.even(share, layers) for a share over all layers."
             )
         for layer, rate in enumerate(given):
             if rate >= 1:
                 raise ArgumentError(
-                    f"MergeSchedule: a rate must lie in [0, 1), and {rate:g} before layer {layer} leaves no token: it is the share of those present that goes. "
+                    f"MergeSchedule: a rate must lie in [0, 1), and {rate:g} before layer {layer} leaves no "
+                    "token: it is the share of those present that goes. "
                     "Take a smaller one; 0.5 halves them."
                 )
             if not rate >= 0:
                 raise ArgumentError(
-                    f"MergeSchedule: a rate must lie in [0, 1), received {rate:g} before layer {layer}. 0 merges nothing."
+                    f"MergeSchedule: a rate must lie in [0, 1), received {rate:g} before layer {layer}. 0 merges "
+                    "nothing."
                 )
         object.__setattr__(self, "rates", tuple(float(rate) for rate in given))
 
@@ -69,20 +74,24 @@ class MergeSchedule:
 def _check_share(name: str, share: float, layers: int) -> None:
     if not 0 <= share < 1:
         raise ArgumentError(
-            f"MergeSchedule.{name}: share (of the tokens that are gone in the last layer) must lie in [0, 1), received {share:g}; 1 leaves no token. Take a smaller one."
+            f"MergeSchedule.{name}: share (of the tokens that are gone in the last layer) must lie in [0, 1), "
+            f"received {share:g}; 1 leaves no token. Take a smaller one."
         )
     if layers < 2:
         raise ArgumentError(
-            f"MergeSchedule.{name}: at least 2 layers are required to merge between them, received {layers}. Give rates instead, such as MergeSchedule((0.5,))."
+            f"MergeSchedule.{name}: at least 2 layers are required to merge between them, received {layers}. "
+            "Give rates instead, such as MergeSchedule((0.5,))."
         )
 
 
 @torch.no_grad()
 def matched(x: Tensor, mass: Tensor, count: int) -> Factor:
-    """The map that merges the ``count`` tokens of x (B, T, dim) whose cosine with a token of the other half is largest, a row: (B, T) onto T - count.
+    """The map that merges the ``count`` tokens of x (B, T, dim) whose cosine with a token of the other half is largest,
+    a row: (B, T) onto T - count.
 
-    Tokens at even places look for their nearest at odd ones, and the best of these pairs are joined (Bolya et al., *Token merging*, 2023): no more than half
-    of the tokens go at once. Tokens without mass (padding) go first, wherever to, since they change no mean; real tokens join them last.
+    Tokens at even places look for their nearest at odd ones, and the best of these pairs are joined (Bolya et al.,
+    *Token merging*, 2023): no more than half of the tokens go at once. Tokens without mass (padding) go first, wherever
+    to, since they change no mean; real tokens join them last.
     """
     length = x.shape[1]
     unit = F.normalize(x, dim=-1)
@@ -128,7 +137,8 @@ class Merged:
         length = self.x.shape[1]
         if not 0 <= count < length:
             raise ArgumentError(
-                f"Merged.without: of {length} tokens at least one must stay, so that count must lie in 0 … {length - 1}, received {count}. Merge fewer."
+                f"Merged.without: of {length} tokens at least one must stay, so that count must lie in 0 … "
+                f"{length - 1}, received {count}. Merge fewer."
             )
         state = self
         while count:

@@ -16,12 +16,13 @@ from zonal.nn.solvers import conjugate_gradients, solution
 
 
 class MesaNet(FastWeights):
-    """H_t = γ_t H_{t−1} + β_t k_t k_tᵀ, C_t = γ_t C_{t−1} + β_t k_t v_tᵀ, y_t = C_tᵀ (H_t + Λ)⁻¹ q_t: ridge regression that fades.
+    """H_t = γ_t H_{t−1} + β_t k_t k_tᵀ, C_t = γ_t C_{t−1} + β_t k_t v_tᵀ, y_t = C_tᵀ (H_t + Λ)⁻¹ q_t: ridge regression
+    that fades.
 
-    γ = σ(a + b) forgets, β = σ(c + d) weighs a token, both from W_I x; Λ = floor + softplus(l), a positive diagonal a head that
-    the past does not change. The system is solved for all tokens at once by conjugate gradients from q / diag(H + Λ), a product
-    with H_t being a read of a sum that fades. A token sees itself. Layer and norm are those of ``FastWeights``, without SiLU(z)
-    and with a convolution on q and k alone.
+    γ = σ(a + b) forgets, β = σ(c + d) weighs a token, both from W_I x; Λ = floor + softplus(l), a positive diagonal a
+    head that the past does not change. The system is solved for all tokens at once by conjugate gradients from q /
+    diag(H + Λ), a product with H_t being a read of a sum that fades. A token sees itself. Layer and norm are those of
+    ``FastWeights``, without SiLU(z) and with a convolution on q and k alone.
 
     Args:
         dim: size of input and output.
@@ -64,7 +65,8 @@ class MesaNet(FastWeights):
         super().__init__(dim, state, head_dim, expand, conv, norm_eps)
         if steps < 1 or tolerance < 0 or not ridge_floor > 0:
             raise ArgumentError(
-                f"nn.MesaNet: required steps >= 1, tolerance >= 0 and ridge_floor > 0, received steps={steps}, tolerance={tolerance}, ridge_floor={ridge_floor}."
+                f"nn.MesaNet: required steps >= 1, tolerance >= 0 and ridge_floor > 0, received steps={steps}, "
+                f"tolerance={tolerance}, ridge_floor={ridge_floor}."
             )
         self.steps, self.tolerance, self.ridge_floor, self.forget_start = steps, tolerance, ridge_floor, forget_bias
         self.forget_bias = nn.Parameter(torch.empty(self.sizes.heads))
@@ -115,7 +117,9 @@ class MesaNet(FastWeights):
 
 
 def mesa(sums: FadingSums, q: Tensor, ridge: Tensor, steps: int, tolerance: float = 0.0) -> Tensor:
-    """C_tᵀ (H_t + Λ)⁻¹ q_t from sums over keys and [β k, β v]: q in blocks (B, H, n, C, N), ridge (H, N) -> (B, H, n, C, P)."""
+    """C_tᵀ (H_t + Λ)⁻¹ q_t from sums over keys and [β k, β v]: q in blocks (B, H, n, C, N), ridge (H, N) -> (B, H, n,
+    C, P).
+    """
     square, rest = slice(0, q.shape[-1]), slice(q.shape[-1], None)
     ridge = ridge[:, None, None]
 

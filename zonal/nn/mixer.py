@@ -81,7 +81,8 @@ class TokenMixer(nn.Module, abc.ABC):
         """
 
     def reads(self, tokens: int) -> Tensor:
-        """Which inputs each output may depend on, bool (T, T), among ``tokens`` real tokens of one document: a layer of ``zonal.influence``.
+        """Which inputs each output may depend on, bool (T, T), among ``tokens`` real tokens of one document: a layer of
+        ``zonal.influence``.
 
         An upper set. Queries, keys and values stand for what their convolution and their neighbourhood see.
         """
@@ -122,7 +123,10 @@ class TokenMixer(nn.Module, abc.ABC):
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> LayerMemory | None:
-        """The memory to go on from: the given one, an empty one where one is to be returned, or None. Refuses what does not fit."""
+        """The memory to go on from: the given one, an empty one where one is to be returned, or None.
+
+        Refuses what does not fit.
+        """
         call = f"nn.{type(self).__name__}"
         if x.dim() != 3 or x.shape[2] != self.dim or x.shape[1] == 0:
             raise ArgumentError(f"{call}: x must be (batch, tokens >= 1, {self.dim}), received {tuple(x.shape)}.")
@@ -144,7 +148,8 @@ class TokenMixer(nn.Module, abc.ABC):
             raise ArgumentError(f"{call}: the memory holds {memory.batch} sequences, x has batch {batch}.")
         if (memory.tail is None) != (self.convolution is None):
             raise ArgumentError(
-                f"{call}: the memory comes from a layer with another convolution. Make it with this layer's empty_memory()."
+                f"{call}: the memory comes from a layer with another convolution. Make it with this layer's "
+                "empty_memory()."
             )
         if set(memory.carried) != set(self.carries) or len(memory.others) != self.parts_beside:
             raise ArgumentError(
@@ -152,7 +157,8 @@ class TokenMixer(nn.Module, abc.ABC):
             )
         if memory.memory.operator is not self.operator:
             raise ArgumentError(
-                f"{call}: the memory was made by another layer or model. Make it with this layer's empty_memory(), or load it with load_memory()."
+                f"{call}: the memory was made by another layer or model. Make it with this layer's "
+                "empty_memory(), or load it with load_memory()."
             )
         return memory
 

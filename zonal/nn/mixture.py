@@ -18,7 +18,8 @@ from zonal.nn.mixer import TokenMixer
 
 
 class Mixture(TokenMixer):
-    """y_t = Σ_k g_k(x_t) · part_k(x)_t, g(x) = softmax(W₂ SiLU(W₁ x)): attentions of unlike geometries, each with projections of its own.
+    """y_t = Σ_k g_k(x_t) · part_k(x)_t, g(x) = softmax(W₂ SiLU(W₁ x)): attentions of unlike geometries, each with
+    projections of its own.
 
     Args:
         parts: two layers or more of one width, such as ``Attention`` with unlike operators; no mixtures.
@@ -34,7 +35,8 @@ class Mixture(TokenMixer):
         found = [*parts]
         if len(found) < 2 or not all(isinstance(part, TokenMixer) and not isinstance(part, Mixture) for part in found):
             raise ArgumentError(
-                f"nn.Mixture: two layers or more that are no mixtures are required, received {', '.join(type(part).__name__ for part in found) or 'none'}."
+                "nn.Mixture: two layers or more that are no mixtures are required, received "
+                f"{', '.join(type(part).__name__ for part in found) or 'none'}."
             )
         if len({(part.dim, part.causal) for part in found}) > 1:
             each = ", ".join(f"(dim={part.dim}, causal={part.causal})" for part in found)
@@ -109,7 +111,9 @@ class Mixture(TokenMixer):
         path: str = "auto",
         action_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, LayerMemory]:
-        """Attend with every part. Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have.
+        """Attend with every part.
+
+        Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have.
 
         action_mask: as in ``Attention``, for the parts that can read a token without storing it.
         """

@@ -43,7 +43,8 @@ class RMSNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """y = g ⊙ RMS(x ⊙ SiLU(z)), the mean square taken over each of ``groups`` equal parts of the last axis, in float32 or better.
+    """y = g ⊙ RMS(x ⊙ SiLU(z)), the mean square taken over each of ``groups`` equal parts of the last axis, in float32
+    or better.
 
     Args:
         dim: size of the last axis and of the gain g (starts at 1).
@@ -57,7 +58,8 @@ class GatedNorm(nn.Module):
         super().__init__()
         if dim < 1 or groups < 1 or dim % groups or not eps > 0:
             raise ArgumentError(
-                f"GatedNorm: required dim >= 1, groups that divide it and eps > 0, received dim={dim}, groups={groups}, eps={eps}."
+                f"GatedNorm: required dim >= 1, groups that divide it and eps > 0, received dim={dim}, "
+                f"groups={groups}, eps={eps}."
             )
         self.dim, self.groups, self.eps = dim, groups, eps
         self.weight = nn.Parameter(torch.ones(dim))
@@ -67,7 +69,8 @@ class GatedNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor, *, values: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-        """x (..., dim), or head by head (..., heads, dim / heads), and gate (..., dim) -> (..., dim) in the dtype of the gate.
+        """x (..., dim), or head by head (..., heads, dim / heads), and gate (..., dim) -> (..., dim) in the dtype of
+        the gate.
 
         With values (of the shape of x, head by head) and skip D (heads,) it is (x + D ⊙ values) that is gated.
         """

@@ -12,7 +12,8 @@ def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | N
     """Refuse a padding mask or packed offsets that do not fit (batch, length)."""
     if key_padding_mask is not None and cu_seqlens is not None:
         raise ArgumentError(
-            f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass one of them."
+            f"{call}: key_padding_mask and cu_seqlens exclude each other; packed documents have no padding. Pass "
+            "one of them."
         )
     if key_padding_mask is not None and (
         key_padding_mask.shape != (batch, length) or key_padding_mask.dtype != torch.bool
@@ -28,12 +29,14 @@ def check_masks(call: str, batch: int, length: int, key_padding_mask: Tensor | N
             )
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
             raise ArgumentError(
-                f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
+                f"{call}: cu_seqlens must be a 1-d integer tensor of at least 2 offsets, received "
+                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
             )
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0 or offsets[-1] != length or any(b <= a for a, b in itertools.pairwise(offsets)):
             raise ArgumentError(
-                f"{call}: cu_seqlens must rise strictly from 0 to the number of tokens {length}, received {offsets[0]} … {offsets[-1]} ({len(offsets)} offsets)."
+                f"{call}: cu_seqlens must rise strictly from 0 to the number of tokens {length}, received "
+                f"{offsets[0]} … {offsets[-1]} ({len(offsets)} offsets)."
             )
 
 

@@ -1,7 +1,8 @@
 """What Mamba-2 and Mamba-3 share: their sizes, their state as sums that fade, and how their steps start.
 
-Both are linear attention with a decay: h_t = e^{g_t} h_{t-1} + v_t k_t^T and y_t = h_t q_t, which is score x link x anchor =
-Dot(scale=1) x Identity x Raw with the log decays g <= 0 of the call. So ``zonal.attention`` runs them, by whatever path is cheapest.
+Both are linear attention with a decay: h_t = e^{g_t} h_{t-1} + v_t k_t^T and y_t = h_t q_t, which is score x link x
+anchor = Dot(scale=1) x Identity x Raw with the log decays g <= 0 of the call. So ``zonal.attention`` runs them, by
+whatever path is cheapest.
 """
 
 import math
@@ -31,7 +32,8 @@ def ssd() -> Operator:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer: H = expand · dim / head_dim heads with states of state × head_dim numbers, B and C shared by ``groups`` of heads.
+    """Sizes of a layer: H = expand · dim / head_dim heads with states of state × head_dim numbers, B and C shared by
+    ``groups`` of heads.
 
     Raises: ArgumentError naming the layer when they do not fit.
     """
@@ -54,7 +56,8 @@ class Sizes:
             )
         if self.heads % self.groups:
             raise ArgumentError(
-                f"{self.call}: groups must divide the {self.heads} heads (expand · dim / head_dim), received groups={self.groups}."
+                f"{self.call}: groups must divide the {self.heads} heads (expand · dim / head_dim), received "
+                f"groups={self.groups}."
             )
 
     @property
@@ -73,7 +76,9 @@ class Sizes:
         return self.groups * self.state
 
     def by_head(self, x: Tensor) -> Tensor:
-        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; one group, which serves all, is (B, 1, T, N)."""
+        """B or C (B, T, groups · N) -> (B, H, T, N), each group serving its neighbouring heads; one group, which serves
+        all, is (B, 1, T, N).
+        """
         grouped = x.unflatten(2, (self.groups, self.state)).transpose(1, 2)
         if self.groups == 1:
             return grouped

@@ -20,7 +20,11 @@ def with_closed_gates(
     weights: tuple[float, ...] = (1.0, 1.0, 1.0),
     gates: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> Operator:
-    """softmax(scale q . k) with three distances beside it that count for nothing until their gates open: ``mechanisms.rewa`` with dot=scale. Arguments as there."""
+    """softmax(scale q . k) with three distances beside it that count for nothing until their gates open:
+    ``mechanisms.rewa`` with dot=scale.
+
+    Arguments as there.
+    """
     return rewa(parts=parts, weights=weights, gates=gates, dot=scale)
 
 
@@ -32,14 +36,16 @@ def from_softmax(
     gates: tuple[float, ...] = (0.0, 0.0, 0.0),
     causal: bool = True,
 ) -> Attention:
-    """The layer with distances beside its dot product, S_ts = q_t . k_s / sqrt(D) - sum_i g_i w_i d_i(q_t, k_s), on the same queries and keys.
+    """The layer with distances beside its dot product, S_ts = q_t . k_s / sqrt(D) - sum_i g_i w_i d_i(q_t, k_s), on the
+    same queries and keys.
 
-    With gates of zero its outputs are those of the layer. A closed gate gets a gradient: training opens it where a distance helps. Weights are
-    copied, the layer given stays as it is.
+    With gates of zero its outputs are those of the layer. A closed gate gets a gradient: training opens it where a
+    distance helps. Weights are copied, the layer given stays as it is.
 
     Args:
-        layer: an ``Attention`` whose operator has the score ``Dot`` of plain q and k and the link ``Exp``, of any anchor and priors; or a
-            ``torch.nn.MultiheadAttention`` without dropout, added keys and other sizes of keys and values.
+        layer: an ``Attention`` whose operator has the score ``Dot`` of plain q and k and the link ``Exp``, of any
+            anchor and priors; or a ``torch.nn.MultiheadAttention`` without dropout, added keys and other sizes of keys
+            and values.
         parts, weights, gates: as for ``mechanisms.rewa``; parts must sum to the size of a key.
         causal: of the new layer, where the one given is torch's, which is told at each call.
 
@@ -49,7 +55,8 @@ def from_softmax(
     operator, score = new.operator, new.operator.score
     if not isinstance(score, Dot) or not score.keeps_keys or not isinstance(operator.link, Exp):
         raise ArgumentError(
-            f"rewa.from_softmax: a layer with score Dot of plain queries and keys and link Exp is required, received {score} and {operator.link}."
+            "rewa.from_softmax: a layer with score Dot of plain queries and keys and link Exp is required, "
+            f"received {score} and {operator.link}."
         )
     scale = score.scale if score.scale is not None else new.key_dim**-0.5
     found = with_closed_gates(scale, parts=parts, weights=weights, gates=gates).score
@@ -67,12 +74,14 @@ def _of_torch(layer: nn.MultiheadAttention, causal: bool) -> Attention:
     """torch's layer as one of this library, with its weights."""
     if not isinstance(layer, nn.MultiheadAttention):
         raise ArgumentError(
-            f"rewa.from_softmax: a zonal.nn.Attention or torch.nn.MultiheadAttention is required, received {type(layer).__name__}."
+            "rewa.from_softmax: a zonal.nn.Attention or torch.nn.MultiheadAttention is required, received "
+            f"{type(layer).__name__}."
         )
     plain = layer.in_proj_weight is not None and layer.bias_k is None and not layer.add_zero_attn and layer.dropout == 0
     if not plain:
         raise ArgumentError(
-            "rewa.from_softmax: a MultiheadAttention with dropout=0, kdim=vdim=None, add_bias_kv=False and add_zero_attn=False is required, received another."
+            "rewa.from_softmax: a MultiheadAttention with dropout=0, kdim=vdim=None, add_bias_kv=False and "
+            "add_zero_attn=False is required, received another."
         )
     biased = layer.in_proj_bias is not None
     new = Attention(layer.embed_dim, layer.num_heads, "softmax", bias=biased, causal=causal).to(layer.in_proj_weight)

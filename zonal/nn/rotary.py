@@ -10,12 +10,13 @@ from zonal.nn.norm import accumulation_dtype
 class Rotary(nn.Module):
     """Turn each pair (x_i, x_{i+d/2}) by the angle p · base^(−2i/d) at position p. Su et al. 2021, arXiv 2104.09864.
 
-    Pairs are split by halves, as in Llama and its Hugging Face class (not interleaved as in the paper; the two differ by a
-    fixed permutation of the coordinates). ⟨rot(q, p), rot(k, s)⟩ depends on p − s only.
+    Pairs are split by halves, as in Llama and its Hugging Face class (not interleaved as in the paper; the two differ
+    by a fixed permutation of the coordinates). ⟨rot(q, p), rot(k, s)⟩ depends on p − s only.
 
-    Angles are products in float64, so that positions beyond 10⁵ keep their digits; the turn is done in float32 or better.
-    There is no parameter and no buffer: nothing enters a state dict and nothing is cast by ``module.to(dtype)``. The last
-    table is kept, so that layers sharing one Rotary, and training steps of one length, compute it once.
+    Angles are products in float64, so that positions beyond 10⁵ keep their digits; the turn is done in float32 or
+    better. There is no parameter and no buffer: nothing enters a state dict and nothing is cast by
+    ``module.to(dtype)``. The last table is kept, so that layers sharing one Rotary, and training steps of one length,
+    compute it once.
 
     Args:
         head_dim: d, even.

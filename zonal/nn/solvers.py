@@ -47,8 +47,8 @@ class _Solution(torch.autograd.Function):
 def solution(apply: Apply, solve: Apply, q: Tensor) -> Tensor:
     """x = solve(q), differentiable in q and in all that ``apply`` depends on, by the implicit function theorem.
 
-    The backward pass is one more solve and the derivative of one product: no iteration is recorded, and the gradient is as
-    exact as the solve.
+    The backward pass is one more solve and the derivative of one product: no iteration is recorded, and the gradient is
+    as exact as the solve.
     """
     with torch.no_grad():
         x = solve(q)

@@ -1,4 +1,5 @@
-"""Depth as stages: what a stage takes from the records so far, how that is charted, what updates it, and how the increment is composed with it.
+"""Depth as stages: what a stage takes from the records so far, how that is charted, what updates it, and how the
+increment is composed with it.
 
     m = memory(r_0, ..., r_n),   h = chart(m),   increment = update(h),   r_{n+1} = compose(m, increment)
 
@@ -9,8 +10,9 @@ An update is a layer, or any function of tokens. The four parts make the usual w
     gated       Stage(update, chart=norm, compose=GatedResidual(dim))
     dense skip  Stage(update, memory=DenseSkip(dim, n + 1), chart=norm)
 
-No evidence, no change: where a row sees no key its increment is 0, and compose(m, 0) = m to the bit for a sum and a gated one. After a post-norm it is
-norm(m), which is m only for what the same norm has made, as long as its gain is 1: there the source's assumption does not hold, and no smooth rule could mend it.
+No evidence, no change: where a row sees no key its increment is 0, and compose(m, 0) = m to the bit for a sum and a
+gated one. After a post-norm it is norm(m), which is m only for what the same norm has made, as long as its gain is 1:
+there the source's assumption does not hold, and no smooth rule could mend it.
 
 Source: Geometric Attention, definitions 5.3, 5.6 and 5.7, remark 5.9, assumption 5.1.
 """
@@ -51,10 +53,12 @@ LATEST = Latest()
 
 
 class DenseSkip(nn.Module):
-    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, a learned weight a record and channel. At the start m is the last record.
+    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, a learned weight a record and channel.
 
-    Tokens do not meet in it, so that it reaches no further than the last record does. Full history: equation 5.1 of the source, with constant
-    gates; with one gate a record, Pagliardini et al. 2024, arXiv 2402.02622.
+    At the start m is the last record.
+
+    Tokens do not meet in it, so that it reaches no further than the last record does. Full history: equation 5.1 of the
+    source, with constant gates; with one gate a record, Pagliardini et al. 2024, arXiv 2402.02622.
 
     Args:
         dim: channels.
@@ -79,7 +83,8 @@ class DenseSkip(nn.Module):
         """records, as many as there are weights, of (..., dim) -> m (..., dim)."""
         if len(records) != len(self.weight):
             raise ArgumentError(
-                f"nn.DenseSkip: {len(self.weight)} records are required, oldest first, received {len(records)}. Pass on what kept() returns."
+                f"nn.DenseSkip: {len(self.weight)} records are required, oldest first, received {len(records)}. "
+                "Pass on what kept() returns."
             )
         weight = self.weight.to(records[-1].dtype)
         m = weight[-1] * records[-1]
@@ -106,7 +111,9 @@ class PostNorm:
 
 
 class GatedResidual(nn.Module):
-    """compose(m, increment) = m + σ(W m̂ + b) ⊙ increment, with m̂ = m over its root mean square. Nearly open at the start (b = 2).
+    """compose(m, increment) = m + σ(W m̂ + b) ⊙ increment, with m̂ = m over its root mean square.
+
+    Nearly open at the start (b = 2).
 
     Args:
         dim: channels. eps: ε of the mean square.
@@ -136,7 +143,8 @@ def _unchanged(m: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage, a value that holds its four parts and does not own them: their parameters belong to the module that has them.
+    """One stage, a value that holds its four parts and does not own them: their parameters belong to the module that
+    has them.
 
     Args:
         update: h (B, T, dim) -> increment of that shape, or a tuple that begins with it.
@@ -153,7 +161,9 @@ class Stage:
         return self.chart(self.memory(_records(records)))
 
     def __call__(self, records: Tensor | Records) -> Any:
-        """records (or the one record there is) -> the next record, in a tuple with what else the update returned if it returned a tuple."""
+        """records (or the one record there is) -> the next record, in a tuple with what else the update returned if it
+        returned a tuple.
+        """
         m = self.memory(_records(records))
         found = self.update(self.chart(m))
         return (self.compose(m, found[0]), *found[1:]) if isinstance(found, tuple) else self.compose(m, found)

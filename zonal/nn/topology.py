@@ -1,4 +1,6 @@
-"""The shape of what lies around a token: deaths of components in the cloud of the token and its nearest earlier neighbours."""
+"""The shape of what lies around a token: deaths of components in the cloud of the token and its nearest earlier
+neighbours.
+"""
 
 from typing import NamedTuple
 
@@ -28,19 +30,21 @@ def deaths(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The persistence diagrams of dimension 0 around queries and keys: (B, H, T, neighbours) and (B, Hkv, T, neighbours), falling.
+    """The persistence diagrams of dimension 0 around queries and keys: (B, H, T, neighbours) and (B, Hkv, T,
+    neighbours), falling.
 
-    The cloud of query t is q_t with the ``neighbours`` nearest of the keys k_s, s < t; that of key t is k_t with the nearest of the same keys. So
-    what one map makes of a token, as query and as key, has one cloud. In a Vietoris-Rips complex each point is a component, born at 0, that dies
-    at the length of an edge of the minimal spanning tree; the last component never dies. Padding and other documents are no neighbours.
-    Fewer than ``neighbours`` earlier tokens leave zeros, which are no components at all: the first token's diagram is empty.
+    The cloud of query t is q_t with the ``neighbours`` nearest of the keys k_s, s < t; that of key t is k_t with the
+    nearest of the same keys. So what one map makes of a token, as query and as key, has one cloud. In a Vietoris-Rips
+    complex each point is a component, born at 0, that dies at the length of an edge of the minimal spanning tree; the
+    last component never dies. Padding and other documents are no neighbours. Fewer than ``neighbours`` earlier tokens
+    leave zeros, which are no components at all: the first token's diagram is empty.
 
     Args:
         q: (B, H, T, D). k: (B, Hkv, T, D), H a multiple of Hkv. earlier: keys of tokens before the first.
         key_padding_mask: (B, T), True = real token. cu_seqlens: (N + 1,) offsets of documents packed in one row.
 
-    Gradients are those of the edges; which tokens are neighbours, and which edges the tree has, is piecewise constant. Work: T S D a head to find
-    neighbours, and neighbours^2 D a token.
+    Gradients are those of the edges; which tokens are neighbours, and which edges the tree has, is piecewise constant.
+    Work: T S D a head to find neighbours, and neighbours^2 D a token.
     """
     past = 0 if earlier is None else earlier.k.shape[2]
     keys = k if earlier is None else torch.cat([earlier.k.to(k), k], 2)

@@ -34,14 +34,16 @@ def metric_of(layer: object) -> Metric | None:
 
 @torch.no_grad()
 def of_layer(layer: Attention, x: Tensor) -> list[list[Part]]:
-    """For each key head of a layer the spaces of its metric with the keys of x (B, T, dim), all sequences one after another.
+    """For each key head of a layer the spaces of its metric with the keys of x (B, T, dim), all sequences one after
+    another.
 
     Raises: ArgumentError for a layer that does not attend by distance, or keys that are not finite.
     """
     metric = metric_of(layer)
     if metric is None:
         raise ArgumentError(
-            "witness.of_layer: a layer whose operator has the score NegativeDistance is required (mechanisms.rewa), received another."
+            "witness.of_layer: a layer whose operator has the score NegativeDistance is required "
+            "(mechanisms.rewa), received another."
         )
     keys = layer.stored_keys(x).transpose(0, 1).flatten(1, 2)
     if not isinstance(metric, Product):
@@ -58,16 +60,19 @@ def _part(name: str, metric: Metric, keys: Tensor) -> Part:
 
 
 def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
-    """Points (n, D) of a space as (n, 2), float64, and the share of their sum of squares that lies in the two directions shown.
+    """Points (n, D) of a space as (n, 2), float64, and the share of their sum of squares that lies in the two
+    directions shown.
 
-    A sphere is seen from afar, in its first two principal axes: all lie in the unit disk. Of hyperbolic space it is Poincaré's disk: each point keeps
-    its distance from the origin, its direction is that of its first two principal axes. All else is drawn from its mean, in principal axes.
+    A sphere is seen from afar, in its first two principal axes: all lie in the unit disk. Of hyperbolic space it is
+    Poincaré's disk: each point keeps its distance from the origin, its direction is that of its first two principal
+    axes. All else is drawn from its mean, in principal axes.
 
     Raises: ArgumentError for points that are no table, none, or not finite.
     """
     if points.ndim != 2 or points.numel() == 0 or not bool(torch.isfinite(points).all()):
         raise ArgumentError(
-            f"witness.on_paper: one finite point or more, (n, D), are required, received shape {tuple(points.shape)}, or numbers that are not finite."
+            "witness.on_paper: one finite point or more, (n, D), are required, received shape "
+            f"{tuple(points.shape)}, or numbers that are not finite."
         )
     x = points.double()
     if isinstance(metric, Sphere):
@@ -83,10 +88,14 @@ def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
 
 
 def _axes(x: Tensor) -> tuple[Tensor, float]:
-    """The two directions (D, 2) in which most of x (n, D) lies, and the share that does. A second direction that there is not is zero."""
+    """The two directions (D, 2) in which most of x (n, D) lies, and the share that does.
+
+    A second direction that there is not is zero.
+    """
     _, sizes, rows = torch.linalg.svd(x, full_matrices=False)
     rows = rows[:2]
-    # signs of singular vectors are anyone's: the largest entry of each is made positive, so that the same points make the same picture
+    # signs of singular vectors are anyone's: the largest entry of each is made positive, so that the same points make
+    # the same picture
     rows = rows * rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).sign()
     total = sizes.square().sum()
     return F.pad(rows, (0, 0, 0, 2 - rows.shape[0])).mT, float(sizes[:2].square().sum() / total) if total > 0 else 1.0
