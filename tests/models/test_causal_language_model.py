@@ -301,13 +301,13 @@ def test_generation_is_lazy_and_checks_at_the_call():
 def test_generation_reads_the_prompt_once_then_single_tokens(monkeypatch):
     model = make()
     lengths = []
-    original = CausalLM.step
+    original = CausalLM._read_on
 
-    def spy(self, tokens, memory, **options):
+    def spy(self, tokens, *before, **options):
         lengths.append(tokens.shape[1])
-        return original(self, tokens, memory, **options)
+        return original(self, tokens, *before, **options)
 
-    monkeypatch.setattr(CausalLM, "step", spy)
+    monkeypatch.setattr(CausalLM, "_read_on", spy)
     list(model.generate(text(2, 9), 4, seed=0))
     assert lengths == [9, 1, 1, 1]
 

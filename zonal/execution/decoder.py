@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zonal.errors import ArgumentError
-from zonal.execution.call import Call, autocast, prepare
+from zonal.execution.call import Call, autocast, prepare, spread
 from zonal.execution.chunked import check_memory
 from zonal.execution.native_decode import SumsSteps, numbers_of
 from zonal.execution.native_ridge_decode import RidgeSteps
@@ -44,6 +44,7 @@ class StepDecoder(Decoder):
     ) -> Tensor:
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
+        q, k = spread(q, k, v)
         steps, bare = self._steps, key_padding_mask is log_decay is key_bias is action_mask is key_gate is None
         if steps is not None and bare and steps.takes(q, k, v, scale):
             y = steps.step(q, k, v)

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from zonal.algebra import Operator
+from zonal.memory.form import Form
+
 
 class Decoder(abc.ABC):
     """Reads tokens that follow those of a memory, a few at each step; ``memory()`` ends it with a value again.
@@ -14,6 +17,8 @@ class Decoder(abc.ABC):
     that is refused leaves it as it was. Made by ``Memory.decoder``.
     """
 
+    operator: Operator
+    form: Form
     implementation: "ClassVar[type[Decoder]]"
     """The class that ``Memory.decoder`` makes. The package ``zonal`` always has one."""
 

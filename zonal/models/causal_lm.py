@@ -13,13 +13,14 @@ from zonal.errors import ArgumentError
 from zonal.models import files
 from zonal.models.config import ModelConfig
 from zonal.models.cross_entropy import cross_entropy_sum, predict_rows
+from zonal.models.decoder import ModelDecoder
 from zonal.models.layers import mixer
 from zonal.models.memory import ModelMemory, fingerprint
 from zonal.models.parts import history_of, mlp_of
 from zonal.models.sampling import Sampler, StopRule
 from zonal.names import known_names
 from zonal.nn import Attention, Block, Draws, Records, RMSNorm, Rotary, TokenMixer
-from zonal.nn.memory import load_memories
+from zonal.nn.memory import Past, load_memories
 
 IGNORE = -100
 FINISHED = -1
@@ -243,7 +244,24 @@ class CausalLM(nn.Module):
                 f"CausalLM.step: the memory holds {len(memory.layers)} layers, the model has {len(self.blocks)}. "
                 "Make it with empty_memory()."
             )
-        hidden, after = self._read(tokens, memory, key_padding_mask, path)
+        logits, after = self._read_on(tokens, memory.layers, key_padding_mask, path, last_only=last_only)
+        return logits, ModelMemory(after, memory.origin)  # type: ignore[arg-type]
+
+    def decoder(self, memory: ModelMemory) -> ModelDecoder:
+        """What goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by ``decoder.memory()``. The memory stays."""
+        return ModelDecoder(self._read_on, memory)
+
+    def _read_on(
+        self,
+        tokens: Tensor,
+        before: Sequence[Past],
+        key_padding_mask: Tensor | None,
+        path: str = "auto",
+        *,
+        last_only: bool,
+    ) -> tuple[Tensor, tuple[Past, ...]]:
+        """Logits after what each layer goes on from, and the same after the tokens."""
+        hidden, after = self._read(tokens, before, key_padding_mask, path)
         return self._logits(self.norm(hidden[:, -1:] if last_only else hidden)), after
 
     def prefill(
@@ -313,16 +331,17 @@ class CausalLM(nn.Module):
         generator = None if seed is None else torch.Generator(logits.device).manual_seed(seed)
         finished = torch.zeros(memory.batch, dtype=torch.bool, device=logits.device)
         rows = [torch.empty(memory.batch, 0, dtype=torch.int64, device=logits.device)]
+        decoder = self.decoder(memory)
         for _ in range(max_new_tokens):
             drawn = sampler.draw(logits, generator)
             rows.append(drawn.masked_fill(finished, FINISHED)[:, None])
             mask = ~finished[:, None] if bool(finished.any()) else None
-            after, memory = self.step(drawn[:, None], memory, key_padding_mask=mask, last_only=True)
+            after = decoder.step(drawn[:, None], key_padding_mask=mask, last_only=True)
             logits = torch.where(finished[:, None], logits, after[:, -1])
             finished = finished | torch.tensor(rule.update(drawn.tolist()), device=logits.device, dtype=torch.bool)
             if bool(finished.all()):
                 break
-        return Continued(torch.cat(rows, 1), logits, memory)
+        return Continued(torch.cat(rows, 1), logits, decoder.memory())
 
     def generate(
         self,
@@ -375,15 +394,19 @@ class CausalLM(nn.Module):
         memory: ModelMemory,
     ) -> Iterator[Tensor]:
         finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        mask = key_padding_mask
+        decoder = None
         for _ in range(max_new_tokens):
-            logits, memory = self.step(tokens, memory, key_padding_mask=mask, last_only=True)
+            if decoder is None:
+                logits, memory = self.step(tokens, memory, key_padding_mask=key_padding_mask, last_only=True)
+                decoder = self.decoder(memory)
+            else:
+                logits = decoder.step(tokens, last_only=True)
             drawn = sampler.draw(logits[:, -1], generator)
             yield drawn.masked_fill(finished, FINISHED)
             finished = finished | torch.tensor(rule.update(drawn.tolist()), device=tokens.device, dtype=torch.bool)
             if bool(finished.all()):
                 return
-            tokens, mask = drawn[:, None], None
+            tokens = drawn[:, None]
 
     def load_memory(self, path: str | os.PathLike[str]) -> ModelMemory:
         """The memory that ``ModelMemory.save`` wrote, on the model's device.
@@ -466,16 +489,18 @@ class CausalLM(nn.Module):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _read(self, tokens: Tensor, memory: ModelMemory, mask: Tensor | None, path: str) -> tuple[Tensor, ModelMemory]:
-        """What the norm is given after reading on from ``memory``, and the memory after it."""
+    def _read(
+        self, tokens: Tensor, layers: Sequence[Past], mask: Tensor | None, path: str
+    ) -> tuple[Tensor, tuple[Past, ...]]:
+        """What the norm is given after reading on from what each layer goes on from, and the same after it."""
         records: Records = (self._embed(tokens),)
         stored = self._stored(tokens)
         after = []
-        for block, before in zip(self.blocks, memory.layers, strict=True):
+        for block, before in zip(self.blocks, layers, strict=True):
             x, layer = block(records, before, key_padding_mask=mask, path=path, action_mask=stored)
             records = self.history.kept(records, x)
             after.append(layer)
-        return self.history(records), ModelMemory(tuple(after), memory.origin)
+        return self.history(records), tuple(after)
 
     def _stored(self, tokens: Tensor, action_mask: Tensor | None = None) -> Tensor | None:
         """Which tokens memories take in, bool (B, T); None = all."""
@@ -485,10 +510,10 @@ class CausalLM(nn.Module):
         return loud if action_mask is None else loud & action_mask
 
     def _hidden_in_pieces(self, tokens: Tensor, piece: int, mask: Tensor | None, path: str) -> Tensor:
-        memory, found = self.empty_memory(tokens.shape[0]), []
+        layers, found = self.empty_memory(tokens.shape[0]).layers, []
         for begin in range(0, tokens.shape[1], piece):
             part = slice(begin, begin + piece)
-            hidden, memory = self._read(tokens[:, part], memory, None if mask is None else mask[:, part], path)
+            hidden, layers = self._read(tokens[:, part], layers, None if mask is None else mask[:, part], path)
             found.append(self.norm(hidden))
         return torch.cat(found, dim=1)
 

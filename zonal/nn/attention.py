@@ -20,7 +20,7 @@ from zonal.nn.convolution import ShortConvolution
 from zonal.nn.gates import DecayGate, KeyGate, MassGate, fastest_decay
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import CGLift
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerDecoder, LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm
 from zonal.nn.positions import document_positions
@@ -254,7 +254,7 @@ class Attention(TokenMixer):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
@@ -262,7 +262,7 @@ class Attention(TokenMixer):
         path: str = "auto",
         action_mask: Tensor | None = None,
         mass: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Attend. Arguments, result and errors are those of ``TokenMixer.forward``.
 
         action_mask: (B, T), False = the token reads but is not stored (ridge and Koopman read-outs only).
@@ -284,14 +284,19 @@ class Attention(TokenMixer):
         if score.transports:
             v = score.carried(v, k)
         query_mass, key_mass = self._masses(inner, mass if mass is not None else key_padding_mask)
-        result = attention(
-            q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-            path=path,
-            memory=None if memory is None else memory.memory,
-            log_decay=None if self.decay_gate is None else self.decay_gate(inner), action_mask=action_mask,
-            key_gate=None if self.key_gate is None else self.key_gate(inner), key_bias=key_bias, query_mass=query_mass,
-            key_mass=key_mass,
-        )  # fmt: skip
+        log_decay = None if self.decay_gate is None else self.decay_gate(inner)
+        key_gate = None if self.key_gate is None else self.key_gate(inner)
+        if isinstance(memory, LayerDecoder):
+            y = memory.decoder.step(
+                q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, action_mask=action_mask, key_gate=key_gate
+            )
+            result = y, memory.decoder
+        else:
+            result = attention(
+                q, k, v, self.operator, causal=self.causal, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+                path=path, memory=None if memory is None else memory.memory, log_decay=log_decay,
+                action_mask=action_mask, key_gate=key_gate, key_bias=key_bias, query_mass=query_mass, key_mass=key_mass,
+            )  # fmt: skip
         if memory is None:
             assert isinstance(result, Tensor)
             if mass is not None and isinstance(
@@ -308,7 +313,7 @@ class Attention(TokenMixer):
         self,
         x: Tensor,
         mass: Tensor,
-        memory: LayerMemory | None,
+        memory: Past | None,
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
@@ -353,7 +358,7 @@ class Attention(TokenMixer):
             )
 
     def _projected(
-        self, x: Tensor, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, memory: Past | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head, what they were made from, and the convolution's tail."""
         tail = None
@@ -394,15 +399,16 @@ class Attention(TokenMixer):
         self,
         q: Tensor,
         k: Tensor,
-        memory: LayerMemory | None,
+        memory: Past | None,
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys with the deaths of their neighbourhoods behind them; earlier keys are in the memory."""
         earlier = None
         if memory is not None:
-            assert isinstance(memory.memory, KeyValues)  # of a distance, which is no dot product
-            held = memory.memory.tokens
+            past = memory.memory
+            assert isinstance(past, KeyValues)  # of a distance, which is no dot product
+            held = past.tokens
             earlier = Earlier(held.k[..., : k.shape[-1]], held.mask)
         found = deaths(q, k, self.neighbours, earlier=earlier, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens)
         return torch.cat([q, found[0]], -1), torch.cat([k, found[1]], -1)
@@ -477,7 +483,7 @@ class Attention(TokenMixer):
         return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
     def _positions(
-        self, length: int, memory: LayerMemory | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
+        self, length: int, memory: Past | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> Tensor | int:
         """Positions count real tokens only, so that padding shifts nothing."""
         start = 0 if memory is None else memory.position

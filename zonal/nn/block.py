@@ -13,7 +13,7 @@ from zonal.nn.attention import Attention
 from zonal.nn.experts import MixtureOfExperts
 from zonal.nn.initialise import Draws
 from zonal.nn.koopman import KoopmanMLP
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.mlp import SwiGLU
 from zonal.nn.norm import RMSNorm
@@ -101,7 +101,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor | Records,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
@@ -109,7 +109,7 @@ class Block(nn.Module):
         path: str = "auto",
         mass: Tensor | None = None,
         action_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """x (B, T, dim), or a tuple of all records so far -> y (B, T, dim), or (y, memory) when a memory is given or
         asked for, as in ``TokenMixer``; mass as in ``Attention``.
 

@@ -17,7 +17,7 @@ from zonal.memory.tokens import Tokens
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.fading import RESET
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, ssd
@@ -122,13 +122,13 @@ class FastWeights(TokenMixer):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Run the recurrence.
 
         Arguments, result and errors are those of ``TokenMixer.forward``; PathError for other paths than those above.
@@ -160,9 +160,9 @@ class FastWeights(TokenMixer):
         y = self.output(y.to(gate.dtype))
         if before is None:
             return y
-        assert isinstance(before.memory, DecayedSums)
-        written = Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
-        absorbed = before.memory.recorded(carried(before.memory, mixed.state, written), written)
+        held, written = before.memory, Tokens(mixed.keys, mixed.values, key_padding_mask, log_decay)
+        assert isinstance(held, DecayedSums)
+        absorbed = held.recorded(carried(held, mixed.state, written), written)
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask)
 
     def _block(self, path: str, length: int) -> int:
@@ -186,18 +186,19 @@ class FastWeights(TokenMixer):
         )
         return q, k, v.unflatten(2, (sizes.heads, sizes.head_dim)).transpose(1, 2)
 
-    def _state(self, before: LayerMemory | None, batch: int, dtype: torch.dtype) -> Tensor:
+    def _state(self, before: Past | None, batch: int, dtype: torch.dtype) -> Tensor:
         if before is None:
             return torch.zeros(
                 batch, self.sizes.heads, self.sizes.state, self.columns, dtype=dtype, device=self.input.weight.device
             )
-        form, wanted = before.memory.form, (self.sizes.heads, self.sizes.state, self.columns)
-        if not isinstance(before.memory, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
+        held, wanted = before.memory, (self.sizes.heads, self.sizes.state, self.columns)
+        form = held.form
+        if not isinstance(held, DecayedSums) or (form.heads, form.key_dim, form.value_dim) != wanted:
             raise ArgumentError(
                 f"nn.{type(self).__name__}: the memory comes from another kind of layer. Make it with this "
                 "layer's empty_memory()."
             )
-        return before.memory.state.to(dtype)
+        return held.state.to(dtype)
 
     @torch.no_grad()
     def _started(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from zonal.attention import attention
 from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerDecoder, LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import GatedNorm, accumulation_dtype
 from zonal.nn.recurrence import RATES, Sizes, draw_log_uniform_, draw_steps_, ssd
@@ -110,13 +110,13 @@ class Mamba2(TokenMixer):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         x = self._real(x, key_padding_mask)
@@ -134,14 +134,18 @@ class Mamba2(TokenMixer):
         if self.step_limit is not None:
             step = step.clamp(*self.step_limit)
         log_decay = -(step * self.log_rate.to(dtype).exp()).transpose(1, 2)
-        result = attention(
-            sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2), self.operator, causal=True,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
-            # what each token counts is its Δ, however small
-            key_bias=step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2),
-        )  # fmt: skip
-        y, absorbed = result if isinstance(result, tuple) else (result, None)
+        # what each token counts is its Δ, however small
+        key_bias = step.clamp_min(torch.finfo(dtype).tiny).log().transpose(1, 2)
+        q, k, v = sizes.by_head(queries), sizes.by_head(keys), values.transpose(1, 2)
+        if isinstance(before, LayerDecoder):
+            absorbed = before.decoder
+            y = absorbed.step(q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, key_bias=key_bias)
+        else:
+            result = attention(
+                q, k, v, self.operator, causal=True, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
+                memory=None if before is None else before.memory, path=path, log_decay=log_decay, key_bias=key_bias,
+            )  # fmt: skip
+            y, absorbed = result if isinstance(result, tuple) else (result, None)
         y = self.output(self.norm(y.transpose(1, 2), gate, values=values, skip=self.skip))
         if before is None or absorbed is None:
             return y

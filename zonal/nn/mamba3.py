@@ -14,7 +14,7 @@ from zonal.errors import ArgumentError
 from zonal.memory.ridge import last_key, previous_keys
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerDecoder, LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 from zonal.nn.norm import RMSNorm, accumulation_dtype
 from zonal.nn.recurrence import Sizes, draw_steps_, ssd
@@ -130,13 +130,13 @@ class Mamba3(TokenMixer):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Run the recurrence. Arguments, result and errors are those of ``TokenMixer.forward``."""
         before = self._before(x, memory, return_memory, key_padding_mask, cu_seqlens)
         x = self._real(x, key_padding_mask)
@@ -176,12 +176,17 @@ class Mamba3(TokenMixer):
         weight = log_decay.exp() * (late_own.squeeze(-1) + (1 - share) * step)
         if cu_seqlens is not None:  # nothing comes before a document
             weight = weight.index_fill(2, cu_seqlens[:-1].to(weight.device, torch.int64), 0)
-        result = attention(
-            queries, late_keys, late_values * weight.unsqueeze(-1), self.operator, causal=True,
-            key_padding_mask=key_padding_mask,
-            cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path, log_decay=log_decay,
-        )  # fmt: skip
-        y, absorbed = result if isinstance(result, tuple) else (result, None)
+        written = late_values * weight.unsqueeze(-1)
+        if isinstance(before, LayerDecoder):
+            absorbed = before.decoder
+            y = absorbed.step(queries, late_keys, written, key_padding_mask=key_padding_mask, log_decay=log_decay)
+        else:
+            result = attention(
+                queries, late_keys, written, self.operator, causal=True, key_padding_mask=key_padding_mask,
+                cu_seqlens=cu_seqlens, memory=None if before is None else before.memory, path=path,
+                log_decay=log_decay,
+            )  # fmt: skip
+            y, absorbed = result if isinstance(result, tuple) else (result, None)
         y = y + (own * (queries * keys).sum(-1) + self.skip.to(dtype).unsqueeze(-1)).unsqueeze(-1) * values
         y = self.output((y.transpose(1, 2).flatten(2) * F.silu(gate.to(dtype))).to(gate.dtype))
         if before is None or absorbed is None:
@@ -192,7 +197,7 @@ class Mamba3(TokenMixer):
         }
         return y, before.advance(absorbed, tail, x.shape[1], key_padding_mask, carried)
 
-    def _angles(self, angle: Tensor, step: Tensor, before: LayerMemory | None) -> Tensor:
+    def _angles(self, angle: Tensor, step: Tensor, before: Past | None) -> Tensor:
         """Σ_{s ≤ t} Δ_s π tanh(θ_s), (B, H, T, pairs) float64: the sums grow long, and only their differences count."""
         speed = math.pi * angle.double().tanh().unsqueeze(1)
         turn = (step.double().unsqueeze(-1) * speed).cumsum(2)

@@ -11,11 +11,64 @@ from torch import Tensor
 from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
-from zonal.memory import Memory, Span
+from zonal.memory import Decoder, Memory, Span
 from zonal.memory.base import same_declaration
 from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerDecoder:
+    """A layer that goes on from its memory token by token: ``y, decoder = layer(x, decoder)``, ended by ``decoder.value()``.
+
+    Made by ``LayerMemory.decoder``. The operator's decoder is changed in place, so that the result of a call takes the place of what was given to it.
+    """
+
+    decoder: Decoder
+    tail: Tensor | None = None
+    length: int = 0
+    padding: Tensor | None = None
+    carried: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    others: "tuple[LayerDecoder, ...]" = ()
+
+    @property
+    def memory(self) -> Memory:
+        """What the operator remembers of keys and values so far."""
+        return self.decoder.memory()
+
+    @property
+    def operator(self) -> Operator:
+        return self.decoder.operator
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.decoder.form.batch
+
+    @property
+    def position(self) -> int | Tensor:
+        """The position of the next token: one number, or (B,) where rows differ."""
+        return self.length if self.padding is None else self.length - self.padding
+
+    def advance(
+        self,
+        absorbed: Decoder | Memory,
+        tail: Tensor | None,
+        tokens: int,
+        key_padding_mask: Tensor | None,
+        carried: Mapping[str, Tensor] | None = None,
+    ) -> "LayerDecoder":
+        """The decoder after ``tokens`` more tokens, which have come into the operator's."""
+        decoder = absorbed if isinstance(absorbed, Decoder) else absorbed.decoder()
+        return LayerDecoder(
+            decoder, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {}
+        )
+
+    def value(self) -> "LayerMemory":
+        """The memory of all tokens so far. Later steps do not change it."""
+        others = tuple(other.value() for other in self.others)
+        return LayerMemory(self.memory, self.tail, self.length, self.padding, self.carried, others)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,6 +100,10 @@ class LayerMemory:
         return self.length if self.padding is None else self.length - self.padding
 
     @property
+    def operator(self) -> Operator:
+        return self.memory.operator
+
+    @property
     def batch(self) -> int:
         """Number of sequences."""
         return self.memory.batch
@@ -63,18 +120,20 @@ class LayerMemory:
 
     def advance(
         self,
-        memory: Memory,
+        absorbed: Memory | Decoder,
         tail: Tensor | None,
         tokens: int,
         key_padding_mask: Tensor | None,
         carried: Mapping[str, Tensor] | None = None,
     ) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
-        padding = self.padding
-        if key_padding_mask is not None:
-            absent = (~key_padding_mask).sum(dim=1)
-            padding = absent if padding is None else padding + absent
-        return LayerMemory(memory, tail, self.length + tokens, padding, carried or {})
+        assert isinstance(absorbed, Memory)
+        return LayerMemory(absorbed, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {})
+
+    def decoder(self) -> LayerDecoder:
+        """What goes on from here token by token: the layer takes it in place of a memory. This memory stays."""
+        others = tuple(other.decoder() for other in self.others)
+        return LayerDecoder(self.memory.decoder(), self.tail, self.length, self.padding, self.carried, others)
 
     def at(self, position: int) -> "LayerMemory":
         """This empty memory, its first token to stand at ``position``."""
@@ -267,6 +326,18 @@ class LayerMemory:
             None if self.padding is None else self.padding[index],
             {name: value[index] for name, value in self.carried.items()},
         )
+
+
+Past = LayerMemory | LayerDecoder
+"""What a layer goes on from."""
+
+
+def _padding(before: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """How many tokens of each row were padding, (B,), after those of a mask (B, T)."""
+    if key_padding_mask is None:
+        return before
+    absent = (~key_padding_mask).sum(dim=1)
+    return absent if before is None else before + absent
 
 
 def _placed(layer: LayerMemory, reached: Tensor) -> LayerMemory:

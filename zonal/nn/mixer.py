@@ -13,7 +13,7 @@ from zonal.errors import ArgumentError
 from zonal.names import known_names
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory, load_memories
+from zonal.nn.memory import LayerMemory, Past, load_memories
 from zonal.nn.positions import check_masks
 from zonal.theory import influence
 
@@ -60,13 +60,13 @@ class TokenMixer(nn.Module, abc.ABC):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Mix.
 
         Args:
@@ -118,11 +118,11 @@ class TokenMixer(nn.Module, abc.ABC):
     def _before(
         self,
         x: Tensor,
-        memory: LayerMemory | None,
+        memory: Past | None,
         return_memory: bool,
         key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> LayerMemory | None:
+    ) -> Past | None:
         """The memory to go on from: the given one, an empty one where one is to be returned, or None.
 
         Refuses what does not fit.
@@ -155,7 +155,7 @@ class TokenMixer(nn.Module, abc.ABC):
             raise ArgumentError(
                 f"{call}: the memory comes from another kind of layer. Make it with this layer's empty_memory()."
             )
-        if memory.memory.operator is not self.operator:
+        if memory.operator is not self.operator:
             raise ArgumentError(
                 f"{call}: the memory was made by another layer or model. Make it with this layer's "
                 "empty_memory(), or load it with load_memory()."

@@ -13,7 +13,7 @@ from zonal.algebra.operator import Operator
 from zonal.errors import ArgumentError
 from zonal.nn.convolution import ShortConvolution
 from zonal.nn.initialise import Draws
-from zonal.nn.memory import LayerMemory
+from zonal.nn.memory import LayerMemory, Past
 from zonal.nn.mixer import TokenMixer
 
 
@@ -103,14 +103,14 @@ class Mixture(TokenMixer):
     def forward(
         self,
         x: Tensor,
-        memory: LayerMemory | None = None,
+        memory: Past | None = None,
         *,
         return_memory: bool = False,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         path: str = "auto",
         action_mask: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, LayerMemory]:
+    ) -> Tensor | tuple[Tensor, Past]:
         """Attend with every part.
 
         Arguments, result and errors are those of ``TokenMixer.forward``; a path must be one that all parts have.
@@ -121,7 +121,7 @@ class Mixture(TokenMixer):
         x = self._real(x, key_padding_mask)
         each = [None] * len(self.parts) if memory is None else [dataclasses.replace(memory, others=()), *memory.others]
         found: list[Tensor] = []
-        after: list[LayerMemory] = []
+        after: list[Past] = []
         for part, before in zip(self._parts(), each, strict=True):
             chosen = (
                 functools.partial(part, action_mask=action_mask) if action_mask is not None and part.chooses else part
