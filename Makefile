@@ -6,9 +6,12 @@ STAMP := $(VENV)/.installed
 # the pinned torch has a CPU build on the index that pip is set up with; nothing else pulls another torch
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test test-gpu wheel lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
+.PHONY: help demo test test-all test-triton test-gpu wheel mutants sanitize lint types format bench bench-peers bench-fidelity bench-recall bench-verdicts bench-long bench-gpu results clean install
 
-install: $(STAMP)
+help:  ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(STAMP)  ## the environment in .venv
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV) (once; about a minute) …"
@@ -20,8 +23,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## compare five operators on two tasks with embedded data, about four minutes on 2 cores
 	@$(BIN)/zonal demo
 
-test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
+test: $(STAMP)  ## the fast tier of the tests, at most six minutes on 2 cores: what every change must pass
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not full and not wheel"
+
+test-all: $(STAMP)  ## all tests: every product of operators, inputs, types and paths
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+test-triton: $(STAMP)  ## all tests of the Triton kernels: in the interpreter, and compiled ahead of time
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests/kernels/test_triton*.py
 
 wheel: $(STAMP)  ## a wheel with the compiled CPU kernels in dist, and the slow tests of what is in it
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
@@ -41,7 +50,7 @@ lint: $(STAMP)  ## ruff and pyright
 	@$(BIN)/ruff check zonal tests benchmarks examples
 	@$(BIN)/pyright
 
-format: $(STAMP)
+format: $(STAMP)  ## ruff mends and formats
 	@$(BIN)/ruff check --fix zonal tests benchmarks examples
 	@$(BIN)/ruff format zonal tests benchmarks examples
 
@@ -81,5 +90,5 @@ results: $(STAMP)  ## the HTML pages of results/, from the records kept there
 	@$(BIN)/zonal report $(patsubst %/,%,$(dir $(wildcard results/*/runs.zip)))
 	@$(BIN)/python -m benchmarks.pages results/benchmarks
 
-clean:
+clean:  ## remove the environment and what was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

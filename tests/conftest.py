@@ -3,6 +3,7 @@
 import os
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cover import WHOLE, cover, features
+from tiers import CHOSEN, SLOW
 
 from zonal import store
 from zonal.data.cache import VARIABLE
@@ -22,6 +25,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without a compiler every call may say so, which no test is about but those that take the compiler away."""
     if native_kernels.compiler() is None:
         config.addinivalue_line("filterwarnings", "ignore::zonal.errors.MissingKernelsWarning")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``full`` what `make test` leaves out: what tiers.py names, and of large tests all but a cover."""
+    families: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        families[item.nodeid.partition("[")[0].removeprefix("tests/")].append(item)
+    for name, family in families.items():
+        if name in SLOW:
+            kept = set()
+        elif name in CHOSEN:
+            kept = {i for i, item in enumerate(family) if item.nodeid.partition("[")[2].rstrip("]") in CHOSEN[name]}
+        elif len(family) > WHOLE:
+            kept = cover([features(item) for item in family])
+        else:
+            continue
+        for index, item in enumerate(family):
+            if index not in kept:
+                item.add_marker(pytest.mark.full)
 
 
 def fixed(device: torch.device, threads: int | None = None) -> Machine:

@@ -98,7 +98,7 @@ def selected() -> dict[str, tuple[str, Case]]:
             case = fitted(operator, case)
             if case not in seen and (name in EVERY or number % SHARES == place % SHARES or row.startswith("no-")):
                 seen.add(case)
-                found[f"{name}-{row}"] = name, case
+                found[f"{name}/{row}"] = name, case
     return found
 
 

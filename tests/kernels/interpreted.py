@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> None:
             if broken
             else right
         )
-        case = (CASES | REST | OFF | LARGE)[name.removesuffix(f"-{BROKEN}")]
+        case = (CASES | REST | OFF | LARGE)[name.removesuffix(f"/{BROKEN}")]
         data = inputs(case)
         there = on(device, data)
         got = run(case, there)

@@ -36,6 +36,15 @@ def python(*arguments: str, interpret: bool, cache: Path) -> subprocess.Complete
     )
 
 
+def asked(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The cases of a test of the module that asks, by their names, as far as they were selected to be run."""
+    return [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test and item.path == request.path
+    ]
+
+
 def judged(script: str, names: list[str], factory: pytest.TempPathFactory, *options: str) -> dict[str, str | None]:
     """What is wrong with each case that a script of this folder runs, None if nothing is.
 

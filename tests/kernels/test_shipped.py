@@ -29,7 +29,7 @@ from zonal.execution import (
     native_sums,
 )
 from zonal.execution.call import prepare
-from zonal.formula import FORMULAS
+from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
 from zonal.kernels.cpp import (
@@ -46,23 +46,40 @@ from zonal.nn import compiled
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
 
+def carried(folder: Path, name: str, source: str) -> None:
+    """Put the library of a link into a folder as a wheel would hold it, from the cache where it is compiled already."""
+    code = FORMULAS[name]
+    file = folder / build.file_name(code, source, native_kernels.flags(source))
+    data = native_kernels.build(code, source).read_bytes()
+    file.write_bytes(data)
+    file.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a wheel would hold of two links."""
-    folder, compiler = tmp_path_factory.mktemp("libraries"), native_kernels.compiler()
-    assert compiler is not None
+    """What a wheel would hold of the tiles of two links."""
+    folder = tmp_path_factory.mktemp("libraries")
     for name in ("exp", "yat"):
-        for source in build.sources(FORMULAS[name]) if build.is_x86() else ("tile",):
-            job = FORMULAS[name], source, build.flags(source, build.is_x86())
-            build.make(compiler, *job, folder / build.file_name(*job))
+        carried(folder, name, "tile")
     return folder
 
 
 @pytest.fixture
 def as_installed(libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This process as if a wheel's libraries lay beside its sources, with an empty cache."""
+    """This process as if a wheel's libraries lay beside its sources, with an empty cache.
+
+    What is compiled is copied.
+    """
     folder = tmp_path / "shipped"
     shutil.copytree(libraries, folder)
+
+    def make(compiler: str, code: Formula, source: str, chosen: tuple[str, ...], library: Path) -> None:
+        whole = libraries / build.file_name(code, source, chosen)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in (".so", ".json"):
+            shutil.copy(whole.with_suffix(suffix), library.with_suffix(suffix))
+
+    monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setenv("ZONAL_CACHE", str(tmp_path / "cache"))
     for cache in (
@@ -135,6 +152,7 @@ def test_build_says_which_it_would_use(
     as_installed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "FORMULAS", {name: FORMULAS[name] for name in ("exp", "yat")})
+    monkeypatch.setattr(build, "sources", lambda code: ("tile",))
     assert command.run(command.Build(), "zonal build") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert all("came with the package" in line and str(as_installed) in line for line in lines)
@@ -161,11 +179,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel would hold of each family, taken from the cache where it is compiled already."""
     folder = tmp_path_factory.mktemp("families")
     for name, source in FAMILIES.values():
-        code = FORMULAS[name]
-        file = folder / build.file_name(code, source(), native_kernels.flags(source()))
-        data = native_kernels.build(code, source()).read_bytes()
-        file.write_bytes(data)
-        file.with_suffix(".json").write_text(json.dumps({"sha256": hashlib.sha256(data).hexdigest()}))
+        carried(folder, name, source())
     return folder
 
 

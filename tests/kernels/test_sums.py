@@ -87,7 +87,7 @@ def selected() -> dict[str, tuple[str, Case]]:
                 and (name in EVERY or number % SHARES == place % SHARES)
             ):
                 seen.add(case)
-                found[f"{name}-{row}"] = name, case
+                found[f"{name}/{row}"] = name, case
     return found
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from kernels import documented
-from kernels.processes import CUDA, ROOT, fitting, judged, no_device, python, shared
+from kernels.processes import CUDA, ROOT, asked, fitting, judged, no_device, python, shared
 from kernels.tile_cases import ANCHORS, CASES, LARGE, LINKS, MASKS, OFF, REST
 
-BROKEN = "polynomial_square-count-strict-float32-broken"
+BROKEN = "polynomial_square/count/strict/float32/broken"
 KERNELS = ("forward", "decode", "keys", "queries")
 
 # the first test waits for all verdicts, over a minute of one core
@@ -23,18 +23,23 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return judged("interpreted.py", [*CASES, *(REST if CUDA else ()), BROKEN], tmp_path_factory)
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    return judged(
+        "interpreted.py",
+        [*asked(request, "test_kernel_equals_definition"), *(REST if CUDA else ()), BROKEN],
+        tmp_path_factory,
+    )
 
 
 @pytest.fixture(scope="module")
-def own_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def own_verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """In the tile sizes that calls have."""
-    return judged("interpreted.py", [*CASES, *OFF, *LARGE] if CUDA else list(SAMPLE), tmp_path_factory, "--own")
+    names = [*CASES, *OFF, *LARGE] if CUDA else asked(request, "test_kernel_equals_definition_in_its_own_tiles")
+    return judged("interpreted.py", names, tmp_path_factory, "--own")
 
 
 # of the large cases, what the interpreter has time for
-SAMPLE = ("yat-row-long-decode-16-float16", *OFF)
+SAMPLE = ("yat/row/long-decode-16/float16", *OFF)
 
 
 @pytest.mark.gpu

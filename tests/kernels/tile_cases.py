@@ -113,8 +113,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        extra = "" if self.size == 1 else f"-{self.size:g}"
-        return f"{self.link}-{self.anchor}-{self.mask}-{str(self.dtype).removeprefix('torch.')}{extra}"
+        extra = "" if self.size == 1 else f"/{self.size:g}"
+        return f"{self.link}/{self.anchor}/{self.mask}/{str(self.dtype).removeprefix('torch.')}{extra}"
 
     @property
     def repeats(self) -> bool:
