@@ -1,6 +1,4 @@
-"""A polynomial link that is declared outside of the library: what docs/algebra.md promises to any link with ``degree``
-and ``monomials``.
-"""
+"""Links declared outside of the library, each in one class."""
 
 from dataclasses import dataclass
 
@@ -34,6 +32,26 @@ class Cubic(Link):
         return 1 + x.square() / 2
 
 
+@dataclass(frozen=True)
+class Cauchy(Link):
+    """l(x) = 1 / (1 + a (1 - x)) with a learned a, and no derivative written by hand."""
+
+    domain = (-1.0, 1.0)
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"sharpness": torch.tensor([4.0, 2.0])}
+
+    def coefficients(self, params: dict[str, Tensor]) -> Tensor:
+        return params["sharpness"].double().view(1, -1, 1, 1)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return 1 / (1 + c[0] * (1 - x))
+
+
 OPERATOR = zonal.Operator(zonal.score.Cosine(), Cubic(), zonal.anchor.Row())
 
 
@@ -58,3 +76,31 @@ def test_its_memory_has_one_size() -> None:
     memory = zonal.Memory.empty(OPERATOR, batch=1, heads=2, key_dim=5, value_dim=5)
     assert memory.kind == "features"
     assert memory.bytes_at(10) == memory.bytes_at(100_000)
+
+
+@pytest.mark.parametrize("path", ["tiled", "streaming"])
+def test_a_link_of_a_value_alone(path: str) -> None:
+    """Derivatives by x and by what is learned follow from the value."""
+    operator = zonal.Operator(zonal.score.Cosine(), Cauchy(), zonal.anchor.Row())
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, 2, 40, 5, generator=draw, dtype=torch.float64).requires_grad_() for _ in "qkv"]
+    wanted = [*leaves, operator.learned_parts["link_sharpness"]]
+
+    def gradients(path: str) -> list[Tensor]:
+        y = zonal.attention(*leaves, operator, causal=True, path=path)
+        return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+    for a, b in zip(gradients(path), gradients("dense"), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-10)
+
+
+def test_it_is_read_back_from_a_configuration() -> None:
+    again = zonal.Operator.from_config(OPERATOR.config())
+    assert again.link == OPERATOR.link
+
+
+def test_a_name_of_the_library_is_kept() -> None:
+    with pytest.raises(
+        zonal.errors.ArgumentError, match=r"class Yat: zonal\.algebra\.link\.yat declares a link of this name"
+    ):
+        type("Yat", (Link,), {})

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from zonal.algebra import ledger
 from zonal.algebra.anchor import Anchor, Hierarchical, Koopman, Ridge, Row, TopK
 from zonal.algebra.declaration import Declaration, Derived, Move, expand_rows, from_config, require_whole
-from zonal.algebra.definite import indefinite_reason
-from zonal.algebra.link import Exp, Identity, Link
+from zonal.algebra.link import Exp, Link
 from zonal.algebra.prior import ALiBi, Causal, ChunkCausal, Decay, Prior, Window
-from zonal.algebra.score import Dot, Params, Score
+from zonal.algebra.score import Cosine, Dot, NegativeDistance, Params, Score
 from zonal.errors import ArgumentError
 
 Readout = Literal["head", "concat"] | None
@@ -173,7 +172,7 @@ class Operator(nn.Module):
     @property
     def tags(self) -> Tags:
         # a linear link over a score that is never negative is a positive kernel too
-        positive = self.link.positive or (isinstance(self.link, Identity) and self.score.positive)
+        positive = self.link.positive or (self.link.linear and self.score.positive)
         decays = any(isinstance(p, Decay) for p in self.prior)
         own = next((p.include_self for p in self.prior if isinstance(p, Causal)), None)
         return Tags(
@@ -202,11 +201,7 @@ class Operator(nn.Module):
             )
         signed = not self.tags.positive and not (isinstance(self.anchor, Row) and self.anchor.allow_signed)
         if isinstance(self.anchor, Row | TopK) and signed:
-            what = (
-                f"{type(self.score).__name__} scores"
-                if isinstance(self.link, Identity)
-                else f"{type(self.link).__name__} values"
-            )
+            what = f"{type(self.score).__name__} scores" if self.link.linear else f"{type(self.link).__name__} values"
             return (
                 f"anchor {type(self.anchor).__name__} divides by a sum of {what}, which may be negative and cancel; "
                 "use anchor.Count() or anchor.Raw(), a positive link, or Row(allow_signed=True) if you accept rows that blow up"
@@ -231,12 +226,12 @@ class Operator(nn.Module):
         decays = any(isinstance(p, Decay) for p in self.prior)
         if any(isinstance(p, ALiBi) for p in self.prior) or (decays and not isinstance(anchor, Ridge)):
             return f"anchor {name} solves with the kernel among keys, which a position bias or decay does not define; drop the prior"
-        indefinite = indefinite_reason(self.score, self.link, dim)
+        indefinite = self._indefinite_reason(dim)
         if indefinite is not None:
             return f"anchor {name} needs a positive definite kernel among keys, and {indefinite}"
         if not isinstance(anchor, Ridge):
             return None
-        plain = self.score.plain and isinstance(self.link, Identity)
+        plain = self.score.plain and self.link.linear
         if (anchor.relative or anchor.spectral) and not plain:
             what = "relative > 0" if anchor.relative else "spectral_norm='power'"
             return f"{what} looks at G = sum z z^T, which only the plain product z.z has (score.Dot(scale=1) with link.Identity()); drop it"
@@ -249,6 +244,13 @@ class Operator(nn.Module):
         if any(isinstance(p, ChunkCausal | Window) for p in self.prior):
             return f"a decay with anchor {name} runs token by token, and neither windows nor whole chunks are defined with it; drop one of the priors"
         return None
+
+    def _indefinite_reason(self, dim: int | None) -> str | None:
+        """Why the kernel among keys may have negative eigenvalues, or None. Where it has none, a ridge makes it invertible."""
+        of_score = self.score.indefinite_reason()
+        if isinstance(self.score, NegativeDistance):
+            return self.link.indefinite_reason_of_distance() or of_score
+        return of_score or self.link.indefinite_reason(isinstance(self.score, Cosine), dim)
 
     def check(self, call: str, dim: int | None = None) -> None:
         """Raise ArgumentError when ``refusal`` has something to say."""
@@ -452,13 +454,13 @@ class Operator(nn.Module):
         missing = {"score", "link", "anchor", "prior"} - set(config)
         if missing:
             raise ArgumentError(f"Operator.from_config: the configuration lacks {', '.join(sorted(missing))}.")
-        read = {slot: from_config(config[slot], slot) for slot in ("score", "link", "anchor")}
-        prior = tuple(from_config(p, "prior") for p in config["prior"])
+        read: dict[str, Any] = {slot: from_config(config[slot], slot) for slot in ("score", "link", "anchor")}
+        prior: Any = tuple(from_config(p, "prior") for p in config["prior"])
         return Operator(
             read["score"],
             read["link"],
             read["anchor"],
-            prior,  # type: ignore[arg-type]
+            prior,
             name=config.get("name"),
             readout=config.get("readout"),
             layer_init=config.get("layer_init", "default"),

@@ -1,6 +1,6 @@
 """Which feature map serves which link."""
 
-from zonal.algebra.link import Gegenbauer, Identity, Link
+from zonal.algebra.link import Link
 from zonal.features.harmonic import Harmonics
 from zonal.features.symmetric import SymmetricPowers
 
@@ -14,7 +14,7 @@ def feature_map(link: Link) -> SymmetricPowers | None:
     """
     if link.degree is None or link.degree > MAX_DEGREE or type(link).monomials is Link.monomials:
         return None
-    return SymmetricPowers(max(link.degree, 1), 1 if isinstance(link, Identity) else 0)
+    return SymmetricPowers(max(link.degree, 1), link.lowest_degree)
 
 
 def harmonics(link: Link) -> Harmonics | None:
@@ -23,7 +23,7 @@ def harmonics(link: Link) -> Harmonics | None:
     Degrees that learn have none: at a whole number the weight of the next harmonic is 0, and its root has no gradient.
     """
     found = feature_map(link)
-    if found is None or isinstance(link, Identity) or (isinstance(link, Gegenbauer) and link.learn_degrees):
+    if found is None or link.linear or not link.fixed_degree:
         return None
     assert link.degree is not None
     return Harmonics(link.degree)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zonal.algebra import Operator
 from zonal.algebra.anchor import Ridge, TopK
-from zonal.algebra.link import Identity
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound, apart
 from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
@@ -61,7 +60,7 @@ def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
 def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
     """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
     score, link, anchor = parts.score, parts.link, parts.anchor
-    if not score.plain or not isinstance(link, Identity):
+    if not score.plain or not link.linear:
         what = f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
         if harmonics_of(parts) is None or key_dim < 2:
             return f"{what}, nor a polynomial of cosines with exact features"

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.link import Identity
 from zonal.errors import ArgumentError
 
 
@@ -23,7 +22,7 @@ def check_weights(
     """
     batch, _, tokens = shape
     for name, given in (("action_mask", action_mask), ("key_gate", key_gate)):
-        plain = operator.anchor.solves and operator.score.plain and isinstance(operator.link, Identity)
+        plain = operator.anchor.solves and operator.score.plain and operator.link.linear
         if given is not None and not plain:
             raise ArgumentError(
                 f"{call}: {name} weighs the keys of ridge and Koopman read-outs of the plain product (mechanisms.ridge, ska), and operator {operator.name!r} "

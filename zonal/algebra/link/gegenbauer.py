@@ -14,10 +14,18 @@ from zonal.algebra.horner import horner, horner_derivative, power_sums
 from zonal.algebra.link.base import Link
 from zonal.algebra.score import Params
 from zonal.errors import ArgumentError
-from zonal.formula import FORMULAS, Formula
+from zonal.formula import Formula
 
 _LARGEST = 64
 """Past this degree float32 would lose the polynomial."""
+_FORMULA = Formula(
+    "polynomial",
+    "horner(x, c, n)",
+    "horner_derivative(x, c, n)",
+    "1.f",
+    "zonal.kernels.triton.links:horner",
+    domain=(-1.0, 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,26 @@ class Gegenbauer(Link):
 
     @property
     def formula(self) -> Formula | None:
-        return None if self.clenshaw or self.degree > 32 else FORMULAS["polynomial"]
+        return None if self.clenshaw or self.degree > 32 else _FORMULA
+
+    @property
+    def fixed_degree(self) -> bool:
+        return not self.learn_degrees
+
+    def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
+        if not unit:
+            return "link Gegenbauer is positive definite on unit vectors; use score.Cosine()"
+        if self.learn_weights and not self.nonnegative:
+            return (
+                "link Gegenbauer may learn weights of any sign, and a negative weight w_k makes its harmonics negative; "
+                "use Gegenbauer(nonnegative=True)"
+            )
+        if dim is not None and self.manifold_dim != "head" and dim > self.manifold_dim + 1:
+            return (
+                f"link Gegenbauer(manifold_dim={self.manifold_dim}) is positive definite for keys of at most "
+                f"manifold_dim + 1 = {self.manifold_dim + 1} numbers, these have {dim}; use manifold_dim >= {dim - 1}"
+            )
+        return None
 
     def initial(self) -> dict[str, Tensor]:
         start = self._start().float()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from zonal.algebra.declaration import Declaration
+from zonal.algebra.declaration import Declaration, declared
 from zonal.formula import Formula, Term
 
 
@@ -30,11 +30,20 @@ class Metric(Declaration, abstract=True):
     slot = "metric"
     curvature: ClassVar[int | None] = None
     """Of the space, where it is the same everywhere: 0 flat, 1 a sphere, -1 hyperbolic."""
+    negative_type: ClassVar[bool] = False
+    """Whether exp(-t d) is a positive definite kernel for every t > 0."""
 
     @property
     def title(self) -> str:
         """What people call the distance."""
         return type(self).__name__
+
+    def indefinite_reason(self) -> str | None:
+        """Why exp(-d) among keys may have negative eigenvalues, for people, or None when it cannot."""
+        if self.negative_type:
+            return None
+        known = ", ".join(kind for kind, each in declared("metric").items() if getattr(each, "negative_type", False))
+        return f"exp(-d) is one for distances of negative type ({known}), which {type(self).__name__} need not be"
 
     def typical(self, dim: int) -> float:
         """About the distance of two points whose ``dim`` numbers are drawn from N(0, 1)."""

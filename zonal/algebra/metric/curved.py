@@ -28,6 +28,8 @@ class Sphere(Metric):
     acos is 0 below 1e-4 in float32). Zero at coincident points. A zero vector is at a right angle to everything and gets no gradient.
     """
 
+    negative_type: ClassVar[bool] = True
+
     curvature: ClassVar[int | None] = 1
     eps: float = 1e-4
 
@@ -122,6 +124,8 @@ class Hyperbolic(Metric):
     Between directions nearer than 1e-3 a product in float32 has no digits left of |a^ - b^|^2, which sinh(a) sinh(b) then magnifies: it is taken from
     differences there, here and in the distance kernel. Not with torch.func.vmap.
     """
+
+    negative_type: ClassVar[bool] = True
 
     curvature: ClassVar[int | None] = -1
     eps: float = 1e-4

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from zonal.algebra.declaration import require
 from zonal.algebra.metric.base import DotReduction, Metric
-from zonal.formula import FORMULAS, Term
+from zonal.formula import FORMULAS, Formula, Term
+
+_FORMULA = Formula(  # of a squared distance x, after which exp is taken; c[0] is eps
+    "euclidean",
+    "c[0] - root(most(x, V{}) + c[0] * c[0])",
+    "(x > V{} ? -0.5f / root(most(x, V{}) + c[0] * c[0]) : V{})",
+    triton="zonal.kernels.triton.links:euclidean",
+    log=True,
+)
 
 
 def _centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,6 +64,8 @@ class Euclidean(Metric):
     rounding there.
     """
 
+    negative_type: ClassVar[bool] = True
+
     curvature: ClassVar[int | None] = 0
     eps: float = 1e-4
 
@@ -79,7 +89,7 @@ class Euclidean(Metric):
 
     def dot_reduction(self, temperature: float) -> DotReduction:
         # both roots divided by the temperature: it goes into the scale and into eps
-        return DotReduction(replace(FORMULAS["euclidean"], constants=(self.eps / temperature,)), temperature**-2, 2)
+        return DotReduction(replace(_FORMULA, constants=(self.eps / temperature,)), temperature**-2, 2)
 
     def reduced(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return _squares_lifted(q, k)
@@ -88,6 +98,8 @@ class Euclidean(Metric):
 @dataclass(frozen=True)
 class SquaredEuclidean(Metric):
     """d(a, b) = |a - b|^2: with the link exp a Gaussian kernel. No metric in the strict sense (no triangle inequality)."""
+
+    negative_type: ClassVar[bool] = True
 
     curvature: ClassVar[int | None] = 0
 
@@ -116,6 +128,8 @@ class HilbertSchmidt(Metric):
 
     Its square is what ``score.OperatorPath`` takes, which is faster. Raises: ArgumentError for points that are no square matrices.
     """
+
+    negative_type: ClassVar[bool] = True
 
     curvature: ClassVar[int | None] = 0
     eps: float = 1e-4

@@ -1,6 +1,7 @@
 """Metrics of distributions and of states: Fisher-Rao and Le Cam on softmax(x), fidelity on density matrices."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from zonal.algebra.metric.curved import Sphere
 @dataclass(frozen=True)
 class FisherRao(Metric):
     """d(a, b) = 2 angle(sqrt(p), sqrt(r)) = 4 asin(|sqrt(p) - sqrt(r)| / 2), p = softmax(a), r = softmax(b); smooth as ``Sphere``, at most pi."""
+
+    negative_type: ClassVar[bool] = True
 
     eps: float = 1e-4
 

@@ -55,6 +55,12 @@ class Product(Metric):
     normalise: bool = True
     adaptive: bool = False
 
+    def indefinite_reason(self) -> str | None:
+        reason = next((reason for own in self.factors if (reason := own.indefinite_reason())), None)
+        if reason is None and self.adaptive:
+            return "a product whose weights each query chooses gives keys an unsymmetric kernel; use adaptive=False"
+        return reason
+
     def __post_init__(self) -> None:
         require(
             len(self.factors) > 0 and all(isinstance(f, Metric) for f in self.factors),

@@ -109,6 +109,10 @@ class Score(Declaration, abstract=True):
         """Whether the kernel among keys is z.z of the prepared keys themselves: what sums such as G = sum z z^T are made of."""
         return False
 
+    def indefinite_reason(self) -> str | None:
+        """Why scores among keys may not be inner products, or minus distances of negative type, for people; None when they are."""
+        return None if self.bilinear else f"score {type(self).__name__} among keys need not be symmetric"
+
     def width(self, dim: int) -> int:
         """How many numbers a prepared vector has, from heads of size ``dim``."""
         return dim
@@ -206,6 +210,11 @@ class Dot(Score):
     map: Literal["none", "elu1", "relu", "silu"] = "none"
     key_limit: float | None = None
     factor: float | None = None
+
+    def indefinite_reason(self) -> str | None:
+        if self.scale is not None and self.scale <= 0:
+            return f"score Dot(scale={self.scale:g}) among keys is the negative of an inner product; use a scale > 0"
+        return None
 
     def __post_init__(self) -> None:
         require(self.map in _MAPS, f"Dot: map must be one of {', '.join(_MAPS)}, received {self.map!r}.")
@@ -376,6 +385,12 @@ class NegativeDistance(Score):
     @property
     def one_map(self) -> bool:
         return self.shared_witness
+
+    def indefinite_reason(self) -> str | None:
+        reason = self.metric.indefinite_reason()
+        if reason is None and self.dot is not None and self.dot < 0:
+            return "a dot product beside the distance may be subtracted"
+        return reason
 
     def width(self, dim: int) -> int:
         return self.metric.width(dim)

@@ -56,6 +56,9 @@ class OperatorPath(Score):
     shared_witness: bool = False
     choices: int | None = None
 
+    def indefinite_reason(self) -> str:
+        return "score OperatorPath among keys need not be symmetric"
+
     def __post_init__(self) -> None:
         least = {"size": 1, "rank": 1, "relations": 0, "heads": 1, "choices": 1}
         for name, value in ((name, getattr(self, name)) for name in least):
@@ -223,6 +226,9 @@ class Categorical(Score):
     transport: bool = False
     heads: int = 1
     seed: int | None = None
+
+    def indefinite_reason(self) -> str | None:
+        return "score Categorical among keys need not be symmetric" if self.relation else None
 
     def __post_init__(self) -> None:
         require_whole("Categorical: heads", self.heads)

@@ -1,0 +1,50 @@
+"""The exponential link of softmax attention."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from zonal.algebra.declaration import Derived, Move
+from zonal.algebra.link.base import Link
+from zonal.formula import Formula
+
+_FORMULA = Formula("exp", log=True)
+
+
+@dataclass(frozen=True)
+class Exp(Link):
+    """l(x) = exp(x): the only positive measurable link with l(a + b) = l(a) l(b). Kept in log space throughout."""
+
+    log_space: ClassVar[bool] = True
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> int:
+        return 6
+
+    @property
+    def formula(self) -> Formula:
+        return _FORMULA
+
+    def indefinite_reason(self, unit: bool, dim: int | None) -> None:
+        return None  # a power series with coefficients >= 0
+
+    def indefinite_reason_of_distance(self) -> None:
+        return None
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.exp()
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.exp()
+
+    def moves(self) -> tuple[Move, ...]:
+        forced = Derived("exponential link", "hence the link is exp(a x), a absorbed by the scale of the score")
+        return (Move("restriction", "link", "Prune W", "evidence multiplies where scores add", (forced,)),)
+
+
+__all__ = ["Exp"]

@@ -1,0 +1,117 @@
+"""The square of a polynomial, plus a floor."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Derived, Move, require
+from zonal.algebra.horner import horner, horner_derivative, power_sums
+from zonal.algebra.link.base import Link
+from zonal.algebra.score import Params
+from zonal.formula import Formula
+
+_FORMULA = Formula(  # the floor is the last number of c
+    "polynomial_square",
+    "horner(x, c, n - 1) * horner(x, c, n - 1) + c[n - 1]",
+    "2.f * horner(x, c, n - 1) * horner_derivative(x, c, n - 1)",
+    "2.f * horner(x, c, n - 1)",
+    "zonal.kernels.triton.links:polynomial_square",
+)
+
+
+@dataclass(frozen=True)
+class PolynomialSquare(Link):
+    """l(x) = p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction, degree 2 deg p."""
+
+    polynomial: tuple[float, ...] = (0.04, 1.0)
+    floor: float = 0.0
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "polynomial", tuple(float(v) for v in self.polynomial))
+        require(
+            2 <= len(self.polynomial) <= 9,
+            f"PolynomialSquare: 2 to 9 coefficients (degree 1 to 8) are required, received {len(self.polynomial)}.",
+        )
+        require(
+            self.floor >= 0,
+            f"PolynomialSquare: floor must be >= 0 (the kernel must not be negative), received {self.floor}.",
+        )
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def degree(self) -> int:
+        return 2 * (len(self.polynomial) - 1)
+
+    @property
+    def operations(self) -> int:
+        return len(self.polynomial) + 1
+
+    @property
+    def formula(self) -> Formula:
+        return replace(_FORMULA, constants=(self.floor,))
+
+    def indefinite_reason(self, unit: bool, dim: int | None) -> str | None:
+        if self.learn:
+            return (
+                "link PolynomialSquare(learn=True) may learn coefficients of any sign; use learn=False, "
+                "or learn link.Gegenbauer(nonnegative=True)"
+            )
+        found = self.monomials(self.coefficients({})).flatten().tolist()
+        bad = next((k for k, c in enumerate(found) if c < 0), None)
+        if bad is None:
+            return None
+        return (
+            f"link PolynomialSquare{self.polynomial} has the part {found[bad]:g} x^{bad}, a negative power; "
+            "use coefficients whose square has none"
+        )
+
+    def initial(self) -> dict[str, Tensor]:
+        return {"coefficient": torch.tensor([self.polynomial], dtype=torch.float32)} if self.learn else {}
+
+    def coefficients(self, params: Params) -> Tensor:
+        values = params["coefficient"].double() if self.learn else torch.tensor([self.polynomial], dtype=torch.float64)
+        return values.T[:, :, None, None]
+
+    def monomials(self, c: Tensor) -> Tensor:
+        terms = [
+            sum(
+                (c[i] * c[k - i] for i in range(max(0, k - len(c) + 1), min(k, len(c) - 1) + 1)), torch.zeros_like(c[0])
+            )
+            for k in range(2 * len(c) - 1)
+        ]
+        return torch.stack([terms[0] + self.floor, *terms[1:]])
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return horner(x, c).square() + self.floor
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        return 2 * horner(x, c) * horner_derivative(x, c)
+
+    def coefficient_vjp(self, x: Tensor, grad: Tensor, c: Tensor) -> Tensor:
+        return power_sums(x, 2 * grad * horner(x, c), c.shape[0])
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return horner(x, c, out).square_().add_(self.floor)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        return horner(x, c, out).mul_(2).mul_(horner_derivative(x, c))
+
+    def moves(self) -> tuple[Move, ...]:
+        bounded = Derived("bounded link", f"hence K >= {self.floor:g}, whatever is learned")
+        return (
+            Move(
+                "restriction",
+                "link",
+                "squared polynomial",
+                f"evidence is p(x)^2 + {self.floor:g} with p of degree {len(self.polynomial) - 1}",
+                (bounded,),
+            ),
+        )
+
+
+__all__ = ["PolynomialSquare"]

@@ -1,0 +1,81 @@
+"""The spherical Yat link."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Derived, Move, require
+from zonal.algebra.link.base import Link
+from zonal.formula import Formula
+
+_FORMULA = Formula(  # c[0] is eps
+    "yat",
+    "x * x / (2.f + c[0] - 2.f * x)",
+    "2.f * x * (2.f + c[0] - x) / ((2.f + c[0] - 2.f * x) * (2.f + c[0] - 2.f * x))",
+    triton="zonal.kernels.triton.links:yat",
+    domain=(-1.0, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Yat(Link):
+    """l(x) = x^2 / (2 + eps - 2x), 0 <= l <= 1/eps on [-1, 1]. Positive definite for eps > 0. Source: SLAY, eq. 3."""
+
+    domain: ClassVar[tuple[float, float] | None] = (-1.0, 1.0)
+
+    eps: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.eps < math.inf,
+            f"Yat: eps must be > 0 (the kernel is unbounded at 0) and finite, received {self.eps}.",
+        )
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def operations(self) -> int:
+        return 3
+
+    @property
+    def formula(self) -> Formula:
+        return replace(_FORMULA, constants=(self.eps,))
+
+    def indefinite_reason(self, unit: bool, dim: int | None) -> None:
+        return None  # a power series with coefficients >= 0
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return x.square() / (2 + self.eps - 2 * x)
+
+    def derivative(self, x: Tensor, c: Tensor) -> Tensor:
+        gap = 2 + self.eps - 2 * x
+        return 2 * x * (2 + self.eps - x) / gap.square()
+
+    def value_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        gap = torch.mul(x, -2, out=out).add_(2 + self.eps)
+        return torch.div(x, gap, out=gap).mul_(x)
+
+    def derivative_into(self, x: Tensor, c: Tensor, out: Tensor) -> Tensor:
+        gap = torch.mul(x, -2, out=out).add_(2 + self.eps)
+        part = torch.div(x, gap, out=gap)
+        return torch.addcmul(part, part, part, out=part).mul_(2)  # 2 u (1 + u) with u = x / gap
+
+    def moves(self) -> tuple[Move, ...]:
+        bounded = Derived("bounded link", f"hence 0 <= K <= {1 / self.eps:g}, the most at equal directions")
+        return (
+            Move(
+                "restriction",
+                "link",
+                "Yat",
+                f"evidence is alignment squared over distance squared (eps = {self.eps:g})",
+                (bounded,),
+            ),
+        )
+
+
+__all__ = ["Yat"]
