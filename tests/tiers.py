@@ -29,12 +29,26 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "softmax", "squared_affine", "ska(power=1)", "rewa", "mamba2",
     ),
     "nn/test_compiled_layers.py::test_one_graph_has_gradients_and_serves_several_lengths": ("softmax",),
-    "models/test_presets.py::test_comparisons_have_equal_parameters": (),
+    "memory/test_ridge_statistics.py::test_a_long_single_precision_stream": ("1-three directions",),
+    "memory/test_rows_of_a_batch.py::test_drift_of_long_streams_in_single_precision": ("retention-40005-9",),
+    "tasks/test_text_task.py::test_a_short_training_part_is_used_to_its_last_token_and_not_beyond": ("1.7", "3"),
+    "training/test_checkpoints.py::test_stopped_and_resumed_is_bit_identical": ("stops1", "stops3"),
+    "training/test_checkpoints.py::test_what_came_after_the_checkpoint_is_cut_and_repeated": ("9-", "11-torn4"),
+    "training/test_checkpoints.py::test_full_disk_leaves_the_previous_checkpoint": ("fsync",),
+    "training/test_comparisons.py::test_stopped_and_continued_is_the_same_comparison": ("True",),
+    "training/test_comparisons.py::test_ctrl_c_then_again": ("1",),
+    "test_benchmarks.py::test_peers_compute_the_same_function": ("flex-yat-True",),
+    "test_docs.py::test_examples_run": ("examples/constant_memory.py", "examples/declare_an_operator.py"),
 }  # fmt: skip
 """Of these tests the named cases are in `make test`, the others only in `make test-all`."""
 
 SLOW: frozenset[str] = frozenset(
     {
+        "cli/test_cli_runs.py::test_a_reader_that_leaves_is_no_error",
+        "cli/test_cli_runs.py::test_ctrl_c_stops_with_130_and_the_same_command_goes_on",
+        "cli/test_cli_runs.py::test_demo_puts_both_tasks_on_one_page",
+        "data/test_text_sources.py::test_processes_that_prepare_the_same_text_do_not_meet",
+        "execution/test_fading.py::test_ten_thousand_tokens_of_decode_at_any_rate",
         "kernels/test_triton.py::test_the_documented_link",
         "kernels/test_triton.py::test_kernels_compile_ahead_of_time",
         "kernels/test_triton.py::test_a_kernel_that_spills_is_seen",
@@ -44,6 +58,18 @@ SLOW: frozenset[str] = frozenset(
         "kernels/test_sums.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_ridge.py::test_a_training_step_compiles_without_a_break",
         "kernels/test_distance.py::test_a_training_step_compiles_without_a_break",
+        "models/test_presets.py::test_comparisons_have_equal_parameters",
+        "training/test_comparisons.py::test_two_at_a_time_and_a_killed_worker",
+        "training/test_curriculum.py::test_a_run_that_is_stopped_in_every_stage_goes_on_as_one",
+        "training/test_killed_runs.py::test_killed_at_random_moments_and_resumed",
+        "training/test_search.py::test_a_search_ends_with_a_winner_and_all_that_led_to_it",
+        "training/test_search.py::test_killed_and_gone_on_is_the_same_search",
+        "test_benchmarks.py::test_the_benchmark_of_distances_runs_and_refuses_a_wrong_kernel",
+        "test_benchmarks.py::test_the_benchmark_of_sums_runs_and_refuses_a_wrong_kernel",
+        "test_benchmarks.py::test_the_sparse_benchmark_draws_what_tables_buy",
+        "test_benchmarks.py::test_rows_of_linear_peers",
+        "test_long_context_benchmark.py::test_run",
+        "test_transport_benchmark.py::test_the_peak_is_that_of_the_call",
     }
 )
 """These tests are only in `make test-all`."""
