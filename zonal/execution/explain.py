@@ -180,18 +180,21 @@ def explain(
     v_shape: Sequence[int] | None = None,
     *,
     causal: bool = False,
+    scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     gradients: bool = False,
     key_padding: bool = False,
     packed: Sequence[int] | Tensor | None = None,
     memory: bool | int = False,
+    path: str = "auto",
     sample: tuple[Tensor, Tensor] | None = None,
 ) -> Explanation:
     """How ``zonal.attention`` would run a call of these shapes, and why. Nothing of their size is allocated.
 
     Args:
         q_shape, k_shape, v_shape: (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, P). Without k_shape that of q, without v_shape that of k.
+        causal, scale, path: as ``zonal.attention`` has them.
         gradients: whether backward follows; what the operator learns then counts, too.
         key_padding: whether there is a key_padding_mask. packed: borders of documents, as cu_seqlens.
         memory: how many tokens the call goes on from (True: 1024); a memory of the operator's own kind is then returned as well.
@@ -207,14 +210,14 @@ def explain(
     shapes.append(shapes[1] if v_shape is None else _checked("v_shape", v_shape))
     if memory is not False and (not isinstance(memory, int) or memory < 0):
         raise ArgumentError(f"explain: memory must be True, False or a number of tokens, received {memory!r}.")
-    call = _call(operator, shapes, causal, dtype, gradients, key_padding, packed)
+    call = _call(operator, shapes, causal, scale, dtype, gradients, key_padding, packed)
     with torch.set_grad_enabled(gradients):
         heads, key_dim, value_dim = call.k.shape[1], call.head_dim, call.v.shape[3]
         kind = Memory.kind_for(operator, key_dim)
         held = None if memory is False else Held(kind, _HELD if memory is True else memory)
         call = replace(call, held=held, place=place)
         speeds = machines.machine_for(place)
-        choice, rows = choose(call, machine=speeds), heads if operator.anchor.solves else call.bound.heads
+        choice, rows = choose(call, path, machine=speeds), heads if operator.anchor.solves else call.bound.heads
         shape = shape_of(call)
     one = None
     if not operator.anchor.couples:
@@ -236,8 +239,8 @@ def _checked(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _call(
-    operator: Operator, shapes: list[tuple[int, ...]], causal: bool, dtype: torch.dtype, gradients: bool, key_padding: bool,
-    packed: Sequence[int] | Tensor | None,
+    operator: Operator, shapes: list[tuple[int, ...]], causal: bool, scale: float | None, dtype: torch.dtype,
+    gradients: bool, key_padding: bool, packed: Sequence[int] | Tensor | None,
 ) -> Call:  # fmt: skip
     """The call on meta tensors: shapes without numbers."""
     shadow = copy.deepcopy(operator).to("meta")
@@ -250,7 +253,7 @@ def _call(
         )
         mask = torch.empty(k.shape[0], k.shape[2], dtype=torch.bool, device="meta") if key_padding else None
         edges = None if packed is None else torch.as_tensor(packed, dtype=torch.int64)
-        return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges)
+        return prepare(shadow, q, k, v, causal=causal, key_padding_mask=mask, cu_seqlens=edges, scale=scale)
 
 
 def _declaration(operator: Operator) -> str:

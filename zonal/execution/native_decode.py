@@ -57,9 +57,10 @@ class Numbers:
 
     def changed(self, operator: Operator) -> bool:
         """Whether the operator now has others."""
-        now = numbers_of(operator)
+        # a parametrization takes a parameter away and computes it at each call: there are then fewer, which is a change
+        now = [*operator.learned_parts._parameters.values(), *operator.fixed_parts._buffers.values()]
         return len(now) != len(self._kept) or not all(
-            a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
+            a is not None and a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
             for a, b in zip(now, self._kept, strict=True)
         )
 

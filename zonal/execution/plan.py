@@ -72,10 +72,10 @@ def choose(call: Call, path: str = "auto", *, machine: Machine | None = None, av
     if torch.compiler.is_compiling():
         return _traced(found)
     if path != "auto":  # the first of its routes: what is compiled comes before torch
-        return Choice(path, "it was asked for", found.routes)
-    shape = shape_of(call)
+        without = {str(route): why for route, why in found.without.items()}
+        return Choice(path, f"path={path!r} was asked for", found.routes, without=without)
     machine = machines.machine_for(call.device) if machine is None else machine
-    return ranked(shape, found, machine, available)
+    return ranked(shape_of(call), found, machine, available)
 
 
 def _impossible(call: Call, path: str, found: Asked) -> PathError:

@@ -34,6 +34,8 @@ from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStati
 
 Result = tuple[Tensor, Memory | None]
 """y (B, H, T, P), and the memory after the call's tokens where the call goes on from one."""
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""q, k, v -> y; None where the environment has switched compiled kernels off."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Route:
     refuse: why it cannot run a call that its path can run, with what would help, or None. work: what it does, from shapes alone.
     rate: multiply-adds a second on a typical processor; what is measured of a machine scales it. family: of anchors that it is for
     (``Tags.family``), "" = any. cuda: whether it is for CUDA devices alone, or for all others alone; None = for any.
+    runner: the kernel with all that follows from a call but its q, k and v, as a ``Plan`` keeps it, or None where there is more to do.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Route:
     rate: float
     family: str = ""
     cuda: bool | None = None
+    runner: "Callable[[Call], Runner | None] | None" = None
 
     @property
     def compiled(self) -> bool:
@@ -211,10 +215,10 @@ ROUTES: tuple[Route, ...] = (
     Route("tiled", "C++ plan", transport.refusal, work.plan_compiled, _whole(transport.compiled), _COMPILED, "plan"),
     Route("tiled", "torch plan", _never, work.plan_tiles, _whole(transport.by_torch), _TORCH, "plan"),
     Route("tiled", "torch tree", _never, work.tree, _whole(hierarchy.hierarchical), _TORCH, "tree"),
-    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False),
+    Route("chunked", "C++ sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", False, native_sums.runner),
     Route("chunked", "Triton sums", _sums, work.compiled_sums, _summed, _COMPILED, "sums", True),
     Route("chunked", "torch sums", _never, work.sums, _carried, _TORCH, "sums"),
-    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False),
+    Route("chunked", "C++ ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", False, native_ridge.runner),
     Route("chunked", "Triton ridge", _ridge, work.compiled_ridge, _read_out, _COMPILED, "ridge", True),
     Route("chunked", "torch ridge", _constant, work.ridge, _carried, _TORCH, "ridge"),
     Route("chunked", "torch fading", _fades, work.fading, _carried, _TORCH, "ridge"),
@@ -262,4 +266,4 @@ def asked(call: Call, path: str | None = None) -> Asked:
     return Asked(tuple(routes), refused, without)
 
 
-__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "asked"]
+__all__ = ["PATHS", "ROUTES", "Asked", "Result", "Route", "Runner", "asked"]
