@@ -19,7 +19,7 @@ from zonal.execution.dense import dense
 from zonal.execution.plan import PATHS, choose, run
 from zonal.kernels import transforms
 from zonal.memory import Memory
-from zonal.memory.base import same_declaration
+from zonal.memory.alike import check_draws, same_declaration
 from zonal.names import known_names
 
 _PATHS = ("auto", *PATHS)
@@ -137,6 +137,7 @@ def _with_memory(call: Call, memory: Memory | None, path: str) -> tuple[Tensor, 
             f"attention: the memory must be of the call's operator, received {apart(memory.operator, call.operator)}. "
             "Make a memory for this one with Memory.empty(operator, …)."
         )
+    check_draws("attention", memory.operator, call.operator)
     check_memory(call, memory)
     given, memory = memory, memory.unnamed()
     call = replace(call, memory=memory, held=Held.of(memory))

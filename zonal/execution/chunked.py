@@ -33,10 +33,10 @@ from zonal.kernels import transforms
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
 from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.lift import Lift
 from zonal.memory.ridge import previous_keys, read_out, rows_of
 from zonal.memory.sums import anchored, carried, least_of, with_mass
 from zonal.memory.tokens import joined
+from zonal.memory.whitened import WhitenedFeatures
 
 _SAFE_TOKENS = 1024  # eps |G| / rho < 1e-3 for unit keys and rho = 0.1
 _LOST = 1e-3  # of a number, from which on float32 is not enough: LOST of ridge.hpp
@@ -231,9 +231,9 @@ def _ridge(
         before = None
     silent = tokens.silent()
     rho = anchor.ridge(call.bound.anchor_params, call.bound.kv_heads).view(1, -1, 1, 1, 1)
-    lift = Lift.of(call.bound, call.head_dim)
+    white = WhitenedFeatures.of(call.bound, call.head_dim)
     queries, keys = (
-        (call.q, silent.k) if lift is None else (lift.whitened(call.q.to(silent.k)), lift.whitened(silent.k))
+        (call.q, silent.k) if white is None else (white.whitened(call.q.to(silent.k)), white.whitened(silent.k))
     )
     past = (None, None, None, None) if before is None else before.whitened(call.bound)
     count = keys.shape[2] + (0 if before is None else before.count)

@@ -14,7 +14,7 @@ from zonal.kernels.cpp import ridge_library
 from zonal.kernels.cpp.ridge_library import Before
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
-from zonal.memory.lift import Lift, width_of
+from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
 def refusal(call: Call, remembers: bool = False) -> str | None:
@@ -68,9 +68,9 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     else:
         q, k, v = call.raw[:3]
         k = multiplied(k, clipped)
-    lift = Lift.of(call.bound, call.head_dim)
-    if lift is not None:
-        q, k = lift.whitened(q), lift.whitened(k)
+    white = WhitenedFeatures.of(call.bound, call.head_dim)
+    if white is not None:
+        q, k = white.whitened(q), white.whitened(k)
     scale, rho, powers = _numbers(call, anchor, clipped)
     before = memory if memory is not None and memory.count else None
     parts = (None, None, None, None) if before is None else before.whitened(call.bound)

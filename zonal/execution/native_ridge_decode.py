@@ -16,8 +16,8 @@ from zonal.kernels import transforms
 from zonal.kernels.cpp import ridge_decode_library
 from zonal.kernels.cpp.ridge_decode_library import Stepper
 from zonal.memory import RidgeStatistics
-from zonal.memory.lift import width_of
 from zonal.memory.ridge import REMAKE, Inverse, ridge_version
+from zonal.memory.whitened import width_of
 
 
 def refusal(call: Call, kind: str) -> str | None:

@@ -22,7 +22,7 @@ from zonal.execution.chunked import ridge_block
 from zonal.execution.ridge_fading import usual_block
 from zonal.execution.scan import block_size
 from zonal.features import feature_map, hashing
-from zonal.memory.lift import width_of
+from zonal.memory.whitened import width_of
 
 # elementwise calls of torch, by what a plain one (an addition) takes: a masked fill, an exponential, the search for the k-th largest
 _SELECT, _EXP, _TOP = 5.0, 4.0, 60.0

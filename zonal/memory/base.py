@@ -18,13 +18,14 @@ from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
 from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
+from zonal.memory.alike import check_draws, declared_alike, equal_rows, same_declaration
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import FLOATS, Form
-from zonal.memory.lift import MAX_STATISTICS, harmonics_of, width_of
 from zonal.memory.reading import Readable
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
+from zonal.memory.whitened import MAX_STATISTICS, harmonics_of, width_of
 from zonal.names import known_names
 from zonal.store import understood
 
@@ -341,12 +342,15 @@ class Memory(Readable):
                 for name, _ in list(operator.fixed_parts.named_buffers()):
                     if name in learned:  # files written before have what the declared seed draws
                         operator.fixed_parts.register_buffer(name, learned[name])
-            elif not _declared_alike(
+            elif not declared_alike(
                 operator, header["operator"]
             ):  # parts of the user's own are compared, never looked up
                 raise ValueError(
                     f"it belongs to operator {header['operator']['spec']!r}, and {operator.spec!r} was given"
                 )
+            for name, drawn in operator.fixed_parts.named_buffers():
+                if name in learned and not equal_rows(learned[name], drawn):
+                    raise ValueError(f"its operator drew other numbers ({name}) than the one that was given")
             return Memory.described(header, tensors, operator, torch.device("cpu"))
 
     def about(self) -> dict[str, Any]:
@@ -516,10 +520,15 @@ class Memory(Readable):
             raise ArgumentError(
                 f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again."
             )
+        check_draws(f"Memory.{call}", self.operator, other.operator)
         if not self.of_operator(other.operator):
             raise ArgumentError(
                 f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
             )
+
+    def check_draws(self, call: str, operator: Operator) -> None:
+        """Raises: ArgumentError, naming the call, when an operator that is declared like this memory's has drawn other numbers."""
+        check_draws(call, self.operator, operator)
 
     def of_operator(self, operator: Operator) -> bool:
         """Whether an operator is this memory's, or declared like it."""
@@ -568,23 +577,12 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
     return Part(name, count, held, groups["mark"])
 
 
-def _declared_alike(operator: Operator, config: dict[str, Any]) -> bool:
-    mine = operator.config()
-    return all(mine[slot] == config[slot] for slot in ("score", "link", "anchor", "prior"))
-
-
-def same_declaration(a: Operator, b: Operator) -> bool:
-    """Whether two operators are declared alike (names and learned values apart)."""
-    return (a.score, a.link, a.anchor, a.prior) == (b.score, b.link, b.anchor, b.prior)
-
-
 __all__ = [
     "MAX_FEATURES",
     "Form",
     "Memory",
     "decay_of",
     "features_refusal",
-    "same_declaration",
     "served_by",
     "statistics_refusal",
     "undeclared",

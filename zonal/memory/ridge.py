@@ -20,11 +20,11 @@ from zonal.errors import ArgumentError
 from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.inverse import positive_inverse, with_ridge
-from zonal.memory.lift import Lift, harmonics_of, width_of
 from zonal.memory.seams import Seam, bordered, holds, named, outer, places, restored, taken_out
 from zonal.memory.spans import Part
 from zonal.memory.sums import restored_pending, unpadded
 from zonal.memory.tokens import Tokens, joined
+from zonal.memory.whitened import WhitenedFeatures, harmonics_of, width_of
 
 REMAKE = 1024
 """After so many tokens of updates the inverse is made again from G, which bounds its drift."""
@@ -223,16 +223,16 @@ class RidgeStatistics(Memory):
         return x if features is None else features(x)
 
     def whitened(self, bound: Bound) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """gram, cross, shift and last key, of whitened features where there are features (``Lift``)."""
-        lift = Lift.of(bound, self.form.key_dim)
-        if lift is None:
+        """gram, cross, shift and last key, of whitened features where there are features (``WhitenedFeatures``)."""
+        white = WhitenedFeatures.of(bound, self.form.key_dim)
+        if white is None:
             return self.gram, self.cross, self.shift, self.last
-        shift = None if self.shift is None else lift.square(self.shift)
+        shift = None if self.shift is None else white.square(self.shift)
         return (
-            lift.square(self.gram),
-            lift.columns(self.cross),
+            white.square(self.gram),
+            white.columns(self.cross),
             shift,
-            None if self.last is None else self.last * lift.root.to(self.last),
+            None if self.last is None else self.last * white.root.to(self.last),
         )
 
     def _updated(self, z: Tensor) -> Inverse | None:
@@ -280,10 +280,10 @@ class RidgeStatistics(Memory):
 
     def made(self, bound: Bound) -> Tensor:
         """P = (G + rho I)^-1, made anew; over features of weights a it is (G + rho diag(1 / a))^-1."""
-        lift = Lift.of(bound, self.form.key_dim)
-        if lift is None:
+        white = WhitenedFeatures.of(bound, self.form.key_dim)
+        if white is None:
             return positive_inverse(with_ridge(self.gram, self.ridge(bound)), "Memory.read")
-        return lift.square(positive_inverse(with_ridge(lift.square(self.gram), self.ridge(bound)), "Memory.read"))
+        return white.square(positive_inverse(with_ridge(white.square(self.gram), self.ridge(bound)), "Memory.read"))
 
     def committed(self) -> "RidgeStatistics":
         """The memory up to the last whole chunk: what the next query sees."""
@@ -319,12 +319,12 @@ class RidgeStatistics(Memory):
         return self.settled()._looked_up(q, bound)
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
-        whole, lift = self.settled(), Lift.of(bound, self.form.key_dim)
+        whole, white = self.settled(), WhitenedFeatures.of(bound, self.form.key_dim)
         level = whole.ridge(bound)[..., 0]
-        if lift is None:
+        if white is None:
             return spanned(home, bound, whole.solved(bound), level)
         return spanned(
-            self.featured(home.to(self.gram)), bound, whole.solved(bound), level / lift.root.to(level).square()
+            self.featured(home.to(self.gram)), bound, whole.solved(bound), level / white.root.to(level).square()
         ).to(home.dtype)
 
     def _looked_up(self, q: Tensor, bound: Bound) -> Tensor:

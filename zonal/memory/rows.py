@@ -147,6 +147,7 @@ def _check_alike(verb: str, memories: Sequence[Any]) -> None:
             raise ArgumentError(
                 f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} and {other.form.shown()}."
             )
+        first.check_draws(f"Memory.{verb}", other.operator)
         if not first.of_operator(other.operator):
             raise ArgumentError(
                 f"Memory.{verb}: all memories must belong to one operator, received {apart(first.operator, other.operator)}."

@@ -9,7 +9,7 @@ from zonal.errors import ArgumentError
 from zonal.evaluation.ridge_diagnostics import RidgeDiagnostics, diagnose, leverage
 from zonal.memory import FadingStatistics, Memory, RidgeStatistics
 from zonal.memory.inverse import with_ridge
-from zonal.memory.lift import Lift
+from zonal.memory.whitened import WhitenedFeatures
 from zonal.nn.attention import Attention
 
 
@@ -64,9 +64,9 @@ def of_layer(
     memory = layer(x, return_memory=True, key_padding_mask=key_padding_mask, action_mask=action_mask)[1].memory
     gram, regular, shift = _sums(memory)
     keys = layer.stored_keys(x, key_padding_mask=key_padding_mask, action_mask=action_mask)
-    lift = Lift.of(memory.operator.bind(memory.form.heads, memory.form.heads), memory.form.key_dim)
-    if lift is not None:
-        keys = lift.whitened(keys)
+    white = WhitenedFeatures.of(memory.operator.bind(memory.form.heads, memory.form.heads), memory.form.key_dim)
+    if white is not None:
+        keys = white.whitened(keys)
     return LayerDiagnostics(diagnose(gram, regular, shift), leverage(keys, regular), keys.norm(dim=-1))
 
 

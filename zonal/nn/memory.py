@@ -12,7 +12,7 @@ from zonal import store
 from zonal.algebra import Operator
 from zonal.errors import ArgumentError, FileFormatError
 from zonal.memory import Decoder, Memory, Span
-from zonal.memory.base import same_declaration
+from zonal.memory.alike import same_declaration
 from zonal.memory.rows import checked_index
 
 _KIND = "layer memories"

@@ -1,4 +1,4 @@
-"""Lift: keys as the exact features of their kernel, over which ridge and Koopman read-outs are those of a plain product."""
+"""Keys as the exact features of their kernel, over which ridge and Koopman read-outs are those of a plain product."""
 
 from typing import NamedTuple, Self
 
@@ -25,7 +25,7 @@ def width_of(parts: Operator | Bound, key_dim: int) -> int:
     return parts.score.width(key_dim) if features is None else features.dimension(key_dim)
 
 
-class Lift(NamedTuple):
+class WhitenedFeatures(NamedTuple):
     """features and, of each, the root of the weight of its harmonics: (Hkv or 1, m) float64. Weights are learned; sums over keys are of features alone."""
 
     features: Harmonics
@@ -57,4 +57,4 @@ class Lift(NamedTuple):
         return self.columns(matrix) * self.root.to(matrix)[..., None]
 
 
-__all__ = ["MAX_STATISTICS", "Lift", "harmonics_of", "width_of"]
+__all__ = ["MAX_STATISTICS", "WhitenedFeatures", "harmonics_of", "width_of"]
