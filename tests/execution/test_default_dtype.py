@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zonal
 from zonal.errors import PathError
-from zonal.kernels.cpp import library
+from zonal.kernels.abi import address
 from zonal.nn import ShortConvolution
 
 # one or more of each compiled kernel, and what draws or makes numbers when it is built
@@ -107,14 +107,14 @@ def test_a_short_convolution_under_another_default(dtype: torch.dtype, default_k
 def test_a_buffer_that_is_something_else_is_refused(wrong: Tensor) -> None:
     """dtype, size, layout, device and shape: each alone would make a kernel read or write elsewhere."""
     with pytest.raises(TypeError, match=r"a buffer must be torch\.float32 of shape \(4, 6\)"):
-        library.address(wrong, torch.float32, (4, 6))
+        address(wrong, torch.float32, (4, 6))
 
 
 def test_a_good_buffer_is_taken() -> None:
     x = torch.zeros(4, 6)
-    assert library.address(x, torch.float32, (4, 6)) == x.data_ptr()
-    assert library.address(None, torch.float32, (4, 6)) == 0
+    assert address(x, torch.float32, (4, 6)) == x.data_ptr()
+    assert address(None, torch.float32, (4, 6)) == 0
     wide = torch.zeros(4, 12)[:, :6]
-    assert library.address(wide, torch.float32, (4, 6), strided=True) == wide.data_ptr()
+    assert address(wide, torch.float32, (4, 6), strided=True) == wide.data_ptr()
     with pytest.raises(TypeError, match="and contiguous"):
-        library.address(wide, torch.float32, (4, 6))
+        address(wide, torch.float32, (4, 6))

@@ -23,8 +23,10 @@ from zonal.execution.coverage import measured
 from zonal.execution.machine import TYPICAL_CPU
 from zonal.features import hashing
 from zonal.kernels import native as native_kernels
-from zonal.kernels import sparse_ops
 from zonal.kernels.build import BuildError
+from zonal.kernels.op import encode
+from zonal.kernels.sparse import SparseInputs, SparseSpec
+from zonal.kernels.sparse import sparse as kernel
 
 BODIES = (
     "torch",
@@ -466,18 +468,9 @@ def test_opcheck(name: str) -> None:
     call = call_of(operator, inputs(Case(kv_heads=2, key_dim=7)).to(torch.float32))
     q, k, factors = native_sparse.points(call.bound.score, call.q.detach(), call.k.detach())
     found = candidates.candidates(call, FEW, True)
-    kinds = [native_sparse.KINDS.index(kind) for kind in factors.kinds]
-    arguments = (
-        q.detach().requires_grad_(),
-        k.detach().requires_grad_(),
-        call.v.detach().requires_grad_(),
-        *found,
-        kinds,
-        list(factors.sizes),
-        list(factors.eps),
-        4,
-    )
-    torch.library.opcheck(sparse_ops.sparse, arguments)
+    tokens = (x.detach().requires_grad_() for x in (q, k, call.v))
+    given = *SparseInputs(*tokens, *found), encode(SparseSpec(factors, 4))
+    torch.library.opcheck(kernel.operator, given)
 
 
 def test_without_the_kernel_torch_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +482,7 @@ def test_without_the_kernel_torch_gathers(monkeypatch: pytest.MonkeyPatch) -> No
         raise BuildError("build: no compiler today.")
 
     monkeypatch.setattr(native_sparse, "sparse", broken)
-    with pytest.warns(UserWarning, match="torch gathers in place of the compiled kernel"):
+    with pytest.warns(UserWarning, match="torch's gathers run in place of the compiled kernel"):
         y = zonal.attention(q, k, v, operator, path="sparse")
     assert torch.allclose(y, expected, atol=1e-5)
     monkeypatch.setenv("ZONAL_KERNELS", "off")

@@ -19,35 +19,32 @@ from kernels.interpreted import mend, poisoned
 from torch import Tensor
 from triton.runtime import interpreter
 
-from zonal.execution import native
+from zonal.kernels.op import Body, Op
 from zonal.kernels.triton import tiles
 
 BROKEN = "broken"
 
 
-def stand_in(ops: ModuleType) -> type[torch.autograd.Function]:
-    """An operation as ``ops`` registers it for CUDA, with the gradients it has.
+class OnCuda:
+    """A kernel's body for CUDA. It counts its calls; memory that kernels do not write holds NaN."""
 
-    It counts its calls; memory that kernels do not write holds NaN.
-    """
+    def __init__(self, op: Op) -> None:
+        self.op, self.started = op, 0
 
-    class OnCuda(torch.autograd.Function):
-        started = 0
+    def body(self) -> Body:
+        """In the place of that for the CPU."""
+        there = self.op.bodies["cuda"]
 
-        @staticmethod
-        def forward(*given: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-            OnCuda.started += 1
+        def forward(*given: Any) -> tuple[Tensor, ...]:
+            self.started += 1
             with patch.object(torch, "empty", poisoned):
-                return ops.on_cuda(*given)
+                return there.forward(*given)
 
-        setup_context = staticmethod(ops._setup)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        def backward(*given: Any) -> tuple[Tensor | None, ...]:
             with patch.object(torch, "empty", poisoned):
-                return ops._backward(ctx, *gradients)
+                return there.backward(*given)
 
-    return OnCuda
+        return Body(forward, backward)
 
 
 def here() -> bool:
@@ -55,22 +52,14 @@ def here() -> bool:
     return isinstance(tiles.row_products_kernel, interpreter.InterpretedFunction)
 
 
-def replaced(
-    ops: ModuleType,
-    name: str,
-    kernel: type[torch.autograd.Function],
-    execution: ModuleType,
-    refusal: Callable[..., Any],
-) -> AbstractContextManager[Any]:
-    """Inside, calls on the CPU go to the Triton kernels. name: of the operation in ``ops``; refusal: in place of that
-    of ``execution``.
-    """
+def replaced(kernel: OnCuda, execution: ModuleType, refusal: Callable[..., Any]) -> ExitStack:
+    """Inside, calls on the CPU go to the Triton kernels. refusal: in place of that of ``execution``."""
     stack = ExitStack()
     if here():
         stack.enter_context(patch.object(execution, "refusal", refusal))
-        stack.enter_context(patch.object(native, "plain", lambda *tensors: False))
-        stack.enter_context(patch.object(ops, name, kernel.apply))
-        stack.enter_context(patch.object(ops, f"{name}_backward", ops.backward_on_cuda))
+        stack.enter_context(patch.dict(kernel.op.bodies, cpu=kernel.body()))
+        if hasattr(execution, "plain"):  # kept tables are for the CPU's kernel alone
+            stack.enter_context(patch.object(execution, "plain", lambda *tensors: False))
     return stack
 
 

@@ -9,19 +9,19 @@ from unittest.mock import patch
 
 import triton.language as tl
 from kernels import distance_calls as calls
-from kernels.called import replaced, run, stand_in
+from kernels.called import OnCuda, replaced, run
 
 from zonal.execution import native_distance
-from zonal.kernels import distance_ops
+from zonal.kernels.distance import distance
 from zonal.kernels.triton import distance_tiles, forward, tiles
 
-KERNEL = stand_in(distance_ops)
+KERNEL = OnCuda(distance)
 
 
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in tiles far smaller than the inputs unless they are to be their own."""
-    with replaced(distance_ops, "distance", KERNEL, native_distance, native_distance.unfit) as stack:
+    with replaced(KERNEL, native_distance, native_distance.unfit) as stack:
         if not own:
             stack.enter_context(patch.object(distance_tiles, "choose", lambda *call: tiles.Tiling(16, 16, 4, 1)))
             stack.enter_context(patch.object(forward, "_SPLIT_KEYS", 20))

@@ -17,6 +17,7 @@ from kernels.tile_cases import CASES, LARGE, LINKS, OFF, REST, Case, Inputs, fai
 from torch import Tensor
 from triton.runtime import interpreter
 
+from zonal.kernels.tile import TileInputs
 from zonal.kernels.triton import forward as forwards
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.backward import backward
@@ -75,11 +76,13 @@ def on(device: torch.device, data: Inputs) -> Inputs:
 
 def run(case: Case, data: Inputs) -> list[Tensor]:
     """y and all gradients by the kernels, on the CPU. Memory that they do not write holds NaN."""
-    common = data.scale, data.coefficients, data.key_mask, data.cu_seqlens, case.spec
+    inputs = TileInputs(data.q, data.k, data.v, data.scale, data.coefficients, data.key_mask, data.cu_seqlens)
+    spec, asked = replace(case.spec, learned=LINKS[case.link][2]), frozenset(("q", "k", "v", "scale", "coefficients"))
     with patch.object(torch, "empty", poisoned):
-        y, factor = forward(data.q, data.k, data.v, *common)
-        found = [y, *backward(data.dy, data.q, data.k, data.v, y, factor, *common, LINKS[case.link][2], (True,) * 5)]
-    return [x.cpu() for x in found]
+        results = forward(inputs, spec)
+        *found, dcoefficients = backward((data.dy,), inputs, results, spec, asked)
+        dc = data.scale.new_empty(len(data.scale), 0) if dcoefficients is None else dcoefficients[:, : spec.learned]
+    return [x.cpu() for x in (results[0], *found, dc)]
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

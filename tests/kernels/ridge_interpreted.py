@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import numpy as np
 from kernels import ridge_calls as calls
-from kernels.called import replaced, run, stand_in
+from kernels.called import OnCuda, replaced, run
 from triton.runtime import interpreter
 
 from zonal.execution import native_ridge
-from zonal.kernels import ridge_ops
+from zonal.kernels.ridge import ridge
 from zonal.kernels.triton import ridge_state, sizes
 
-KERNEL = stand_in(ridge_ops)
+KERNEL = OnCuda(ridge)
 RIGHT = ridge_state.carry
 
 
@@ -42,9 +42,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(
-        ridge_ops, "ridge", KERNEL, native_ridge, lambda call, remembers=False: native_ridge.cuda_refusal(call)
-    ) as stack:
+    with replaced(KERNEL, native_ridge, lambda call, remembers=False: native_ridge.cuda_refusal(call)) as stack:
         if not own:
             stack.enter_context(patch.object(sizes, "ridge_block", lambda dim: 16))
         yield

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import triton.language as tl
 from kernels import sums_calls as calls
-from kernels.called import replaced, run, stand_in
+from kernels.called import OnCuda, replaced, run
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 from zonal.execution import native_sums
-from zonal.kernels import sums_ops
+from zonal.kernels.sums import sums
 from zonal.kernels.triton import sums_layout, sums_state
 
-KERNEL = stand_in(sums_ops)
+KERNEL = OnCuda(sums)
 RIGHT = sums_layout.layout
 
 
@@ -47,9 +47,7 @@ def round_products() -> None:
 @contextmanager
 def interpreted(own: bool) -> Iterator[None]:
     """Inside, calls go to the Triton kernels, in blocks far smaller than the inputs unless they are to be their own."""
-    with replaced(
-        sums_ops, "feature_sums", KERNEL, native_sums, lambda call, kind=None: native_sums.cuda_refusal(call)
-    ) as stack:
+    with replaced(KERNEL, native_sums, lambda call, kind=None: native_sums.cuda_refusal(call)) as stack:
         if not own:
             stack.enter_context(patch.object(sums_layout, "SHARED", 16))
             stack.enter_context(patch.object(sums_layout, "block_of", lambda dim: 4))

@@ -27,9 +27,11 @@ from zonal.errors import MissingKernelsWarning, PathError
 from zonal.execution import native, native_distance, plan
 from zonal.execution.call import prepare
 from zonal.execution.dense import weights
-from zonal.kernels import build, ops
+from zonal.kernels import build
 from zonal.kernels import native as native_kernels
-from zonal.kernels.cpp import library
+from zonal.kernels.abi import Arguments
+from zonal.kernels.op import encode
+from zonal.kernels.tile import TileInputs, TileSpec, tile
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -117,8 +119,10 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
     if not native_kernels.load(code).zonal_has_bf16():
         pytest.skip("this processor has no bfloat16 products")
     ran: list[str] = []
-    original = library.run
-    monkeypatch.setattr(library, "run", lambda function, call: ran.append(function._zonal) or original(function, call))
+    original = Arguments.run
+    monkeypatch.setattr(
+        Arguments, "run", lambda call, function: ran.append(function._zonal) or original(call, function)
+    )
     for source in ("tile", "tile_bf16"):
         kernel = native_kernels.load(code, source)
         for name in ("zonal_forward", "zonal_backward"):
@@ -127,11 +131,11 @@ def test_bfloat16_products_run_both_ways(dim: int, monkeypatch: pytest.MonkeyPat
         torch.randn(1, 2, 40, dim, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_()
         for i in range(3)
     )
-    spec = ops.encode(ops.TileSpec(code, "raw"))
+    spec = TileSpec(code, "raw")
     for factor in (0.5, 0.0):
         ran.clear()
         scale = torch.full((2,), factor, requires_grad=True)
-        y, _, rest = ops.tile(q, k, v, scale, torch.empty(2, 0), None, None, spec, 0)
+        y, _, rest = tile(TileInputs(q, k, v, scale, torch.empty(2, 0)), spec)
         assert rest.shape == y.shape
         (got,) = torch.autograd.grad(y.float().sum(), scale)
         exact = (q.double() @ k.double().mT).tril() @ v.double()
@@ -268,9 +272,9 @@ def test_a_broken_kernel_is_seen() -> None:
     bad = replace(good, name="broken", cpp_derivative=f"1.01f * ({good.cpp_derivative})")
     found = []
     for code in (good, bad):
-        spec = ops.TileSpec(code, "row", True, 1e-12)
+        spec = TileSpec(code, "row", True, 1e-12)
         constants = torch.tensor(code.constants).expand(4, -1)
-        y, *_ = ops.tile(q, k, v, torch.ones(4), constants, None, None, ops.encode(spec), 0)
+        y, *_ = tile(TileInputs(q, k, v, torch.ones(4), constants), spec)
         found.append((y.detach(), torch.autograd.grad(y.square().sum(), k)[0]))
     assert torch.equal(found[0][0], found[1][0])
     assert (found[0][1] - found[1][1]).abs().max() > 1e-3 * found[0][1].abs().max()
@@ -284,17 +288,17 @@ def arguments(learned: bool = True) -> tuple:
     call = prepare(operator, q, k, v, causal=True)
     code = native.code_of(operator.link)
     assert code is not None
-    spec = ops.TileSpec(code, "count", True, 1e-12)
+    spec = TileSpec(code, "count", True, 1e-12, learned=call.coefficients.shape[0])
     coefficients = call.coefficients.detach().flatten(1).T.expand(4, -1).contiguous().requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)
     mask[0, :3] = False
     scale = torch.full((4,), 0.7, requires_grad=learned)
-    return q, k, v, scale, coefficients, mask, None, ops.encode(spec), coefficients.shape[1]
+    return q, k, v, scale, coefficients, mask, None, encode(spec)
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(ops.tile, arguments())
-    torch.library.opcheck(ops.tile, arguments(learned=False))
+    torch.library.opcheck(tile.operator, arguments())
+    torch.library.opcheck(tile.operator, arguments(learned=False))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -24,8 +24,7 @@ from zonal.execution.machine import TYPICAL_CPU
 from zonal.execution.native_decode import SumsSteps
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
-from zonal.kernels.cpp import decode_library
-from zonal.kernels.cpp.decode_library import Decoder, DecodeSpec
+from zonal.kernels.decode import FAMILY, Decoder, DecodeSpec
 from zonal.memory import FeatureSums
 from zonal.models import ModelConfig
 from zonal.models import build as build_model
@@ -440,7 +439,7 @@ def test_a_compiler_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.
             warnings.simplefilter("error")
             second, _ = pieces(operator, [x[:, :, 1:] for x in tensors], (1,), memory=memory)
         assert torch.allclose(torch.cat([first, second], 2), expected, atol=1e-6)
-        assert native_kernels.failure(decode_library.CODE, decode_library.SOURCE) is not None
+        assert native_kernels.failure(FAMILY.code, FAMILY.source) is not None
     finally:
         native_kernels._loaded.cache_clear()
         native_kernels._failed.clear()

@@ -17,11 +17,12 @@ from zonal.errors import PathError
 from zonal.execution import native_distance
 from zonal.execution.call import prepare
 from zonal.formula import FORMULAS
-from zonal.kernels import build, distance_ops
+from zonal.kernels import build
 from zonal.kernels import native as native_kernels
-from zonal.kernels.cpp import distance_library
-from zonal.kernels.distance_spec import DistanceSpec
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.abi import Arguments
+from zonal.kernels.distance import FAMILY, DistanceInputs, DistanceSpec, backward, distance, forward
+from zonal.kernels.op import decode, encode
+from zonal.kernels.tile import TileSpec
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -69,7 +70,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Each width of vectors that this processor has."""
     if request.param == "distance_wide" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this processor has no AVX-512")
-    monkeypatch.setattr(distance_library, "source", lambda: request.param)
+    monkeypatch.setattr(native_kernels, "has_avx512", lambda: request.param == "distance_wide")
     return request.param
 
 
@@ -115,9 +116,9 @@ def close(got: list[Tensor], truth: list[Tensor], eps: float = 2e-5) -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the kernel was asked for."""
     calls: list[str] = []
-    original = distance_library._Arguments.run
+    original = Arguments.run
     monkeypatch.setattr(
-        distance_library._Arguments, "run", lambda self, name: calls.append(name) or original(self, name)
+        Arguments, "run", lambda call, function: calls.append(function.__name__) or original(call, function)
     )
     return calls
 
@@ -139,7 +140,7 @@ def test_both_widths_of_vectors(name: str, source: str, ran: list[str]) -> None:
         everything(operator, data, "tiled"),
         everything(copy.deepcopy(operator).double(), data.to(torch.float64), "dense"),
     )
-    assert distance_library.source() == source
+    assert FAMILY.chosen == source
     assert len(ran) == 2
 
 
@@ -171,13 +172,12 @@ def distances(kind: metric.Metric, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor
     ones, nothing = torch.ones(len(q), 1, 1, 1), torch.empty(1, 0)
     weights = kind.parted(q, q.shape[3])[0].expand(len(q), 1, 1, -1)
     row, raw = (DistanceSpec(TileSpec(FORMULAS["exp"], rule, causal=False), terms) for rule in ("row", "raw"))
-    found = -distance_library.forward(q, k, ones, -weights, nothing, None, None, row)[1].flatten()
+    found = -forward(DistanceInputs(q, k, ones, -weights, nothing), row)[1].flatten()
     # under the raw anchor y = e^(-d / t); a temperature of about d keeps it from vanishing
     temperature = found.clamp_min(1e-3)[:, None, None, None]
-    y, factor = distance_library.forward(q, k, ones, -weights / temperature, nothing, None, None, raw)
-    dq, dk, *_ = distance_library.backward(
-        -temperature / y, q, k, ones, y, factor, -weights / temperature, nothing, None, None, raw, False
-    )
+    inputs = DistanceInputs(q, k, ones, -weights / temperature, nothing)
+    y, factor = forward(inputs, raw)
+    dq, dk, *_ = backward((-temperature / y,), inputs, (y, factor), raw, frozenset("qk"))
     return found, dq[:, 0, 0], dk[:, 0, 0]
 
 
@@ -347,12 +347,12 @@ def test_a_broken_kernel_is_seen() -> None:
     q, k, v = (x.detach() for x in sample(30))
     rules, nothing = TileSpec(FORMULAS["exp"], "row"), torch.empty(2, 0)
     weights, terms = torch.full((1, 2, 30, 1), -1.0), metric.Hyperbolic().terms(9)
-    y, factor = distance_library.forward(q, k, v, weights, nothing, None, None, DistanceSpec(rules, terms))
+    inputs = DistanceInputs(q, k, v, weights, nothing)
+    results = forward(inputs, DistanceSpec(rules, terms))
     found = [
-        distance_library.backward(torch.ones_like(y), q, k, v, y, factor, weights, nothing, None, None,
-        DistanceSpec(rules, part), False)
+        backward((torch.ones_like(results[0]),), inputs, results, DistanceSpec(rules, part), frozenset("qkv"))
         for part in (terms, metric.Hyperbolic(scale=1.01).terms(9))
-    ]  # fmt: skip
+    ]
     truth = [x.requires_grad_() for x in (q.double(), k.double(), v.double())]
     exact = torch.autograd.grad(
         zonal.attention(*truth, by(metric.Hyperbolic()), causal=True, path="dense").sum(), truth
@@ -428,10 +428,8 @@ def test_opcheck(learned: bool) -> None:
     mask[0, :3] = False
     coefficients = torch.rand(2, 3).requires_grad_(learned)
     spec = DistanceSpec(TileSpec(FORMULAS["exp"], "row"), terms, 1)
-    assert distance_ops.decode(distance_ops.encode(spec)) == spec
-    torch.library.opcheck(
-        distance_ops.distance, (q, k, v, weights, coefficients, mask, None, distance_ops.encode(spec), learned)
-    )
+    assert decode(DistanceSpec, encode(spec)) == spec
+    torch.library.opcheck(distance.operator, (q, k, v, weights, coefficients, mask, None, encode(spec)))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from zonal.errors import PathError
-from zonal.kernels import mixer_ops
 from zonal.kernels import native as native_kernels
-from zonal.kernels.cpp import mixer_library
+from zonal.kernels.mixer import (
+    FAMILY,
+    ConvolutionInputs,
+    ConvolutionSpec,
+    NormInputs,
+    NormSpec,
+    gated_norm,
+    short_convolution,
+)
+from zonal.kernels.op import encode
 from zonal.nn import GatedNorm, Mamba2, ShortConvolution, compiled
 
 pytestmark = pytest.mark.skipif(
@@ -24,12 +32,12 @@ def ran(monkeypatch):
     class Spied:
         def __getattr__(self, name):
             called.append(name)
-            return getattr(load(mixer_library.CODE, mixer_library.SOURCE), name)
+            return getattr(load(FAMILY.code, FAMILY.source), name)
 
     monkeypatch.setattr(
         native_kernels,
         "load",
-        lambda code, source="tile": Spied() if source == mixer_library.SOURCE else load(code, source),
+        lambda code, source="tile": Spied() if source == FAMILY.source else load(code, source),
     )
     return called
 
@@ -185,19 +193,22 @@ def test_what_is_refused_says_why(monkeypatch):
 def test_operators_are_torchs_own_kind():
     x, taps = torch.randn(2, 9, 13, requires_grad=True), torch.randn(13, 4, requires_grad=True)
     tail, bias = torch.randn(2, 3, 13, requires_grad=True), torch.randn(13, requires_grad=True)
-    torch.library.opcheck(mixer_ops.short_convolution, (x, tail, taps, bias, None, None, None, True, 2, [8, 2, 3]))
-    torch.library.opcheck(
-        mixer_ops.short_convolution,
-        (x, None, taps, None, None, None, torch.arange(9, dtype=torch.int32), False, 1, [13]),
-    )
+    for inputs, spec in (
+        (ConvolutionInputs(x, tail, taps, bias), ConvolutionSpec(True, 2, (8, 2, 3))),
+        (
+            ConvolutionInputs(x, None, taps, None, reach=torch.arange(9, dtype=torch.int32)),
+            ConvolutionSpec(False, 1, (13,)),
+        ),
+    ):
+        torch.library.opcheck(short_convolution.operator, (*inputs, encode(spec)))
     y, v, z = (
         torch.randn(2, 9, 3, 4, requires_grad=True),
         torch.randn(2, 9, 3, 4, requires_grad=True),
         torch.randn(2, 9, 12, requires_grad=True),
     )
     skip, gain = torch.randn(3, requires_grad=True), torch.randn(12, requires_grad=True)
-    torch.library.opcheck(mixer_ops.gated_norm, (y, v, z, skip, gain, 2, 1e-5))
-    torch.library.opcheck(mixer_ops.gated_norm, (y, None, z, None, gain, 1, 1e-5))
+    for inputs, groups in ((NormInputs(y, v, z, skip, gain), 2), (NormInputs(y, None, z, None, gain), 1)):
+        torch.library.opcheck(gated_norm.operator, (*inputs, encode(NormSpec(groups, 1e-5))))
 
 
 def test_second_derivatives_are_refused():
@@ -210,10 +221,9 @@ def test_second_derivatives_are_refused():
 
 def test_a_fault_in_the_kernel_is_found(monkeypatch):
     """Taps the wrong way round: the comparison above must see it."""
-    original = mixer_library.convolution
-    monkeypatch.setattr(
-        compiled.mixer_library, "convolution", lambda x, tail, taps, *rest: original(x, tail, taps.flip(1), *rest)
-    )
+    body = short_convolution.bodies["cpu"]
+    original = body.forward
+    monkeypatch.setattr(body, "forward", lambda inputs, spec: original(inputs._replace(taps=inputs.taps.flip(1)), spec))
     module = make(ShortConvolution, 8, 4, "silu", True)
     with pytest.raises(AssertionError, match="not close"):
         compare(module, twin(module), lambda m, x: [m(x)[0]], (torch.randn(1, 40, 8),))

@@ -19,8 +19,8 @@ from zonal.execution import native_ridge, native_ridge_decode
 from zonal.execution.call import Call, prepare
 from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels import native as native_kernels
-from zonal.kernels import ridge_ops
-from zonal.kernels.cpp import ridge_library
+from zonal.kernels.op import encode
+from zonal.kernels.ridge import RidgeInputs, RidgeSpec, ridge
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE
 from zonal.models import CausalLM, ModelConfig
@@ -130,10 +130,9 @@ def test_kernel_equals_definition(
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ridge off by a hundredth is seen."""
-    original = ridge_library.forward
-    monkeypatch.setattr(
-        ridge_library, "forward", lambda q, k, v, scale, ridge, *more: original(q, k, v, scale, ridge * 1.01, *more)
-    )
+    body = ridge.bodies["cpu"]
+    original = body.forward
+    monkeypatch.setattr(body, "forward", lambda inputs, spec: original(inputs._replace(rho=inputs.rho * 1.01), spec))
     operator, data = m.ska(power=1), inputs(LARGE["causal 333"]).to(torch.float32)
     exact, double = data.to(torch.float64), copy.deepcopy(operator).double()
     truth = everything(double, exact, exact.run(double, "dense"))
@@ -164,9 +163,8 @@ def doubled(operator: Operator, tensors: list[Tensor]) -> Tensor:
     call = prepare(operator, *tensors, causal=True)
     seen, heads = call.visibility, tensors[0].shape[1]
     rho = call.bound.anchor.ridge(call.bound.anchor_params, heads)  # type: ignore[attr-defined]
-    return ridge_ops.ridge(
-        *tensors, torch.ones(heads), rho, None, seen.lo, seen.hi, None, None, None, None, None, [0] * heads, 0.0, 1
-    )[1]
+    inputs = RidgeInputs(*tensors, torch.ones(heads), rho, None, None, None, None, None, seen.lo, seen.hi)
+    return ridge(inputs, RidgeSpec((0,) * heads))[1]
 
 
 @pytest.mark.parametrize(("rank", "noise", "eps"), [(5, 0.0, 0.1), (5, 0.0, 1e-4), (5, 1e-3, 1e-3), (24, 0.0, 1e-4)])
@@ -497,13 +495,14 @@ def arguments(learned: bool = True, memory: bool = True, power: int = 1) -> tupl
         torch.full((2,), 0.7, dtype=torch.float64, requires_grad=learned),
         torch.full((2,), 0.3, dtype=torch.float64, requires_grad=learned),
     )
-    return q, k, v, scale, rho, mask, seen.lo, seen.hi, None, *parts, [power, power // 2], 1.0, 1
+    inputs = RidgeInputs(q, k, v, scale, rho, *parts, mask, seen.lo, seen.hi)
+    return *inputs, encode(RidgeSpec((power, power // 2), 1.0))
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(ridge_ops.ridge, arguments())
-    torch.library.opcheck(ridge_ops.ridge, arguments(learned=False))
-    torch.library.opcheck(ridge_ops.ridge, arguments(memory=False, power=0))
+    torch.library.opcheck(ridge.operator, arguments())
+    torch.library.opcheck(ridge.operator, arguments(learned=False))
+    torch.library.opcheck(ridge.operator, arguments(memory=False, power=0))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -32,15 +32,7 @@ from zonal.execution.call import prepare
 from zonal.formula import FORMULAS, Formula
 from zonal.kernels import build
 from zonal.kernels import native as native_kernels
-from zonal.kernels.cpp import (
-    decode_library,
-    distance_library,
-    mixer_library,
-    ridge_decode_library,
-    ridge_library,
-    sparse_library,
-    sums_library,
-)
+from zonal.kernels.distance import FAMILY as DISTANCE
 from zonal.nn import compiled
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -164,13 +156,9 @@ def test_build_says_which_it_would_use(
 
 
 FAMILIES: dict[str, tuple[str, Callable[[], str]]] = {
-    "tile": ("identity", lambda: "tile"), "sums": ("identity", lambda: sums_library.SOURCE),
-    "decode": ("identity", lambda: decode_library.SOURCE),
-    "ridge": ("identity", lambda: ridge_library.SOURCE),
-    "ridge_decode": ("identity", lambda: ridge_decode_library.SOURCE),
-    "mixer": ("identity", lambda: mixer_library.SOURCE), "sparse": ("identity", lambda: sparse_library.SOURCE),
-    "distance": ("exp", distance_library.source),
-}  # fmt: skip
+    **{name: ("identity", name) for name in ("tile", "sums", "decode", "ridge", "ridge_decode", "mixer", "sparse")},
+    "distance": ("exp", DISTANCE.chosen),
+}
 """Of each family of kernels the link and the source that this processor uses."""
 
 
@@ -179,7 +167,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel would hold of each family, taken from the cache where it is compiled already."""
     folder = tmp_path_factory.mktemp("families")
     for name, source in FAMILIES.values():
-        carried(folder, name, source())
+        carried(folder, name, source)
     return folder
 
 
@@ -228,12 +216,12 @@ def test_every_shipped_family_runs_without_a_compiler(
         assert native_kernels.compiler() is None
         with torch.no_grad():
             assert refused(family) is None
-        assert native_kernels.load(code, source()) is not None
+        assert native_kernels.load(code, source) is not None
         for clear in caches:
             clear()
-        (folder / build.file_name(code, source(), native_kernels.flags(source()))).unlink()
+        (folder / build.file_name(code, source, native_kernels.flags(source))).unlink()
         with torch.no_grad():
-            assert f"no good library of source {source()!r} for link {name!r} came with the package" in (
+            assert f"no good library of source {source!r} for link {name!r} came with the package" in (
                 refused(family) or ""
             )
     finally:

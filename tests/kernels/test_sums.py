@@ -18,8 +18,9 @@ from zonal.execution.chunked import refusal
 from zonal.execution.work import compiled_sums, shape_of
 from zonal.features import SymmetricPowers
 from zonal.kernels import native as native_kernels
-from zonal.kernels import sums_ops
-from zonal.kernels.cpp import sums_library
+from zonal.kernels import sums as sums_kernel
+from zonal.kernels.op import encode
+from zonal.kernels.sums import SumsSpec, sums
 from zonal.models import CausalLM, ModelConfig
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
@@ -144,7 +145,7 @@ def test_every_polynomial_link_is_met() -> None:
 )
 def test_features_are_those_of_memories(degree: int, lowest: int, dim: int) -> None:
     """The kernel's products, weighted and put in place, are SymmetricPowers' features; runs are what they say."""
-    table = sums_library.tables(degree, lowest, dim)
+    table = sums_kernel.tables(degree, lowest, dim)
     x = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     low = [torch.ones((), dtype=torch.float64), *x]
     for a, b in list(zip(table.low_left.tolist(), table.low_right.tolist(), strict=True))[dim + 1 :]:
@@ -212,15 +213,15 @@ def test_wrong_tables_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above can fail: one feature's weight off by a thousandth changes what comes from the state."""
     operator, tensors = m.squared_affine(), [x.detach() for x in sample(300)]
     good = zonal.attention(*tensors, operator, causal=True, path="chunked")
-    original = sums_library.tables
+    original = sums_kernel.tables
 
-    def broken(degree: int, lowest: int, dim: int) -> sums_library.Tables:
+    def broken(degree: int, lowest: int, dim: int) -> sums_kernel.Tables:
         table = original(degree, lowest, dim)
         squares = table.squares.clone()
         squares[-1] *= 1.001
         return table._replace(squares=squares)
 
-    monkeypatch.setattr(sums_library, "tables", broken)
+    monkeypatch.setattr(sums_kernel, "tables", broken)
     bad = zonal.attention(*tensors, operator, causal=True, path="chunked")
     assert torch.equal(good[:, :, :64], bad[:, :, :64])
     assert (good - bad).abs().max() > 1e-5
@@ -256,7 +257,7 @@ def arguments(learned: bool = True, fading: bool = False) -> tuple:
     call = prepare(operator, q, k, v, causal=True)
     code = native.code_of(operator.link)
     assert code is not None
-    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True)
+    spec = SumsSpec(code, 2, 0, "row", True, 1e-12, keeps=True, positive=True, learned=1)
     coefficients = torch.full((2, 1), 0.1).requires_grad_(learned)
     monomials = torch.tensor([[0.01, 0.2, 1.0]]).repeat(2, 1).requires_grad_(learned)
     mask = torch.ones(2, 23, dtype=torch.bool)
@@ -277,22 +278,21 @@ def arguments(learned: bool = True, fading: bool = False) -> tuple:
         coefficients,
         monomials,
         state,
+        before,
         decay,
         bias,
         mask,
         seen.lo,
         seen.hi,
         None,
-        before,
-        sums_ops.encode(spec),
-        1,
+        encode(spec),
     )
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(sums_ops.feature_sums, arguments())
-    torch.library.opcheck(sums_ops.feature_sums, arguments(learned=False))
-    torch.library.opcheck(sums_ops.feature_sums, arguments(fading=True))
+    torch.library.opcheck(sums.operator, arguments())
+    torch.library.opcheck(sums.operator, arguments(learned=False))
+    torch.library.opcheck(sums.operator, arguments(fading=True))
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -20,8 +20,7 @@ from zonal import mechanisms as m
 from zonal.execution import native, native_sums
 from zonal.execution.call import prepare
 from zonal.kernels import native as native_kernels
-from zonal.kernels import sums_ops
-from zonal.kernels.cpp import sums_library
+from zonal.kernels.sums import SumsInputs, SumsSpec, places, summed, sums
 from zonal.memory.sums import anchored
 from zonal.nn.recurrence import ssd
 
@@ -246,10 +245,9 @@ def test_heads_that_share_queries_and_keys(
         return [y.detach(), *torch.autograd.grad((y * weight).sum(), [*data.leaves, *operator.parameters()])]
 
     shapes: list[tuple[int, ...]] = []
-    original = sums_library.backward
-    monkeypatch.setattr(
-        sums_library, "backward", lambda *given: shapes.append(tuple(given[2].shape)) or original(*given)
-    )
+    body = sums.bodies["cpu"]
+    original = body.backward
+    monkeypatch.setattr(body, "backward", lambda *given: shapes.append(tuple(given[1].q.shape)) or original(*given))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -380,21 +378,10 @@ def test_only_rows_that_cancel_are_summed_directly() -> None:
     seen = prepare(operator, q, k, v, causal=True).visibility
     code = native.code_of(operator.link)
     assert code is not None
-    spec = sums_ops.SumsSpec(code, 2, 0, "row", True, positive=True)
+    spec = SumsSpec(code, 2, 0, "row", True, positive=True)
     numbers = torch.full((2, 1), 0.5), torch.tensor([[0.25, 1.0, 1.0]]).repeat(2, 1)
-    apart = sums_library.forward(
-        q,
-        k,
-        v,
-        torch.ones(2),
-        *numbers,
-        sums_library.places(None, seen.lo, seen.hi, None, 1000),
-        None,
-        None,
-        None,
-        None,
-        spec,
-    )[3]
+    inputs = SumsInputs(q, k, v, torch.ones(2), *numbers)
+    apart = summed(inputs, places(None, seen.lo, seen.hi, None, 1000), spec)[3]
     rows = torch.arange(1000)
     assert apart[0, :, (rows % 3 > 0) & (rows >= 128)].all()
     assert not apart[0, :, rows % 3 == 0].any()

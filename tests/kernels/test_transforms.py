@@ -13,7 +13,8 @@ from zonal import mechanisms as m
 from zonal.errors import ArgumentError, PathError
 from zonal.execution import native
 from zonal.kernels import native as native_kernels
-from zonal.kernels import ops, transforms
+from zonal.kernels import transforms
+from zonal.kernels.tile import TileInputs, TileSpec, tile
 
 pytestmark = pytest.mark.skipif(native_kernels.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -120,8 +121,11 @@ def test_parameters_of_their_own(name: str, mapped_mask: bool) -> None:
 def test_folding_starts_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once an element: the mapped axis joins the batch, and the heads where elements differ in their parameters."""
     seen: list[tuple[int, ...]] = []
-    forward = ops.library.forward
-    monkeypatch.setattr(ops.library, "forward", lambda q, *rest: seen.append(tuple(q.shape)) or forward(q, *rest))
+    body = tile.bodies["cpu"]
+    forward = body.forward
+    monkeypatch.setattr(
+        body, "forward", lambda inputs, spec: seen.append(tuple(inputs.q.shape)) or forward(inputs, spec)
+    )
     operator, (q, k, v) = m.sko(degrees=(2.0,), manifold_dim=4), tokens((0, 0, 0))
     vmap(lambda q, k, v: zonal.attention(q, k, v, operator, causal=True, path="tiled"))(q, k, v)
     code = native.code_of(operator.link)
@@ -129,8 +133,8 @@ def test_folding_starts_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None
     coefficients = torch.randn(3, 4, 3)
 
     def run(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, edges: Tensor | None) -> Tensor:
-        spec = ops.encode(ops.TileSpec(code, "count", True, 1e-12))
-        return ops.tile(q, k, v, torch.ones(4), coefficients, None, edges, spec, 3)[0]
+        spec = TileSpec(code, "count", True, 1e-12, learned=3)
+        return tile(TileInputs(q, k, v, torch.ones(4), coefficients, None, edges), spec)[0]
 
     vmap(run, in_dims=(0, 0, 0, 0, None))(q, k, v, coefficients, None)
     assert seen == [(6, 4, 21, 8), (2, 12, 21, 8)]

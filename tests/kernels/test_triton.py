@@ -112,8 +112,7 @@ def test_the_documented_link(tmp_path: Path) -> None:
 def test_package_imports_without_triton(tmp_path: Path) -> None:
     """The planner, which knows the kernels' sizes, among it."""
     modules = (
-        "zonal.kernels.triton, zonal.kernels.distance_ops, zonal.kernels.ridge_ops, "
-        "zonal.kernels.sums_ops, zonal.execution.work"
+        "zonal.kernels.triton, zonal.kernels.distance, zonal.kernels.ridge, zonal.kernels.sums, zonal.execution.work"
     )
     code = f"import sys; sys.modules['triton'] = None; import zonal, {modules}"
     done = python("-c", code, interpret=False, cache=tmp_path)

@@ -13,7 +13,7 @@ from kernels.processes import ROOT, ahead, asked, fitting, judged, no_device
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native, native_distance
+from zonal.execution import native_distance
 from zonal.execution.call import Call, prepare
 from zonal.execution.work import compiled_tiles, distances, shape_of
 
@@ -65,12 +65,6 @@ def test_every_operator_and_shape_is_there() -> None:
 def call_of(operator: zonal.Operator, dim: int = 96, dtype: torch.dtype = torch.bfloat16) -> Call:
     x = torch.empty(1, 8, 4096, dim, dtype=dtype, device="meta")
     return prepare(operator, x, x, x, causal=True)
-
-
-def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native_distance.cuda_refusal() is None
-    monkeypatch.setattr(native, "has_triton", lambda: False)
-    assert "pip install triton" in str(native_distance.cuda_refusal())
 
 
 def test_what_it_does_not_take_is_said() -> None:

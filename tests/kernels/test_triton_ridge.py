@@ -13,7 +13,7 @@ from kernels.ridge_calls import CASES, LONG, OPERATORS, SHAPES
 
 import zonal
 from zonal import mechanisms as m
-from zonal.execution import native, native_ridge
+from zonal.execution import native_ridge
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.plan import seconds
@@ -74,11 +74,6 @@ def call_of(operator: zonal.Operator, tokens: int = 4096, dim: int = 64, dtype: 
 def test_who_is_refused_on_cuda(dim: int, reason: str | None) -> None:
     found = native_ridge.cuda_refusal(call_of(m.ska(power=1), dim=dim))
     assert found is None if reason is None else reason in str(found)
-
-
-def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "has_triton", lambda: False)
-    assert "pip install triton" in str(native_ridge.cuda_refusal(call_of(m.ska())))
 
 
 def shape(tokens: int, power: int = 0, dim: int = 64) -> Shape:

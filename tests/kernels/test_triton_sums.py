@@ -15,7 +15,7 @@ from kernels.sums_calls import CASES, DTYPES, LONG, OPERATORS, REST, SHAPES
 import zonal
 from zonal import mechanisms as m
 from zonal.algebra.anchor import Count, Raw, Row
-from zonal.execution import native, native_sums
+from zonal.execution import native_sums
 from zonal.execution.call import Call, prepare
 from zonal.execution.machine import TYPICAL_GPU
 from zonal.execution.plan import seconds
@@ -112,11 +112,6 @@ def test_decays_and_biases_are_not_refused() -> None:
     x, numbers = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8)
     for given in ({"log_decay": numbers}, {"key_bias": numbers}):
         assert native_sums.cuda_refusal(prepare(m.linear(), x, x, x, causal=True, **given)) is None
-
-
-def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "has_triton", lambda: False)
-    assert "pip install triton" in str(native_sums.cuda_refusal(call_of(m.squared_affine())))
 
 
 def shape(tokens: int, dim: int = 32) -> Shape:

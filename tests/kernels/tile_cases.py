@@ -9,7 +9,7 @@ from torch import Tensor
 from zonal import Operator, anchor, link, prior, score
 from zonal.algebra import definition
 from zonal.formula import Formula
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.tile import TileSpec
 
 _LINKS = "zonal.kernels.triton.links:"
 # the declaration, the kernel's code for it, how many of its coefficients are learned

@@ -8,8 +8,8 @@ from torch import Tensor
 from zonal.algebra.hashing import LSH
 from zonal.execution.call import Call
 from zonal.features import hashing
-from zonal.kernels.cpp import sparse_library
-from zonal.kernels.cpp.sparse_library import Candidates
+from zonal.kernels import sparse as kernel
+from zonal.kernels.sparse import Candidates
 
 
 def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
@@ -23,7 +23,7 @@ def _candidates(call: Call, search: LSH, native: bool) -> Candidates:
     reach = torch.tensor([search.window] + [search.reach] * search.tables, dtype=torch.int64)
     lo, hi, position = seen.lo, torch.maximum(seen.lo, seen.hi), seen.position
     if native:
-        return sparse_library.places(asked, held, lo, hi, position, reach, seen.key_mask)
+        return kernel.places(asked, held, lo, hi, position, reach, seen.key_mask)
     lo, hi, position, reach = (x.to(call.device) for x in (lo, hi, position, reach))
     return places(asked, held, lo, hi, position, reach, seen.key_mask)
 
@@ -34,7 +34,7 @@ candidates: Callable[[Call, LSH, bool], Candidates] = torch.compiler.disable(_ca
 def places(
     asked: Tensor, held: Tensor, lo: Tensor, hi: Tensor, position: Tensor, reach: Tensor, key_mask: Tensor | None
 ) -> Candidates:
-    """``sparse_library.places`` by torch, on any device."""
+    """``places`` of the kernel by torch, on any device."""
     keys, groups = held.shape[3], asked.shape[1] // held.shape[1]
     held = (
         held.long() if key_mask is None else torch.where(key_mask[:, None, None], held.long(), hashing.CODES)

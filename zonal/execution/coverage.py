@@ -14,7 +14,7 @@ from zonal.execution import native_sparse
 from zonal.execution.call import Call, prepare
 from zonal.execution.candidates import candidates, keys_of
 from zonal.execution.sparse import refusal
-from zonal.kernels.cpp.sparse_library import Candidates
+from zonal.kernels.sparse import Candidates
 
 # numbers of a row, all heads, that are looked at together
 _AT_ONCE = 1 << 22

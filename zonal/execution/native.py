@@ -1,55 +1,109 @@
-"""The tiled path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one."""
+"""The tiled path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls it takes, and how a call becomes one.
+
+What all bridges to kernels share is here, too: sentences of refusals, the anchor as the kernels name it, the link as source text.
+"""
 
 import functools
-import importlib.util
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Count, Raw, Row
+from zonal.algebra.anchor import Anchor, Count, Raw, Row
 from zonal.algebra.link import Link
 from zonal.algebra.prior import Window
 from zonal.algebra.score import Fused, Score
 from zonal.execution.call import Call
 from zonal.formula import Formula
-from zonal.kernels import native as native_kernels
-from zonal.kernels import ops, transforms
-from zonal.kernels.cpp import library
-from zonal.kernels.spec import TileSpec
+from zonal.kernels import transforms
+from zonal.kernels.native import LARGEST, Reason
+from zonal.kernels.op import recorded
+from zonal.kernels.tile import FAMILY, TileInputs, TileSpec, tile
 
-# to look these up among all that torch has takes longer than to call them, where other work has swept the caches
-_compiling, _tracing = torch.compiler.is_compiling, torch._C._get_tracing_state
-_modes, _transformed = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-LARGEST = 256
+Kind = Literal["row", "count", "raw"]
+_KINDS: dict[type[Anchor], Kind] = {Row: "row", Count: "count", Raw: "raw"}
 
 
-def refusal(call: Call) -> str | None:
+def kind_of(anchor: Anchor) -> Kind:
+    """An anchor as the kernels name it, for those that ``other_anchor`` does not refuse."""
+    return _KINDS[type(anchor)]
+
+
+def other_anchor(call: Call) -> Reason:
+    """The refusal of an anchor that is neither Row, Count nor Raw."""
+    anchor = call.bound.anchor
+    return f"anchor {type(anchor).__name__} is not in it" if type(anchor) not in _KINDS else None
+
+
+def empty_rows(call: Call) -> Reason:
+    """The refusal of keys or values without numbers."""
+    dim, value_dim = call.shape[4:]
+    if min(dim, value_dim) >= 1:
+        return None
+    return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
+
+
+def too_wide(dim: int, value_dim: int, largest: int = LARGEST) -> Reason:
+    """The refusal of keys or values that registers do not hold."""
+    if max(dim, value_dim) <= largest and min(dim, value_dim) >= 1:
+        return None
+    return f"key and value dimensions must be 1 to {largest}, this call has {dim} and {value_dim}"
+
+
+def transformed() -> Reason:
+    """The refusal of a call under torch.func."""
+    return "a call that is transformed needs operations of torch" if transforms.active() else None
+
+
+def refusal(call: Call) -> Reason:
     """Why torch's tiles run in the kernel's place, or None."""
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
-    if reason is not None:
-        return reason
+    code = _code(call.bound.link, call.bound.score)
+    return FAMILY.refusal(
+        call.device.type,
+        call.coefficients.dtype,
+        lambda: _unfit(call, code),
+        cuda=lambda: without_triton(call.bound.link, code),
+        code=code,
+    )
+
+
+def _unfit(call: Call, code: Formula | None) -> Reason:
     link, score = call.bound.link, call.bound.score
     if not score.bilinear and score.dot_reduction is None:
         return f"score {type(score).__name__} is no dot product of prepared vectors, nor has it a map of one"
-    code = _code(link, score)
     if code is None:
         return f"link {type(link).__name__} has no formula for it" + (
             "" if score.bilinear else f" with score {type(score).__name__} (link Exp has)"
         )
-    if type(call.bound.anchor) not in (Row, Count, Raw):
-        return f"anchor {type(call.bound.anchor).__name__} is not in it"
+    if other_anchor(call):
+        return other_anchor(call)
     if not call.bias.empty and not _carried(call, code):
-        return "log priors (decay, ALiBi, key biases but for finite ones of an exponential of a dot product on the CPU) are not in it"
+        return (
+            "log priors (decay, ALiBi, key biases but for finite ones of an exponential of a dot product on the CPU) "
+            "are not in it"
+        )
     extra = (0 if score.dot_reduction is None else score.dot_reduction.extra) + (not call.bias.empty)
+    if not extra:
+        return too_wide(*call.shape[4:])
     if max(call.shape[4] + extra, call.shape[5]) > LARGEST or min(call.shape[4:]) < 1:
-        limits = f"1 to {LARGEST - extra} and 1 to {LARGEST}" if extra else f"1 to {LARGEST}"
-        return f"key and value dimensions must be {limits}, this call has {call.shape[4]} and {call.shape[5]}"
-    if call.device.type == "cuda":
-        if not (code.triton or (code.log and not code.cpp_value)):
-            return f"link {type(link).__name__} has no Triton functions"
-        return None if has_triton() else "triton is not installed (pip install triton)"
-    return native_kernels.missing(code, "tile")
+        return (
+            f"key and value dimensions must be 1 to {LARGEST - extra} and 1 to {LARGEST}, "
+            f"this call has {call.shape[4]} and {call.shape[5]}"
+        )
+    return None
+
+
+def exponential(code: Formula) -> bool:
+    """Whether a link is the exponential of its score and nothing else."""
+    return code.log and not code.cpp_value
+
+
+def without_triton(link: Link, code: Formula | None) -> Reason:
+    """The refusal on CUDA of a link that has no Triton functions."""
+    if code is not None and (code.triton or exponential(code)):
+        return None
+    return f"link {type(link).__name__} has no Triton functions"
 
 
 def _carried(call: Call, code: Formula) -> bool:
@@ -59,7 +113,7 @@ def _carried(call: Call, code: Formula) -> bool:
         bias is None
         or call.bias.row is not None
         or call.bias.slope is not None
-        or not (code.log and not code.cpp_value and call.bound.score.bilinear)
+        or not (exponential(code) and call.bound.score.bilinear)
     ):
         return False
     if call.device.type != "cpu" or torch.compiler.is_compiling() or transforms.active():
@@ -69,18 +123,33 @@ def _carried(call: Call, code: Formula) -> bool:
 
 def rules(call: Call, code: Formula, fused: Fused | None = None, inference: bool = False) -> TileSpec:
     """What a tile kernel is told of a call's anchor and of who sees whom."""
-    anchor, window = call.bound.anchor, next((p for p in call.bound.priors if isinstance(p, Window)), None)
+    window = next((p for p in call.bound.priors if isinstance(p, Window)), None)
     return TileSpec(
-        code, "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw", *((False, 0.0) if fused is None else fused[:2]),  # type: ignore[attr-defined]
-        call.causal and call.chunk is None, call.include_self, call.chunk or 0, None if window is None else window.left,
-        None if window is None else window.right, inference,
-    )  # fmt: skip
+        code,
+        kind_of(call.bound.anchor),
+        *((False, 0.0) if fused is None else fused[:2]),
+        causal=call.causal and call.chunk is None,
+        include_self=call.include_self,
+        chunk=call.chunk or 0,
+        left=None if window is None else window.left,
+        right=None if window is None else window.right,
+        inference=inference,
+        learned=call.coefficients.shape[0],
+    )
 
 
-@functools.lru_cache(maxsize=1)
-def has_triton() -> bool:
-    """Whether triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+def rows_of(call: Call, code: Formula) -> Tensor:
+    """What a link's formula reads of each head, (H, n): its coefficients, then its constants."""
+    heads = call.shape[1]
+    rows = call.coefficients.flatten(1).T.expand(heads, -1)
+    return torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1) if code.constants else rows
+
+
+def scale_of(fused: Fused, heads: int, device: torch.device) -> Tensor:
+    """What the scores of each head are multiplied by, (H,)."""
+    if isinstance(fused.scale, Tensor):
+        return fused.scale
+    return torch.full((heads,), fused.scale, device=device, dtype=torch.float32)
 
 
 def code_of(link: Link) -> Formula | None:
@@ -109,52 +178,27 @@ def tiled(call: Call) -> Tensor:
     bound, seen = call.bound, call.visibility
     code, reduction = _code(bound.link, bound.score), bound.score.dot_reduction
     assert code is not None
-    heads, dim = call.shape[1], call.shape[4]
-    fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
+    fused = None if call.raw is None else bound.score.fused(call.shape[4], bound.score_params, call.raw.scale)
     if reduction is not None:
         fused, (q, k), v = Fused(False, 0.0, reduction.scale), bound.score.reduced(call.q, call.k), call.v
     elif not call.bias.empty:
         assert call.key_bias is not None
         fused, v = Fused(False, 0.0, 1.0), call.v
-        q, k = (
-            torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1),
-            torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1),
-        )
+        q = torch.cat([call.q, torch.ones_like(call.q[..., :1])], -1)
+        k = torch.cat([call.k, call.key_bias[..., None].to(call.k)], -1)
     elif fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
     else:
         q, k, v = call.raw[:3]
-    scale = (
-        fused.scale
-        if isinstance(fused.scale, Tensor)
-        else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
-    )
-    learned = call.coefficients.shape[0]
-    coefficients = call.coefficients.flatten(1).T.expand(heads, -1)
-    if code.constants:
-        coefficients = torch.cat([coefficients, coefficients.new_tensor(code.constants).expand(heads, -1)], 1)
-    func = transforms.active()  # under vmap a tensor does not say that gradients flow through it
-    inference = not func and not (
-        torch.is_grad_enabled() and (call.requires_grad or k.requires_grad or call.coefficients.requires_grad)
-    )
-    spec = rules(call, code, fused, inference)
-    edges = None if seen.edges is None or not seen.packed else seen.edges.to(q.device)
-    if spec.inference and plain(q, k, v):
-        return library.forward(q, k, v, scale, coefficients, seen.key_mask, edges, spec)[0]
-    y, *_ = (transforms.tile if func else ops.tile)(
-        q, k, v, scale, coefficients, seen.key_mask, edges, ops.encode(spec), learned
-    )
-    return y
+    edges = seen.edges.to(q.device) if seen.packed and seen.edges is not None else None
+    scale = scale_of(fused, call.shape[1], q.device)
+    inputs = TileInputs(q, k, v, scale, rows_of(call, code), seen.key_mask, edges)
+    # under vmap a tensor does not say that gradients flow through it
+    inference = not transforms.active() and not recorded((*inputs[:5], call.coefficients))
+    return tile(inputs, rules(call, code, fused, inference))[0]
 
 
-def plain(*tensors: Tensor) -> bool:
-    """Whether these are tensors of the CPU and nobody looks on: torch's operators, which tracers and modes see, then only cost a short call its time."""
-    if _compiling() or _tracing() is not None or _modes() or _transformed():
-        return False
-    for x in tensors:  # noqa: SIM110 (``all`` takes twice as long, a good part of a short call)
-        if type(x) is not Tensor or not x.is_cpu:
-            return False
-    return True
-
-
-__all__ = ["LARGEST", "code_of", "has_triton", "plain", "refusal", "rules", "tiled"]
+__all__ = [
+    "code_of", "empty_rows", "exponential", "kind_of", "other_anchor", "refusal", "rows_of", "rules", "scale_of", "tiled", "too_wide", "transformed",
+    "without_triton",
+]  # fmt: skip

@@ -6,47 +6,47 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import feature_map
-from zonal.kernels import native as native_kernels
 from zonal.kernels import transforms
-from zonal.kernels.cpp import decode_library
-from zonal.kernels.cpp.decode_library import Decoder as Kernel
-from zonal.kernels.cpp.decode_library import DecodeSpec
+from zonal.kernels.decode import DTYPES, FAMILY, DecodeSpec
+from zonal.kernels.decode import Decoder as Kernel
+from zonal.kernels.native import Reason
+from zonal.kernels.op import plain
 from zonal.memory import DecayedSums, FeatureSums
 
 MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``native_sums``) shares more work between them."""
 
 
-def refusal(call: Call, kind: str) -> str | None:
+def refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    return FAMILY.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind))
+
+
+def _unfit(call: Call, kind: str) -> Reason:
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
-    if reason is not None:
-        return reason
+    queries, keys = call.shape[2:4]
     if kind != "features":
         return f"a memory of kind {kind!r} is not in it"
     if call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    if type(bound.anchor) not in (Row, Count, Raw):
-        return f"anchor {type(bound.anchor).__name__} is not in it"
+    if native.other_anchor(call):
+        return native.other_anchor(call)
     if not call.bias.empty or call.visibility.key_mask is not None or call.visibility.packed:
         return "log priors (decay, key biases), key masks and packed documents are not in it"
     if not 1 <= queries <= MOST_TOKENS or queries != keys:
         return (
             f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
         )
-    if min(dim, value_dim) < 1:
-        return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
+    if native.empty_rows(call):
+        return native.empty_rows(call)
     if torch.is_grad_enabled() and (call.requires_grad or call.coefficients.requires_grad):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return native_kernels.missing(decode_library.CODE, decode_library.SOURCE)
+    return None
 
 
 class Numbers:
@@ -88,7 +88,7 @@ class Compiled:
     def takes(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         """Whether the kernel runs a step of these tensors with the numbers that it has."""
         batch, kv_heads, dim, value_dim = self.sizes
-        if q.ndim != 4 or scale != self.scale or not native.plain(q, k, v):
+        if q.ndim != 4 or scale != self.scale or not plain(q, k, v):
             return False
         dtype, tokens, numbers = self.dtype, q.shape[2], self._numbers
         if (
@@ -121,7 +121,7 @@ class SumsSteps(Compiled):
         batch, kv_heads, _, value_dim = self.sizes
         spec = DecodeSpec(
             (batch, self.heads, kv_heads, dim, value_dim), features.degree, features.lowest,
-            "row" if call.tags.normalises else "count" if isinstance(bound.anchor, Count) else "raw", bound.link.positive, call.include_self,
+            native.kind_of(bound.anchor), bound.link.positive, call.include_self,
             plain.normalise, plain.eps,
         )  # fmt: skip
         with torch.no_grad():
@@ -145,7 +145,7 @@ class SumsSteps(Compiled):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """``step`` of queries and keys as the kernel takes them."""
-        if q.dtype not in decode_library.DTYPES:
+        if q.dtype not in DTYPES:
             q, k, v = q.float(), k.float(), v.float()
         into = self._state if self._own else None
         found = self._kernel(q, k, v, self._state, self._count, self._padding, into)

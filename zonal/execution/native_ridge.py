@@ -7,26 +7,35 @@ from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.execution.native_sums import Runner, places_of
-from zonal.kernels import native as native_kernels
-from zonal.kernels import ridge_ops, transforms
-from zonal.kernels.cpp import ridge_library
-from zonal.kernels.cpp.ridge_library import Before
+from zonal.execution.native_sums import places_of
+from zonal.kernels.native import Reason
+from zonal.kernels.op import plain, recorded
+from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
 from zonal.memory import Memory, RidgeStatistics, Tokens
 from zonal.memory.whitened import WhitenedFeatures, width_of
 
 
-def refusal(call: Call, remembers: bool = False) -> str | None:
+def refusal(call: Call, remembers: bool = False) -> Reason:
     """Why torch's blocks run in the kernel's place, or None. remembers: the call goes on from a memory, or leaves one."""
+    return FAMILY.refusal(
+        call.device.type, call.coefficients.dtype, lambda: _unfit(call, remembers), cuda=lambda: cuda_refusal(call)
+    )
+
+
+def other_ridge(call: Call) -> Reason:
+    """The refusal of an anchor that is neither Ridge nor Koopman with a ridge of its own."""
     anchor = call.bound.anchor
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
-    if reason is not None:
-        return reason
     if type(anchor) not in (Ridge, Koopman):
         return f"anchor {type(anchor).__name__} is not in it"
     if isinstance(anchor, Ridge) and anchor.by_query:
         return "a ridge that follows the keys, or a step divided by its norm, is not in it"
+    return None
+
+
+def _unfit(call: Call, remembers: bool) -> Reason:
+    if other_ridge(call):
+        return other_ridge(call)
     if call.log_decay is not None:
         return "a past that fades is not in it"
     if not call.causal:
@@ -35,24 +44,16 @@ def refusal(call: Call, remembers: bool = False) -> str | None:
         return "log priors (decay, key biases) are not in it"
     if remembers and call.chunk is not None:
         return "a memory that waits for whole chunks is not in it"
-    if min(call.shape[4:]) < 1:
-        return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
-    if transforms.active():
-        return "a call that is transformed needs operations of torch"
-    if call.device.type == "cuda":
-        return cuda_refusal(call)
-    return native_kernels.missing(ridge_library.CODE, ridge_library.SOURCE)
+    return native.empty_rows(call) or native.transformed()
 
 
-def cuda_refusal(call: Call) -> str | None:
+def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
     wide = width_of(call.bound, call.head_dim), call.shape[5]
     if max(wide) > RIDGE_LARGEST:
         return f"on CUDA key and value dimensions must be 1 to {RIDGE_LARGEST}, this call has {wide[0]} and {wide[1]}"
     powers = call.bound.anchor.powers(call.bound.heads) if isinstance(call.bound.anchor, Ridge) else ()
-    if len(set(powers)) > 1:
-        return f"on CUDA all heads have one power, this call has {powers}"
-    return None if native.has_triton() else "triton is not installed (pip install triton)"
+    return f"on CUDA all heads have one power, this call has {powers}" if len(set(powers)) > 1 else None
 
 
 def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
@@ -71,20 +72,16 @@ def chunked(call: Call, memory: RidgeStatistics | None, *, return_memory: bool) 
     white = WhitenedFeatures.of(call.bound, call.head_dim)
     if white is not None:
         q, k = white.whitened(q), white.whitened(k)
-    scale, rho, powers = _numbers(call, anchor, clipped)
-    before = memory if memory is not None and memory.count else None
-    parts = (None, None, None, None) if before is None else before.whitened(call.bound)
-    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, scale, rho, *parts))
-    if not recorded and native.plain(q, k, v):
-        y, _ = ridge_library.forward(
-            q, k, v, scale, rho, places_of(seen, k.shape[2]), Before(*parts), powers, clipped.limit or 0.0
-        )
+    scale, rho, spec = _numbers(call, anchor, clipped)
+    earlier = memory if memory is not None and memory.count else None
+    before = Before() if earlier is None else Before(*earlier.whitened(call.bound))
+    given = RidgeInputs(q, k, v, scale, rho, *before)
+    if plain(*given) and not recorded(given):
+        y, _ = read(given, places_of(seen, k.shape[2]), spec)
     else:
-        documents = 1 if seen.edges is None or not seen.packed else seen.edges.shape[0] - 1
-        start = seen.segment_start if seen.packed else None
-        y, _ = ridge_ops.ridge(
-            q, k, v, scale, rho, seen.key_mask, seen.lo, seen.hi, start, *parts, powers, clipped.limit or 0.0, documents
-        )
+        start, edges = (seen.segment_start, seen.edges) if seen.packed else (None, None)
+        seen_by = {"key_mask": seen.key_mask, "lo": seen.lo, "hi": seen.hi, "segment_start": start, "edges": edges}
+        y, _ = ridge(given._replace(**seen_by), spec)
     after = None if memory is None or not return_memory else memory.extended(Tokens(call.k, call.v, seen.key_mask))
     return y.to(call.dtype), after
 
@@ -113,27 +110,11 @@ def query_scale(call: Call, anchor: Ridge, clipped: Clipped) -> Tensor:
     return scale if clipped.factor is None else scale * clipped.factor.to(scale).repeat_interleave(bound.groups)
 
 
-def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, list[int]]:
-    """``query_scale``, of each key head the ridge (Hkv,), and the powers (H,)."""
+def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tensor, RidgeSpec]:
+    """``query_scale``, of each key head the ridge (Hkv,), and the rules."""
     bound = call.bound
-    return (
-        query_scale(call, anchor, clipped),
-        anchor.ridge(bound.anchor_params, bound.kv_heads),
-        list(anchor.powers(bound.heads)),
-    )
+    scale, rho = query_scale(call, anchor, clipped), anchor.ridge(bound.anchor_params, bound.kv_heads)
+    return scale, rho, RidgeSpec(tuple(anchor.powers(bound.heads)), clipped.limit or 0.0)
 
 
-def runner(call: Call) -> Runner | None:
-    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
-    clipped, anchor = clipped_of(call), call.bound.anchor
-    if clipped is None or call.raw is None:
-        return None
-    assert isinstance(anchor, Ridge)
-    scale, rho, powers = _numbers(call, anchor, clipped)
-    reader = ridge_library.Reader(
-        scale, rho, places_of(call.visibility, call.raw.k.shape[2]), Before(), powers, clipped.limit or 0.0
-    )
-    return reader if clipped.factor is None else lambda q, k, v: reader(q, multiplied(k, clipped), v)
-
-
-__all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "query_scale", "refusal", "runner"]
+__all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "other_ridge", "query_scale", "refusal"]

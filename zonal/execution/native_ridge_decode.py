@@ -8,27 +8,28 @@ from torch import Tensor
 
 from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
+from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.execution.native_decode import MOST_TOKENS, Compiled
 from zonal.execution.native_ridge import clipped_of, multiplied, query_scale
-from zonal.kernels import native as native_kernels
 from zonal.kernels import transforms
-from zonal.kernels.cpp import ridge_decode_library
-from zonal.kernels.cpp.ridge_decode_library import Stepper
+from zonal.kernels.native import Reason
+from zonal.kernels.ridge_decode import DTYPES, FAMILY, LATE, Stepper
 from zonal.memory import RidgeStatistics
 from zonal.memory.ridge import REMAKE, Inverse, ridge_version
 from zonal.memory.whitened import width_of
 
 
-def refusal(call: Call, kind: str) -> str | None:
+def refusal(call: Call, kind: str) -> Reason:
     """Why torch's verbs of a memory of this kind run in the kernel's place, or None."""
+    return FAMILY.refusal(call.device.type, call.coefficients.dtype, lambda: _unfit(call, kind))
+
+
+def _unfit(call: Call, kind: str) -> Reason:
     if torch.compiler.is_compiling() or transforms.active():
         return "a call that is traced or transformed needs operations of torch"
-    bound, (_, _, queries, keys, dim, value_dim) = call.bound, call.shape
+    bound, (queries, keys) = call.bound, call.shape[2:4]
     anchor = bound.anchor
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
-    if reason is not None:
-        return reason
     if kind != "ridge":
         return f"a memory of kind {kind!r} is not in it"
     if type(anchor) not in (Ridge, Koopman) or (isinstance(anchor, Ridge) and anchor.by_query):
@@ -41,15 +42,15 @@ def refusal(call: Call, kind: str) -> str | None:
         return (
             f"it takes 1 to {MOST_TOKENS} new tokens with a query each, this call has {queries} queries and {keys} keys"
         )
-    if min(dim, value_dim) < 1:
-        return f"key and value dimensions must be at least 1, this call has {dim} and {value_dim}"
+    if native.empty_rows(call):
+        return native.empty_rows(call)
     if torch.is_grad_enabled() and (
         call.requires_grad
         or call.coefficients.requires_grad
         or any(p.requires_grad for p in bound.anchor_params.values())
     ):
         return "it has no gradients, and this call may be asked for some (torch.no_grad says that it is not)"
-    return native_kernels.missing(ridge_decode_library.CODE, ridge_decode_library.SOURCE)
+    return None
 
 
 class Sums(NamedTuple):
@@ -134,7 +135,7 @@ class RidgeSteps(Compiled):
         """``step`` of queries and keys as the kernel takes them."""
         if self._clipped is None:
             q, k = self._before.featured(q), self._before.featured(k)
-        if q.dtype not in ridge_decode_library.DTYPES:
+        if q.dtype not in DTYPES:
             q, k, v = q.float(), k.float(), v.float()
         tokens, pending, after = q.shape[2], len(self._rows_at), None
         if self._age + pending + tokens > REMAKE:
@@ -142,7 +143,7 @@ class RidgeSteps(Compiled):
                 memory = replace(self.memory(), inverse=None)
                 self._settled(self._sums._replace(inverse=memory.made(self.bound).contiguous()), self._count, 0)
             pending = 0
-        if pending + tokens >= ridge_decode_library.LATE:
+        if pending + tokens >= LATE:
             after = Sums(*(None if x is None else torch.empty_like(x) for x in self._sums))  # type: ignore[arg-type]
         found = self._stepper(q, k, v, self._places, self._rows_at, self._count, self._padding, after)
         if found is None:

@@ -10,33 +10,27 @@ from zonal.algebra.anchor import TopK
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.metric.base import unit
 from zonal.algebra.score import NegativeDistance, Score
+from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.kernels import native as native_kernels
-from zonal.kernels import sparse_ops, transforms
-from zonal.kernels.cpp import sparse_library
-from zonal.kernels.cpp.sparse_library import KINDS, Candidates, Factors
+from zonal.kernels.native import Reason
+from zonal.kernels.sparse import FAMILY, Candidates, Factors, SparseInputs, SparseSpec
+from zonal.kernels.sparse import sparse as kernel
 
 _KINDS: dict[type[Metric], str] = {
     Euclidean: "euclidean", HilbertSchmidt: "euclidean", SquaredEuclidean: "squared", Sphere: "sphere", Hyperbolic: "hyperbolic",
 }  # fmt: skip
 
 
-def refusal(call: Call) -> str | None:
+def refusal(call: Call) -> Reason:
     """Why torch runs in the kernel's place, or None."""
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype, ("cpu", "meta"))
-    if reason is not None:
-        return reason
-    reason = _factors_refusal(call.bound.score)
-    if reason is not None:
-        return reason
-    if min(call.shape[4:]) < 1:
-        return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
-    if transforms.active():
-        return "a call that is transformed needs operations of torch"
-    return native_kernels.missing(sparse_library.CODE, sparse_library.SOURCE)
+    return FAMILY.refusal(
+        call.device.type,
+        call.coefficients.dtype,
+        lambda: _factors_refusal(call.bound.score) or native.empty_rows(call) or native.transformed(),
+    )
 
 
-def _factors_refusal(score: Score) -> str | None:
+def _factors_refusal(score: Score) -> Reason:
     if score.bilinear:
         return None
     if not isinstance(score, NegativeDistance) or score.dot is not None:
@@ -98,8 +92,7 @@ def sparse(call: Call, found: Candidates) -> Tensor:
     anchor = call.bound.anchor
     assert isinstance(anchor, TopK)
     q, k, factors = points(call.bound.score, call.q, call.k)
-    kinds = [KINDS.index(kind) for kind in factors.kinds]
-    return sparse_ops.sparse(q, k, call.v, *found, kinds, list(factors.sizes), list(factors.eps), anchor.k)[0]
+    return kernel(SparseInputs(q, k, call.v, *found), SparseSpec(factors, anchor.k))[0]
 
 
 __all__ = ["points", "refusal", "sparse"]

@@ -1,73 +1,65 @@
 """The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls with sums over features it takes, and how a call becomes one."""
 
 import functools
-import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from zonal.algebra.anchor import Count, Raw, Row
 from zonal.algebra.prior import ChunkCausal, Rule, Visibility, intervals_of, visibility
 from zonal.algebra.score import Fused
 from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
-from zonal.kernels import native as native_kernels
-from zonal.kernels import sums_ops, transforms
-from zonal.kernels.cpp import sums_library
-from zonal.kernels.cpp.sums_library import Places
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.native import Reason
+from zonal.kernels.op import plain, recorded
+from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, summed, sums
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
 
-Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
-
-def refusal(call: Call, kind: str | None = None) -> str | None:
+def refusal(call: Call, kind: str | None = None) -> Reason:
     """Why torch's scan runs in the kernel's place, or None. kind: of the memory that the call goes on from or leaves, None without."""
-    bound = call.bound
-    reason = native_kernels.unfit(call.device.type, call.coefficients.dtype)
-    if reason is not None:
-        return reason
-    code = native.code_of(bound.link)
+    code = native.code_of(call.bound.link)
+    return FAMILY.refusal(
+        call.device.type,
+        call.coefficients.dtype,
+        lambda: _unfit(call, code, kind),
+        cuda=lambda: cuda_refusal(call),
+        code=code,
+    )
+
+
+def _unfit(call: Call, code: Formula | None, kind: str | None) -> Reason:
     if code is None:
-        return f"link {type(bound.link).__name__} has no formula for it"
-    if type(bound.anchor) not in (Row, Count, Raw):
-        return f"anchor {type(bound.anchor).__name__} is not in it"
+        return f"link {type(call.bound.link).__name__} has no formula for it"
+    if native.other_anchor(call):
+        return native.other_anchor(call)
     if call.bias.slope is not None:
         return "a bias that falls with the distance (ALiBi) is not in it"
     if kind not in (None, "features", "decayed"):
         return f"a memory of kind {kind!r} is not in it"
-    if min(call.shape[4:]) < 1:
-        return f"key and value dimensions must be at least 1, this call has {call.shape[4]} and {call.shape[5]}"
-    if call.device.type == "cuda":
-        return cuda_refusal(call)
-    return native_kernels.missing(code, sums_library.SOURCE)
+    return native.empty_rows(call)
 
 
-def cuda_refusal(call: Call) -> str | None:
+def cuda_refusal(call: Call) -> Reason:
     """Why the Triton kernels do not run a call that the C++ kernel would, or None."""
-    code, features = native.code_of(call.bound.link), feature_map(call.bound.link)
+    link, features = call.bound.link, feature_map(call.bound.link)
+    code = native.code_of(link)
     if code is None or not code.triton:
-        return f"link {type(call.bound.link).__name__} has no Triton functions"
+        return f"link {type(link).__name__} has no Triton functions"
     if features is not None and features.degree > 2:
-        return f"on CUDA powers of the score up to 2 are in it, link {type(call.bound.link).__name__} has {features.degree}"
-    if max(call.shape[4:]) > native.LARGEST:
-        return (
-            f"key and value dimensions must be 1 to {native.LARGEST}, this call has {call.shape[4]} and {call.shape[5]}"
-        )
-    return None if native.has_triton() else "triton is not installed (pip install triton)"
+        return f"on CUDA powers of the score up to 2 are in it, link {type(link).__name__} has {features.degree}"
+    return native.too_wide(*call.shape[4:])
 
 
 def chunked(call: Call, memory: FeatureSums | DecayedSums | None) -> tuple[Tensor, Memory | None]:
     """y (B, H, T, P) for a call that is not refused, and what follows ``memory``. Raises: BuildError when the kernel does not compile.
 
     A row of a positive link with the row anchor whose sum over features nearly vanishes is summed key by key, or is NaN where too little of what
-    a memory brought is left (``sums_library.forward``).
+    a memory brought is left (``summed``).
     """
     if isinstance(memory, FeatureSums) and call.chunk is not None:
         return _by_chunks(call, memory)
@@ -115,7 +107,7 @@ def _run(
     code, features = native.code_of(bound.link), feature_map(bound.link)
     assert code is not None
     assert features is not None
-    heads, dim = call.shape[1], call.shape[4]
+    dim = call.shape[4]
     fused = None if call.raw is None else bound.score.fused(dim, bound.score_params, call.raw.scale)
     if fused is None or call.raw is None:
         fused, (q, k, v) = Fused(False, 0.0, 1.0), call.tokens
@@ -125,53 +117,30 @@ def _run(
     if placed is not None:
         fused, q, (k, v, _, _, key_bias), seen = Fused(False, 0.0, 1.0), call.q, placed[0], placed[1]
     spec = _spec(call, code, features, fused, memory is not None)
-    initial = None if memory is None or memory.count == 0 else memory.state
-    before = None if initial is None or memory is None else memory.real.double()
-    mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
-    scale = (
-        fused.scale
-        if isinstance(fused.scale, Tensor)
-        else torch.full((heads,), fused.scale, device=q.device, dtype=torch.float32)
-    )
+    scale = native.scale_of(fused, call.shape[1], q.device)
     if call.shared is not None and call.raw is not None and q is call.raw.q and not scale.requires_grad:
         q, k = call.shared
-    given = (q, k, v, scale, initial, call.log_decay, key_bias, call.coefficients)
-    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    if not tracked and not transforms.active() and native.plain(q, k, v):
-        y, _, final, _ = sums_library.forward(
-            q,
-            k,
-            v,
-            scale,
-            *_numbers(call, code),
-            places_of(seen, k.shape[2]),
-            initial,
-            before,
-            call.log_decay,
-            key_bias,
-            spec,
-        )
+    initial = None if memory is None or memory.count == 0 else memory.state
+    before = None if initial is None or memory is None else memory.real.double()
+    given = SumsInputs(q, k, v, scale, *_numbers(call, code), initial, before, call.log_decay, key_bias)
+    if plain(*given) and not recorded(given):
+        y, _, final, _ = summed(given, places_of(seen, k.shape[2]), spec)
     else:
-        y, _, final, _ = sums_ops.feature_sums(
-            q, k, v, scale, *_numbers(call, code), initial, call.log_decay, key_bias, mask, seen.lo, seen.hi,
-            seen.segment_start if seen.packed else None, before, sums_ops.encode(spec), call.coefficients.shape[0],
-        )  # fmt: skip
+        mask = None if seen.key_mask is None else seen.key_mask[:, : k.shape[2]]
+        start = seen.segment_start if seen.packed else None
+        y, _, final, _ = sums(given._replace(key_mask=mask, lo=seen.lo, hi=seen.hi, segment_start=start), spec)
     return call.scaled(y), final
 
 
 def _numbers(call: Call, code: Formula) -> tuple[Tensor, Tensor]:
     """What the link's formula reads, (H, n), and the coefficients of its powers, (H, degree + 1)."""
-    heads, link = call.shape[1], call.bound.link
-    rows = call.coefficients.flatten(1).T.expand(heads, -1)
-    if code.constants:
-        rows = torch.cat([rows, rows.new_tensor(code.constants).expand(heads, -1)], 1)
-    return rows, link.monomials(call.coefficients).to(rows).flatten(1).T.expand(heads, -1)
+    rows = native.rows_of(call, code)
+    return rows, call.bound.link.monomials(call.coefficients).to(rows).flatten(1).T.expand(call.shape[1], -1)
 
 
 def _spec(call: Call, code: Formula, features: SymmetricPowers, fused: Fused, keeps: bool) -> SumsSpec:
-    anchor = call.bound.anchor
-    kind = "row" if anchor.normalises else "count" if isinstance(anchor, Count) else "raw"  # type: ignore[attr-defined]
-    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, call.tags.positive)
+    kind, positive, learned = native.kind_of(call.bound.anchor), call.tags.positive, call.coefficients.shape[0]
+    return SumsSpec(code, features.degree, features.lowest, kind, fused.normalise, fused.eps, keeps, positive, learned)
 
 
 def places_of(seen: Visibility, keys: int) -> Places:
@@ -179,43 +148,13 @@ def places_of(seen: Visibility, keys: int) -> Places:
     if seen.key_mask is None and seen.rule is not None:
         return _kept_places(seen.rule, keys)
     mask = None if seen.key_mask is None else seen.key_mask[:, :keys]
-    return sums_library.places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
+    return places(mask, seen.lo, seen.hi, seen.segment_start if seen.packed else None, keys)
 
 
 @functools.lru_cache(maxsize=8)
 def _kept_places(rule: Rule, keys: int) -> Places:
     found = intervals_of(*rule)
-    return sums_library.places(None, found.lo, found.hi, None, keys)
+    return places(None, found.lo, found.hi, None, keys)
 
 
-def runner(call: Call) -> Runner | None:
-    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
-    bound, raw = call.bound, call.raw
-    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
-    if (
-        raw is None
-        or fused is None
-        or call.log_decay is not None
-        or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None
-    ):
-        return None
-    code, features = native.code_of(bound.link), feature_map(bound.link)
-    assert code is not None
-    assert features is not None
-    scale = (
-        fused.scale.float().contiguous()
-        if isinstance(fused.scale, Tensor)
-        else torch.full((bound.heads,), fused.scale, dtype=torch.float32)
-    )
-    rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
-    seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        if os.environ.get(native_kernels.VARIABLE) == "off":
-            return None
-        return sums_library.forward(q, k, v, scale, rows, monomials, seen, None, None, None, None, spec)[0]
-
-    return run
-
-
-__all__ = ["chunked", "cuda_refusal", "places_of", "refusal", "runner"]
+__all__ = ["chunked", "cuda_refusal", "places_of", "refusal"]

@@ -17,7 +17,7 @@ from zonal.execution import native_sparse
 from zonal.execution.call import Call
 from zonal.execution.candidates import candidates, keys_of
 from zonal.features import hashing
-from zonal.kernels.cpp.sparse_library import Candidates
+from zonal.kernels.sparse import Candidates
 
 # numbers of keys and values that torch gathers at once
 _GATHERED = 1 << 23

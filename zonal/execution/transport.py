@@ -33,8 +33,8 @@ from zonal.execution.call import Call, prepare
 from zonal.formula import Formula
 from zonal.kernels import native as native_kernels
 from zonal.kernels.build import BuildError
-from zonal.kernels.cpp import library
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.native import LARGEST
+from zonal.kernels.tile import TileInputs, TileSpec, backward, forward
 from zonal.names import known_names
 
 # of the gradient's linear system, relative: more than rounding and tolerance leave, less than anybody would train with
@@ -49,9 +49,9 @@ def refusal(call: Call) -> str | None:
         return f"score {type(call.bound.score).__name__} is no dot product of prepared vectors"
     # log a and log b travel as two numbers of each query and key, beta as one of each value
     wide = max(call.shape[4] + 2, call.shape[5] + 1)
-    if wide > native.LARGEST:
+    if wide > LARGEST:
         return (
-            f"key dimensions must be at most {native.LARGEST - 2} and value dimensions {native.LARGEST - 1}, "
+            f"key dimensions must be at most {LARGEST - 2} and value dimensions {LARGEST - 1}, "
             f"this call has {call.shape[4]} and {call.shape[5]}"
         )
     return native.refusal(replace(call, bound=replace(call.bound, anchor=Row()), bias=Bias(slope=call.bias.slope)))
@@ -197,34 +197,26 @@ class _Compiled:
         self._q[..., -1].copy_(a)
         self._k[..., -2].copy_(b)
 
+    def _inputs(self, q: Tensor, k: Tensor, values: Tensor) -> TileInputs:
+        return TileInputs(q, k, values, self._scale, self._none, None, self._edges)
+
     def rows(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._set(a, b)
-        return library.forward(self._q, self._k, values, self._scale, self._none, None, self._edges, self._across)[:2]
+        return forward(self._inputs(self._q, self._k, values), self._across)[:2]
 
     def columns(self, a: Tensor, b: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self._set(a, b)
-        return library.forward(self._k, self._q, values, self._scale, self._none, None, self._edges, self._along)[:2]
+        return forward(self._inputs(self._k, self._q, values), self._along)[:2]
 
     def backward(
         self, a: Tensor, b: Tensor, v: Tensor, y: Tensor, log_mass: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._set(a, b)
-        dq, dk, *_ = library.backward(
-            dy,
-            self._q,
-            self._k,
-            v,
-            y,
-            log_mass.contiguous(),
-            self._empty,
-            self._scale,
-            self._none,
-            None,
-            self._edges,
-            self._across,
-            0,
-            False,
-        )
+        results = y, log_mass.contiguous(), self._empty
+        inputs = self._inputs(self._q, self._k, v)
+        dq, dk, *_ = backward((dy,), inputs, results, self._across, frozenset("qkv"))
+        assert dq is not None
+        assert dk is not None
         return dq[..., : self._dim], dk[..., : self._dim], dk[..., self._dim]
 
 

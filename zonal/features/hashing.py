@@ -14,8 +14,8 @@ from torch import Tensor
 from zonal.algebra.hashing import LSH
 from zonal.algebra.metric import Euclidean, HilbertSchmidt, Hyperbolic, Metric, Product, Sphere, SquaredEuclidean
 from zonal.algebra.score import NegativeDistance, Score
-from zonal.kernels.cpp import sparse_library
-from zonal.kernels.cpp.sparse_library import Function
+from zonal.kernels import sparse as kernel
+from zonal.kernels.sparse import Function
 
 CODES = 1 << 16
 # of the mixing of cells: odd, so that no digit is lost
@@ -124,7 +124,7 @@ def codes(score: Score, search: LSH, x: Tensor, width: int, native: bool = False
     x = x.detach()[..., x.shape[-1] - width :]
     functions = [simhash(x, search, search.seed)] if score.bilinear else _of(score.metric, search, x, search.seed)  # type: ignore[attr-defined]
     if native:
-        return sparse_library.codes(functions, search.tables)
+        return kernel.codes(functions, search.tables)
     parts = [cell for function in functions for cell in cells(function, search.tables)]
     return F.pad(_mixed(parts).to(torch.int32).transpose(-1, -2), (0, 0, 1, 0))
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
-from zonal.kernels.cpp.mixer_library import WIDEST, Seen
-from zonal.nn.compiled import convolution, refusal
+from zonal.kernels.mixer import WIDEST, ConvolutionInputs, ConvolutionSpec, short_convolution
+from zonal.nn.compiled import refusal
 from zonal.nn.initialise import Draws
 from zonal.nn.positions import check_masks, document_index, document_positions
 
@@ -180,10 +180,9 @@ class ShortConvolution(nn.Module):
             present = mask.sum(dim=1, dtype=torch.int32)
         if cu_seqlens is not None:
             reach = document_positions(cu_seqlens, x.shape[1]).to(torch.int32)
-        y = convolution(
-            x, tail, self.weight, self.bias, Seen(order, present, reach), self.activation == "silu", heads, sizes
-        )
-        return y, self._after(x, tail, order, present, cu_seqlens)
+        inputs = ConvolutionInputs(x, tail, self.weight, self.bias, order, present, reach)
+        y = short_convolution(inputs, ConvolutionSpec(self.activation == "silu", heads, tuple(sizes)))
+        return list(y[: len(sizes)]), self._after(x, tail, order, present, cu_seqlens)
 
     def _after(
         self, x: Tensor, tail: Tensor | None, order: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zonal.errors import ArgumentError
-from zonal.nn.compiled import gated_norm, refusal
+from zonal.kernels.mixer import NormInputs, NormSpec, gated_norm
+from zonal.nn.compiled import refusal
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +76,7 @@ class GatedNorm(nn.Module):
         With values (of the shape of x, head by head) and skip D (heads,) it is (x + D ⊙ values) that is gated.
         """
         if x.dim() == 4 and refusal(x, values, gate, skip, self.weight) is None:
-            return gated_norm(x, values, gate, skip, self.weight, self.groups, self.eps)
+            return gated_norm(NormInputs(x, values, gate, skip, self.weight), NormSpec(self.groups, self.eps))[0]
         dtype = accumulation_dtype(gate.dtype)
         x = x.to(dtype)
         if values is not None and skip is not None:

@@ -10,9 +10,10 @@ Each number is written by one program: there are no atomics, and the same call g
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.op import Gradients, Results
+from zonal.kernels.tile import TileInputs, TileSpec, padded
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.tiles import (
     LOG2E,
@@ -300,32 +301,20 @@ def queries_kernel(
 
 
 def backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    factor: Tensor,
-    scale: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: TileSpec,
-    learned: int,
-    needs: tuple[bool, bool, bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, learned) float64. None where nobody asks.
-
-    dy like y; y and factor as ``forward`` returned them, other arguments as it took them. learned: the coefficients with a gradient.
-    needs: which of q, k, v, scale, coefficients get one.
-    """
+    grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
+) -> Gradients:
+    """(dq, dk, dv, dscale, dcoefficients): like q, k, v; (H,) float32; (H, n) float64, zero for constants. None where nobody asks."""
+    (dy,), (q, k, v, *_), (y, factor, _) = grads, inputs, results
+    assert dy is not None
+    scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
+    needs = [name in asked for name in ("q", "k", "v", "scale", "coefficients")]
     batch, heads, queries, _ = q.shape
-    learned = learned if needs[4] else 0
+    learned = spec.learned if needs[4] else 0
     dq = dk = dv = dscale = dcoefficients = None
     with tiles.on(q.device):
-        call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+        call = tiles.call(inputs, spec)
         delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
-        inputs = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
+        tokens = tuple(tiles.rows_of(x) for x in (q, k, v, dy))
         rest = factor, delta, scale, coefficients, call.q_inverse, call.k_inverse, call.key_mask, call.edges, call.sizes
         code = {
             "value": call.functions.value,
@@ -342,7 +331,7 @@ def backward(
             programs = batch * k.shape[1] * tiles.ceil_div(k.shape[2], tiling.keys)
             outputs = tiles.rows_of(dk), tiles.rows_of(dv)
             tiles.launch(
-                keys_kernel, programs, (*inputs, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling
+                keys_kernel, programs, (*tokens, *outputs, *rest), {**code, **tiles.widths(tiling, q, v)}, tiling
             )
         if needs[0] or needs[3] or needs[4]:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -355,13 +344,13 @@ def backward(
             tiles.launch(
                 queries_kernel,
                 batch * heads * blocks,
-                (*inputs, *outputs, *rest),
+                (*tokens, *outputs, *rest),
                 {**code, **more, **tiles.widths(tiling, q, v)},
                 tiling,
             )
             # float32 inside a block, float64 across blocks: the sums run over all queries and keys
             dscale = scale_parts.sum((0, 2), dtype=torch.float64).float() if needs[3] else None
-            dcoefficients = parts.sum((0, 2), dtype=torch.float64) if needs[4] else None
+            dcoefficients = padded(parts.sum((0, 2), dtype=torch.float64), coefficients) if learned else None
     return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dscale, dcoefficients
 
 

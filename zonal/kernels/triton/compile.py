@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 
 from zonal.errors import ArgumentError
 from zonal.formula import Formula
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.backward import backward
 from zonal.kernels.triton.forward import DECODE_QUERIES, forward
@@ -158,7 +158,15 @@ def cover(
 def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
     """The kernels of a forward, a backward with all gradients and a decoding step."""
     link, mask, dtype = LINKS[variant.link], MASKS[variant.mask], getattr(torch, variant.dtype)
-    spec = TileSpec(link.code, link.anchor, link.normalise, causal=mask.causal, left=mask.left, right=mask.right)
+    spec = TileSpec(
+        link.code,
+        link.anchor,
+        link.normalise,
+        causal=mask.causal,
+        left=mask.left,
+        right=mask.right,
+        learned=link.learned,
+    )
     batch, heads = 1 if mask.packed else 2, 8
 
     def meta(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -172,24 +180,12 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
     padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
     edges = meta(9, kind=torch.int32) if mask.packed else None
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y, factor = forward(q, k, k, scale, coefficients, padding, edges, spec)
-        backward(
-            y,
-            q,
-            k,
-            k,
-            y,
-            factor,
-            scale,
-            coefficients,
-            padding,
-            edges,
-            spec,
-            link.learned,
-            (True, True, True, True, True),
-        )
+        inputs = TileInputs(q, k, k, scale, coefficients, padding, edges)
+        results = forward(inputs, spec)
+        backward(results[:1], inputs, results, spec, frozenset(("q", "k", "v", "scale", "coefficients")))
         # packed documents have as many queries as keys: they are never decoded
-        forward(meta(batch, heads, mask.queries, variant.dim), k, k, scale, coefficients, padding, None, spec)
+        few = meta(batch, heads, mask.queries, variant.dim)
+        forward(inputs._replace(q=few, cu_seqlens=None), spec)
     return list({launch.kernel: launch for launch in found}.values())
 
 

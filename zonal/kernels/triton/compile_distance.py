@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zonal.errors import ArgumentError
 from zonal.formula import FORMULAS, Term
-from zonal.kernels.distance_spec import DistanceSpec
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.distance import DistanceInputs, DistanceSpec
+from zonal.kernels.tile import TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.compile import MASKS, Compiled, Family, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.distance_backward import backward
@@ -77,10 +77,12 @@ def launches(variant: Variant, tokens: int = 4096) -> list[tiles.Launch]:
     padding = meta(batch, tokens, kind=torch.bool) if mask.key_mask else None
     edges = meta(9, kind=torch.int32) if mask.packed else None
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y, factor = forward(q, k, k, weights, coefficients, padding, edges, spec)
-        backward(y, q, k, k, y, factor, weights, coefficients, padding, edges, spec, True)
+        inputs = DistanceInputs(q, k, k, weights, coefficients, padding, edges)
+        results = forward(inputs, spec)
+        backward(results[:1], inputs, results, spec, frozenset(("q", "k", "v", "weights", "coefficients")))
         # packed documents have as many queries as keys: they are never decoded
-        forward(meta(batch, heads, 1, dim), k, k, weights[:, :, :1], coefficients, padding, None, spec)
+        few = meta(batch, heads, 1, dim)
+        forward(inputs._replace(q=few, weights=weights[:, :, :1], cu_seqlens=None), spec)
     return list({(title(launch), launch.constants.get("FIRST")): launch for launch in found}.values())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.compile import Compiled, Family, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.ridge_backward import backward
@@ -75,10 +75,15 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
             square if power else None,
             last if power else None,
         )
-    seen = None, lo, hi, starts, before, power, 1.0, documents if packed else 1
+    edges = meta(documents + 1, kind=torch.int64) if packed else None
+    inputs, spec = (
+        RidgeInputs(q, k, v, scale, rho, *before, None, lo, hi, starts, edges),
+        RidgeSpec((power,) * heads, 1.0),
+    )
+    asked = frozenset(("q", "k", "v", "scale", "rho", *(Before._fields if memory else ())))
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y = forward(q, k, v, scale, rho, *seen)
-        backward(y, q, k, v, scale, rho, *seen, memory)
+        results = forward(inputs, spec)
+        backward(results[:1], inputs, results, spec, asked)
     # forward's kernels run again for backward
     return list({(launch.kernel, launch.constants.get("REVERSE")): launch for launch in found}.values())
 

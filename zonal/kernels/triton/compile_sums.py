@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.compile import DEVICES, DTYPES, Compiled, Family, Link, Variant, command, compiled_of, name_of
 from zonal.kernels.triton.sums_backward import backward
@@ -66,7 +66,7 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     """The kernels of a forward and a backward with all gradients."""
     (link, degree, lowest), dtype = LINKS[variant.link], getattr(torch, variant.dtype)
     memory, packed = variant.mask in ("memory", "decay"), variant.mask == "packed"
-    spec = SumsSpec(link.code, degree, lowest, link.anchor, link.normalise, keeps=memory)
+    spec = SumsSpec(link.code, degree, lowest, link.anchor, link.normalise, keeps=memory, learned=link.learned)
     batch, heads, dim = 1 if packed else 2, 8, variant.dim
     kv_heads = heads // 4 if variant.mask == "gqa" else heads
 
@@ -89,26 +89,11 @@ def launches(variant: Variant, tokens: int = 16384) -> list[tiles.Launch]:
     before = meta(batch, kind=torch.float64) if memory else None
     decay = meta(batch, kv_heads, tokens, kind=torch.float32) if variant.mask == "decay" else None
     seen = mask, lo if starts is None else starts, hi, starts
+    inputs = SumsInputs(q, k, k, scale, coefficients, monomials, initial, before, decay, None, *seen)
+    asked = frozenset(("q", "k", "v", "scale", "coefficients", "monomials", *(("initial",) if memory else ())))
     with tiles.recorded((variant.device // 10, variant.device % 10)) as found:
-        y, factor, final = forward(q, k, k, scale, coefficients, monomials, *seen, initial, before, decay, None, spec)
-        backward(
-            y,
-            final if memory else None,
-            q,
-            k,
-            k,
-            y,
-            factor,
-            scale,
-            coefficients,
-            monomials,
-            *seen,
-            initial,
-            decay,
-            None,
-            spec,
-            link.learned,
-        )
+        results = y, _, final, _ = forward(inputs, spec)
+        backward((y, final if memory else None), inputs, results, spec, asked)
     # the same kernel for keys and for queries, for pairs and for the rest, forwards and backwards
     return list(
         {

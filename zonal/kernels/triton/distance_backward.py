@@ -10,12 +10,13 @@ is large where points are near, and their difference small. Each number is writt
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.distance import DistanceInputs, DistanceSpec
+from zonal.kernels.op import Gradients, Results
 from zonal.kernels.triton import backward as tile_backward
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton.backward import row_terms, slopes
+from zonal.kernels.triton.distance_forward import prepared
 from zonal.kernels.triton.distance_tiles import (
     FREE,
     INVERSE,
@@ -344,18 +345,18 @@ def add_waves(sums, dx, d, evens, odds, c, n: tl.constexpr):
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, weights: Tensor, coefficients: Tensor, key_mask: Tensor | None,
-    cu_seqlens: Tensor | None, spec: DistanceSpec, learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dweights, dcoefficients): like q, k and v; (B, H, T, terms) float32; (H, 3 waves) float64, None unless ``learned``.
-
-    dy like y; y and factor as ``forward`` returned them, other arguments as it took them.
-    """
+    grads: Gradients, inputs: DistanceInputs, results: Results, spec: DistanceSpec, asked: frozenset[str]
+) -> Gradients:
+    """(dq, dk, dv, dweights, dcoefficients): like k and v; (B, H, T, terms) float32; (H, 3 waves) float64, None unless asked for."""
+    (dy,), (y, factor), inputs = grads, results, prepared(inputs)
+    assert dy is not None
+    q, k, v, _, coefficients, *_ = inputs
+    learned = "coefficients" in asked
     batch, heads, queries, _ = q.shape
     kv_heads = batch * k.shape[1]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
-        call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
+        call = distance_tiles.call(inputs, spec)
         metric, own = call.metric, call.tiles
         delta = tiles.row_products(dy, y) if spec.rules.anchor == "row" else None
         points, values, slope = (tiles.rows_of(q), tiles.rows_of(k)), tiles.rows_of(v), tiles.rows_of(dy.to(v.dtype))

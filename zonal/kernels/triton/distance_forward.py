@@ -5,9 +5,10 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.distance import DistanceInputs, DistanceSpec
+from zonal.kernels.op import Results
 from zonal.kernels.triton import distance_tiles, tiles
 from zonal.kernels.triton.distance_tiles import added, part_tiles, tile_of, waves, weights_of
 from zonal.kernels.triton.forward import DECODE_QUERIES, combine, exponentials, row_factor, splits_of
@@ -75,26 +76,23 @@ def distance_forward_kernel(
         tl.store(factor + slot, kept, mask=inside)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: DistanceSpec,
-) -> tuple[Tensor, Tensor]:
+def prepared(inputs: DistanceInputs) -> DistanceInputs:
+    """In the type of keys: queries that came in it are in float32 for the sake of their weights alone."""
+    return inputs._replace(q=inputs.q.to(inputs.k.dtype), coefficients=plain(inputs.coefficients, torch.float32))
+
+
+def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
     """(y (B, H, T, P), factor (B, H, T)), float32, factor as ``forward.forward`` has it.
 
-    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P): points and values, one of float32, bfloat16, float16, any strides, D and P up to 256. weights (B, H, T, terms).
-    coefficients (H, 3 waves): float32, contiguous. key_mask: bool (B, S). cu_seqlens: int (N + 1,), with B = 1 and T = S.
+    k, v: one of float32, bfloat16, float16, any strides, D and P up to 256.
     """
+    inputs = prepared(inputs)
+    q, k, v, _, coefficients, *_ = inputs
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
     factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
-        call = distance_tiles.call(q, k, v, weights, coefficients, key_mask, cu_seqlens, spec)
+        call = distance_tiles.call(inputs, spec)
         own = call.tiles
         few = queries <= DECODE_QUERIES
         tiling = distance_tiles.choose("decode" if few else "forward", q, v, call.metric)
@@ -117,4 +115,4 @@ def forward(
     return y, factor
 
 
-__all__ = ["forward"]
+__all__ = ["forward", "prepared"]

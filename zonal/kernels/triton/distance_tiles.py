@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zonal.formula import Term
-from zonal.kernels.distance_spec import DistanceSpec
+from zonal.kernels.distance import DistanceInputs, DistanceSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.tiles import LN2, LOG2E, tile_rows, weighted
@@ -473,19 +473,11 @@ def noted(x: Tensor, metric: Metric) -> Tensor:
     return out
 
 
-def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: DistanceSpec,
-) -> DistanceCall:
+def call(inputs: DistanceInputs, spec: DistanceSpec) -> DistanceCall:
     """Prepare a call's kernels."""
     metric = metric_of(spec)
-    prepared = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec.rules)
+    prepared = tiles.call(inputs.tiles, spec.rules)
+    (q, k, _, weights, *_) = inputs
     return DistanceCall(prepared, metric, noted(q, metric), noted(k, metric), weights.float().contiguous())
 
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.op import Results
+from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import tiles
 from zonal.kernels.triton.sizes import padded, power_of_two
 from zonal.kernels.triton.tiles import (
@@ -277,27 +279,19 @@ def combine_kernel(
     tl.store(factor + row, kept)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: TileSpec,
-) -> tuple[Tensor, Tensor]:
-    """y (B, H, T, P) in q's type, and the rows' factors (B, H, T) float32.
+def forward(inputs: TileInputs, spec: TileSpec) -> Results:
+    """y (B, H, T, P) in q's type, the rows' factors (B, H, T) float32, and nothing for what rounding left.
 
-    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P): one of float32, bfloat16, float16, any strides, D and P up to 256. scale (H,),
-    coefficients (H, n + constants): float32, contiguous. key_mask: bool (B, S). cu_seqlens: int (N + 1,), with B = 1 and T = S.
+    q, k, v: one of float32, bfloat16, float16, any strides, D and P up to 256.
     factor: what a row's sum was multiplied by; for log links with the row anchor the natural log-sum-exp, +inf for empty rows.
     """
+    q, k, v = inputs[:3]
+    scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=q.dtype, device=q.device)
     factor = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
-        call = tiles.call(q, k, v, coefficients, key_mask, cu_seqlens, spec)
+        call = tiles.call(inputs, spec)
         if queries <= DECODE_QUERIES and k.shape[2] >= 2 * _SPLIT_KEYS:
             decode(q, k, v, scale, coefficients, call, y, factor)
         else:
@@ -310,7 +304,7 @@ def forward(
                 {"value": call.functions.value, "traits": call.traits, **tiles.widths(tiling, q, v), "STRIDE": coefficients.shape[1]},
                 tiling,
             )  # fmt: skip
-    return y, factor
+    return y, factor, q.new_empty(0)
 
 
 def decode(

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.cpp.ridge_library import Before, Gradients
+from zonal.kernels.op import Gradients, Results
+from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import ridge_state, tiles
 from zonal.kernels.triton.ridge_forward import block_of_queries, moved_on
 from zonal.kernels.triton.ridge_state import (
@@ -195,13 +196,15 @@ def steps_back_kernel(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    before: Before, power: int, limit: float, documents: int, started: bool,
-) -> Gradients:  # fmt: skip
-    """The gradients of ``forward``, float32, of scale, rho and the memory float64. started: whether the memory gets some."""
+    grads: Gradients, inputs: RidgeInputs, results: Results, spec: RidgeSpec, asked: frozenset[str]
+) -> Gradients:
+    """The gradients of ``forward``, float32, of scale, rho and the memory float64."""
+    (dy,), (q, k, v, scale, *_), key_mask, before = grads, inputs, inputs.key_mask, inputs.before
+    assert dy is not None
+    started, power = bool(asked & set(Before._fields)), spec.powers[0]
     with tiles.on(q.device):
-        call = ridge_state.prepare(q, k, v, key_mask, lo, hi, segment_start, before, power, limit, documents)
-        found = ridge_state.known(call, rho, before)
+        call = ridge_state.prepare(inputs, spec)
+        found = ridge_state.known(call, inputs.rho, before)
         xs, us = row_solves(call, found, dy.float().contiguous(), q, scale, power)
         state, shape, table = call.state(torch.float32), call.shape, call.places.table
         dy, lines, programs = dy.float().contiguous(), q.shape[0] * q.shape[1], call.lines * shape.blocks
@@ -246,7 +249,8 @@ def backward(
         )  # fmt: skip
     dq = us[0, ..., :dim]
     dscale = (dq * q.float()).sum(-1).double().sum((0, 2))
-    return Gradients(dq * scale.float()[:, None, None], shortened(dz[..., :dim], k, limit), dv, dscale, drho, memory)
+    dk = shortened(dz[..., :dim], k, spec.limit)
+    return dq * scale.float()[:, None, None], dk, dv, dscale, drho, *memory
 
 
 def row_solves(

@@ -5,9 +5,9 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.op import Results
+from zonal.kernels.ridge import RidgeInputs, RidgeSpec
 from zonal.kernels.triton import ridge_state, tiles
 from zonal.kernels.triton.ridge_state import choose, given_places, matrix, product, through
 from zonal.kernels.triton.tiles import tile_rows
@@ -70,18 +70,16 @@ def read_kernel(
         tl.store(at, out, mask=inside)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, rho: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None,
-    before: Before, power: int, limit: float, documents: int,
-) -> Tensor:  # fmt: skip
-    """y (B, H, T, P) float32; arguments as ``zonal.kernels.cpp.ridge_library.forward`` takes them, q, k, v of one of float32, bfloat16, float16.
+def forward(inputs: RidgeInputs, spec: RidgeSpec) -> Results:
+    """(y (B, H, T, P) float32, no document in float64), for calls whose heads have one power; q, k, v of one of float32, bfloat16, float16.
 
     Where G + rho I is not positive definite, which keys that are not finite cause, rows that see those are NaN: to raise would wait for the device.
     """
+    q, k, v = inputs[:3]
     y = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
-        call = ridge_state.prepare(q, k, v, key_mask, lo, hi, segment_start, before, power, limit, documents)
-        found = ridge_state.known(call, rho, before)
+        call = ridge_state.prepare(inputs, spec)
+        found = ridge_state.known(call, inputs.rho, inputs.before)
         tiles.launch(
             read_kernel,
             q.shape[0] * q.shape[1] * call.shape.blocks,
@@ -91,15 +89,15 @@ def forward(
                 found.rows,
                 found.start,
                 found.cut,
-                scale.float().contiguous(),
+                inputs.scale.float().contiguous(),
                 call.places.hi,
                 call.places.table,
                 call.shape,
             ),
-            {"POWER": power, **call.tiles()},
+            {"POWER": spec.powers[0], **call.tiles()},
             choose(call.shape),
         )
-    return y
+    return y, torch.zeros(*k.shape[:2], inputs.documents, dtype=torch.bool, device=q.device)
 
 
 __all__ = ["block_of_queries", "forward", "moved_on", "read_kernel"]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.cpp.ridge_library import Before
+from zonal.kernels.ridge import Before, RidgeInputs, RidgeSpec
 from zonal.kernels.triton import sizes, tiles
 from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.tiles import Tiling
@@ -346,7 +346,7 @@ class Places(NamedTuple):
 def places(
     lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int, documents: int, block: int, device: torch.device
 ) -> Places:
-    """Arguments as ``ridge_library.forward`` has them. Nothing waits for the device where they are on the CPU, as calls have them."""
+    """Arguments as in ``RidgeInputs``. Nothing waits for the device where they are on the CPU, as calls have them."""
     hi = torch.maximum(lo, hi)
     starts, owner = torch.zeros(1, dtype=torch.int64, device=lo.device), torch.zeros_like(lo)
     if segment_start is not None:
@@ -422,15 +422,15 @@ def previous(key_mask: Tensor | None, opens: Tensor | None, keys: int) -> Tensor
     return place if opens is None else torch.where(place > opens, place, 0)
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, before: Before, power: int,
-    limit: float, documents: int,
-) -> RidgeCall:  # fmt: skip
-    """What the kernels of a call are told; arguments as ``ridge_library.forward`` has them."""
+def prepare(inputs: RidgeInputs, spec: RidgeSpec) -> RidgeCall:
+    """What the kernels of a call are told, whose heads have one power."""
+    (q, k, v), key_mask, power, limit = inputs[:3], inputs.key_mask, spec.powers[0], spec.limit
+    assert inputs.lo is not None
+    assert inputs.hi is not None
     heads, queries, dim = q.shape[1:]
     kv_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     block = sizes.ridge_block(dim)
-    seen = places(lo, hi, segment_start, keys, documents, block, q.device)
+    seen = places(inputs.lo, inputs.hi, inputs.segment_start, keys, inputs.documents, block, q.device)
     z = F.pad(k.float(), (0, padded(dim) - dim))
     if limit > 0:
         norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
@@ -440,8 +440,8 @@ def prepare(
     earlier = index = None
     if power:
         first = z.new_zeros(*z.shape[:2], 1, z.shape[3])
-        if before.last is not None:
-            first[:, :, 0, :dim] = before.last
+        if inputs.last is not None:
+            first[:, :, 0, :dim] = inputs.last
         shifted, index = torch.cat([first, z], 2), previous(key_mask, seen.opens, keys)
         earlier = shifted[:, :, :-1] if index is None else shifted.gather(2, index[:, None, :, None].expand(z.shape))
     wide = padded(dim)
@@ -456,7 +456,7 @@ def prepare(
         v.contiguous(),
         None if earlier is None else earlier.contiguous(),
         index,
-        segment_start is not None,
+        inputs.segment_start is not None,
     )
 
 

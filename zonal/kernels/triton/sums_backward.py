@@ -7,14 +7,14 @@ neighbours it goes as in the tile kernels. Each number is written by one program
 
 # bodies of jit functions are triton's language, whose declared types change from version to version
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.op import Gradients, Results
+from zonal.kernels.sums import SumsInputs, SumsSpec, decay_gradient
+from zonal.kernels.tile import padded
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.backward import row_terms, through_norm
 from zonal.kernels.triton.sums_near import add_keys, add_queries, marks
@@ -358,38 +358,21 @@ def keys_back_kernel(
     put_rows(dk, dk_tile, batch, kv_head, begin, sizes.keys, sizes.key_dim, KEYS, KEY_WIDTH)
 
 
-class Gradients(NamedTuple):
-    """Of q, k, v as they came; of scale (H,), coefficients (H, learned) and monomials (H, degree + 1) float64; of the memory before, or None.
-
-    counted (B, Hkv, S) float64: of the logarithm of what each key counts, which is that of its bias; None where nothing fades.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: Tensor
-    coefficients: Tensor
-    monomials: Tensor
-    initial: Tensor | None
-    counted: Tensor | None
-
-
-def backward(
-    dy: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, y: Tensor, factor: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor,
-    key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, initial: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None,
-    spec: SumsSpec, learned: int,
-) -> Gradients:  # fmt: skip
-    """The gradients of ``sums_forward.forward``, whose y and factor are given. learned: of how many coefficients."""
+def backward(grads: Gradients, given: SumsInputs, results: Results, spec: SumsSpec, asked: frozenset[str]) -> Gradients:
+    """The gradients of ``sums_forward.forward``, as those of ``zonal.kernels.sums.backward``."""
+    (dy, dfinal), (y, factor, final, _), learned = grads, results, spec.learned if "coefficients" in asked else 0
+    assert dy is not None
+    dfinal = dfinal if spec.keeps else None
+    taken = given.by_head()
+    q, k, v, scale, coefficients, monomials, initial, *_ = taken
+    scale, coefficients = plain(scale, torch.float32), plain(coefficients, torch.float32)
     # what rows lose by rounding dy, y must lose too: both are multiplied by the row's factor, which may be large
     dy = dy.to(q.dtype)
     batch, heads, queries, _ = q.shape
     keys, width = v.shape[2:]
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     with tiles.on(q.device):
-        scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(
-            q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec
-        )
+        call = sums_state.prepare(taken, spec)
         tile, found = call.tile, call.borders
         delta = tiles.row_products(dy, y) if spec.anchor == "row" else None
         sums = sums_state.known(call, k, v, scale, initial)
@@ -446,16 +429,15 @@ def backward(
             dinitial = sums_layout.to_memory_gradient(
                 sums_layout.into_rows(back[:, :, 0], call.form, width, call.mass), call.form
             )
-    return Gradients(
-        dq,
-        dk,
-        dv,
-        dscale,
-        dcoefficients,
-        dweights[:, : monomials.shape[1]],
-        dinitial,
-        None if counted is None else counted.double(),
-    )
+    ddecay = None
+    if counted is not None and "log_decay" in asked:
+        # what rows lose by rounding dy, keys have lost too
+        rows = None if spec.anchor == "row" else (dy.double() * y).sum(-1)
+        ddecay = decay_gradient(given, counted.double(), rows, dfinal, final)
+    return (
+        dq.sum_to_size(given.q.shape), dk.sum_to_size(given.k.shape), dv, dscale, padded(dcoefficients, coefficients) if learned else None,
+        dweights[:, : monomials.shape[1]], dinitial, ddecay, counted,
+    )  # fmt: skip
 
 
-__all__ = ["Gradients", "backward", "keys_back_kernel", "read_back_kernel"]
+__all__ = ["backward", "keys_back_kernel", "read_back_kernel"]

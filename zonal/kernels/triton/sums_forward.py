@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.op import Results
+from zonal.kernels.sums import SumsInputs, SumsSpec
 from zonal.kernels.triton import sums_layout, sums_state, tiles
 from zonal.kernels.triton.sums_near import add_values, marks
 from zonal.kernels.triton.sums_state import columns, mass_places, narrowed, plus_sums, products, strip_blocks
@@ -142,30 +144,27 @@ def read_kernel(
     put_rows(y, total * by[:, None], batch, head, begin, sizes.queries, sizes.value_dim, QUERIES, VALUE_WIDTH)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, initial: Tensor | None, before: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32.
+def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
+    """(y (B, H, T, P), the rows' factors (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and no row summed apart.
 
-    Arguments as ``zonal.kernels.cpp.sums_library.forward`` takes them, with ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
+    ``spec.degree`` <= 2; q, k, v of one of float32, bfloat16, float16.
     """
+    inputs = inputs.by_head()
+    q, k, v = inputs[:3]
+    scale, coefficients = plain(inputs.scale, torch.float32), plain(inputs.coefficients, torch.float32)
     batch, heads, queries, _ = q.shape
     y = torch.empty(batch, heads, queries, v.shape[3], dtype=torch.float32, device=q.device)
     with tiles.on(q.device):
-        scale, coefficients = scale.float().contiguous(), coefficients.float().contiguous()
-        call = sums_state.prepare(
-            q, k, v, coefficients, monomials, key_mask, lo, hi, segment_start, log_decay, key_bias, spec
-        )
-        factor = row_factors(call, q, before, spec)
-        sums = sums_state.known(call, k, v, scale, initial)
+        call = sums_state.prepare(inputs, spec)
+        factor = row_factors(call, q, inputs.before, spec)
+        sums = sums_state.known(call, k, v, scale, inputs.initial)
         tile = call.tile
         strips = sums_state.choose("read", q, v, tile.traits, call.faded)
         tiles.launch(
             read_kernel,
             batch * heads * tiles.ceil_div(queries, strips.rows),
             (*(tiles.rows_of(x) for x in (q, k, v, y)), factor, call.place(sums), call.borders.border, scale, coefficients, call.weights,
-             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes, int(initial is None)),
+             tile.q_inverse, tile.k_inverse, tile.key_mask, tile.edges, call.fade.rows, call.fade.keys, tile.sizes, int(inputs.initial is None)),
             {"value": tile.functions.value, "traits": tile.traits, "FADED": call.faded, "LEFT": call.left(strips), "QUERIES": strips.rows, "KEYS": strips.others,
              "STRIDE": coefficients.shape[1], "POSITIVE": spec.guards, **call.widths()},
             strips.tiling(),
@@ -175,7 +174,7 @@ def forward(
             final = sums_layout.to_memory(
                 sums_layout.into_rows(sums[:, :, -1], call.form, v.shape[3], call.mass), call.form
             )
-    return y, factor, final
+    return y, factor, final, q.new_zeros(q.shape[:3] if spec.guards else (0,), dtype=torch.uint8)
 
 
 def row_factors(call: sums_state.SumsCall, q: Tensor, before: Tensor | None, spec: SumsSpec) -> Tensor:

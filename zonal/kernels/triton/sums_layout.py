@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zonal.kernels.cpp import sums_library
+from zonal.kernels.sums import tables
 from zonal.kernels.triton.sizes import SHARED, block_of, ceil_div, padded, pairs_of, rows_of
 
 
@@ -59,7 +59,7 @@ def _layout(degree: int, lowest: int, dim: int, block: int, device: torch.device
     rows = rows_of(degree, dim, block)
     place, share = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.float32)
     first, root, times = [], [], []
-    table = sums_library.tables(degree, lowest, dim)
+    table = tables(degree, lowest, dim)
     order = table.place.argsort()
     for at, (left, right, power) in enumerate(
         zip(*(x[order].tolist() for x in (table.left, table.right, table.degree)), strict=True)

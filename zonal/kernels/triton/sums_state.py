@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zonal.kernels.spec import TileSpec
-from zonal.kernels.sums_spec import SumsSpec
+from zonal.kernels.abi import plain
+from zonal.kernels.sums import SumsInputs, SumsSpec
+from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton import sums_layout, tiles
 from zonal.kernels.triton.sizes import ceil_div, chunk_of, padded
 from zonal.kernels.triton.sums_layout import Borders, Layout
@@ -471,22 +472,24 @@ def carry(call: SumsCall, sums: Tensor, reverse: bool) -> None:
     )
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, monomials: Tensor, key_mask: Tensor | None, lo: Tensor, hi: Tensor,
-    segment_start: Tensor | None, log_decay: Tensor | None, key_bias: Tensor | None, spec: SumsSpec,
-) -> SumsCall:  # fmt: skip
-    """What the kernels of a call are told."""
+def prepare(inputs: SumsInputs, spec: SumsSpec) -> SumsCall:
+    """What the kernels of a call are told, with a head of queries and keys for every head."""
+    q, k, v = inputs[:3]
+    assert inputs.lo is not None
+    assert inputs.hi is not None
     form = sums_layout.layout(spec.degree, spec.lowest, q.shape[3], q.device)
     chunk = chunk_of(form.rows, q.shape[3], v.shape[3], q.element_size())
-    found = sums_layout.borders(lo, hi, segment_start, k.shape[2], chunk, spec.keeps, q.device)
+    start = inputs.segment_start
+    found = sums_layout.borders(inputs.lo, inputs.hi, start, k.shape[2], chunk, spec.keeps, q.device)
     tile = tiles.call(
-        q, k, v, coefficients, key_mask, None, TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False)
+        TileInputs(q, k, v, inputs.scale, plain(inputs.coefficients, torch.float32), inputs.key_mask),
+        TileSpec(spec.link, spec.anchor, spec.normalise, spec.eps, causal=False),
     )
-    tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=segment_start is not None))
+    tile = tile._replace(edges=found.edges, traits=replace(tile.traits, listed=True, packed=start is not None))
+    monomials = inputs.monomials
     weights = torch.nn.functional.pad(monomials.float(), (0, 3 - monomials.shape[1])).contiguous()
-    return SumsCall(
-        tile, form, found, weights, spec.anchor == "row", fade_of(log_decay, key_bias, q.shape[2], k, found)
-    )
+    fade = fade_of(inputs.log_decay, inputs.key_bias, q.shape[2], k, found)
+    return SumsCall(tile, form, found, weights, spec.anchor == "row", fade)
 
 
 def fade_of(log_decay: Tensor | None, key_bias: Tensor | None, queries: int, k: Tensor, found: Borders) -> Fade:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zonal.formula import Formula
-from zonal.kernels.spec import TileSpec
+from zonal.kernels.tile import TileInputs, TileSpec
 from zonal.kernels.triton.sizes import ceil_div, padded
 from zonal.kernels.triton.tilings import Tiling, tiling_of
 
@@ -490,16 +490,9 @@ class TileCall(NamedTuple):
     edges: Tensor | None
 
 
-def call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coefficients: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    spec: TileSpec,
-) -> TileCall:
+def call(inputs: TileInputs, spec: TileSpec) -> TileCall:
     """Prepare a call's kernels."""
+    q, k, v, _, coefficients, key_mask, cu_seqlens = inputs
     return TileCall(
         functions(spec.link),
         traits(spec, q, k, v, coefficients, key_mask, cu_seqlens),

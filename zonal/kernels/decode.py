@@ -1,8 +1,6 @@
-"""Calls the compiled kernel for few tokens after a memory of sums (decode.cpp), in float32 or bfloat16 on the CPU; any strides but the last."""
+"""The kernel for few tokens after a memory of sums (decode.cpp), in float32 or bfloat16 on the CPU; any strides but the last."""
 
-import ctypes
 import math
-import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,42 +8,15 @@ import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
-from zonal.kernels import native
-from zonal.kernels.cpp import library, sums_library
+from zonal.kernels import abi
+from zonal.kernels.abi import Arguments, address, dense_last, empty
+from zonal.kernels.native import Family
+from zonal.kernels.sums import tables
 
-SOURCE = "decode"
-CODE = FORMULAS["identity"]
-"""It knows no link but the coefficients of its powers, so that one library serves them all."""
+FAMILY = Family("decode", FORMULAS["identity"], cuda=False)
 DTYPES = (torch.float32, torch.bfloat16)
-_ANCHORS = {"row": 0, "count": 1, "raw": 2}
-_POINTERS = ("scale", "weights", "roots", "tails")
-_SIZES = (
-    "B",
-    "H",
-    "Hkv",
-    "D",
-    "P",
-    "F",
-    "degree",
-    "lowest",
-    "heads_weigh",
-    "anchor",
-    "positive",
-    "normalise",
-    "include_self",
-)
-_STEP = struct.Struct("=22q")  # ``Step`` of decode.cpp
+_DECODER, _STEP = abi.Struct("decode.cpp", "Decoder"), abi.Struct("decode.cpp", "Step")
 _OFF = 2
-
-
-class _Decoder(ctypes.Structure):
-    """``Decoder`` of decode.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("eps", ctypes.c_float),
-    ]
 
 
 @dataclass(frozen=True)
@@ -79,9 +50,9 @@ class Decoder:
         self.spec = spec
         roots = tails = None
         if spec.degree > 2:
-            table = sums_library.tables(spec.degree, spec.lowest, dim)
+            table = tables(spec.degree, spec.lowest, dim)
             roots = (
-                library.empty(table.roots.shape[0])
+                empty(table.roots.shape[0])
                 .scatter_(0, table.place.long(), table.roots)[1 - spec.lowest + dim :]
                 .clone()
             )
@@ -89,22 +60,19 @@ class Decoder:
                 [math.comb(dim - i + power - 2, power - 1) for i in range(dim)] for power in range(2, spec.degree + 1)
             ]
             tails = torch.tensor(counts, dtype=torch.int32, device="cpu")
-        self._kept = (scale.float().contiguous(), weights.float().contiguous(), roots, tails)
-        types, shapes = (
-            (torch.float32,) * 3 + (torch.int32,),
-            ((heads,), weights.shape, () if roots is None else roots.shape, (spec.degree - 1, dim)),
-        )
-        found = (library.address(x, dtype, shape) for x, dtype, shape in zip(self._kept, types, shapes, strict=True))
-        self._rules = _Decoder(
-            **dict(zip(_POINTERS, found, strict=True)), B=batch, H=heads, Hkv=kv_heads, D=dim, P=value_dim,
-            F=weights.shape[1], degree=spec.degree, lowest=spec.lowest, heads_weigh=weights.shape[0] > 1, anchor=_ANCHORS[spec.anchor],
-            positive=spec.positive, normalise=spec.normalise, include_self=spec.include_self, eps=spec.eps,
-        )  # fmt: skip
-        self._address, self._square = ctypes.addressof(self._rules), dim == value_dim
+        call = Arguments(_DECODER, {
+            "B": batch, "H": heads, "Hkv": kv_heads, "D": dim, "P": value_dim, "F": weights.shape[1], "degree": spec.degree, "lowest": spec.lowest,
+            "heads_weigh": weights.shape[0] > 1, "anchor": abi.ANCHORS[spec.anchor], "positive": spec.positive, "normalise": spec.normalise,
+            "include_self": spec.include_self, "eps": spec.eps,
+        })  # fmt: skip
+        call.point("scale", scale.float().contiguous(), (heads,))
+        call.point("weights", weights.float().contiguous(), weights.shape)
+        call.point("roots", roots, () if roots is None else roots.shape)
+        call.point("tails", tails, (spec.degree - 1, dim))
+        self._kept, self._rules = call, call.packed()
+        self._square = dim == value_dim
         self._state = batch, kv_heads, weights.shape[1], value_dim + (spec.anchor == "row")
-        function = native.load(CODE, SOURCE).zonal_decode
-        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int
-        self._function = function
+        self._function = FAMILY.load().zonal_decode
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, count: int, padding: Tensor, into: Tensor | None = None
@@ -118,7 +86,7 @@ class Decoder:
         """
         qs, ks, vs, (batch, heads, tokens, _) = q.stride(), k.stride(), v.stride(), q.shape
         if not qs[3] == ks[3] == vs[3] == 1:
-            q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
+            q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         # first of all, in the place that the state before the last one has left: a small y there would push every state to new pages
         after = torch.empty_like(state) if into is None else into
@@ -126,16 +94,16 @@ class Decoder:
         y = (
             torch.empty_like(q)
             if self._square and q.is_contiguous()
-            else library.empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
+            else empty(batch, heads, tokens, self.spec.shape[4], dtype=q.dtype)
         )
-        address, dtype, (_, _, kv_heads, dim, value_dim) = library.address, q.dtype, self.spec.shape
+        dtype, (_, _, kv_heads, dim, value_dim) = q.dtype, self.spec.shape
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
             address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, tokens, dtype is torch.bfloat16,
             address(state, torch.float32, self._state), address(after, torch.float32, self._state), count, address(padding, torch.int64, (batch,)),
             address(y, dtype, (batch, heads, tokens, value_dim)),
         )  # fmt: skip
-        failed = self._function(self._address, step)
+        failed = self._function(self._rules, step)
         if not failed:
             return y, after
         if failed == _OFF:
@@ -143,4 +111,4 @@ class Decoder:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["CODE", "DTYPES", "SOURCE", "DecodeSpec", "Decoder"]
+__all__ = ["DTYPES", "FAMILY", "DecodeSpec", "Decoder"]

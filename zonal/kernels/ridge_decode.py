@@ -1,23 +1,20 @@
-"""Calls the compiled kernel for few tokens after a memory of ridge read-outs (ridge_decode.cpp), in float32 or bfloat16 on the CPU."""
+"""The kernel for few tokens after a memory of ridge read-outs (ridge_decode.cpp), in float32 or bfloat16 on the CPU."""
 
-import ctypes
-import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zonal.formula import FORMULAS
-from zonal.kernels import native
-from zonal.kernels.cpp import library
+from zonal.kernels import abi
+from zonal.kernels.abi import address, dense_last, empty
+from zonal.kernels.native import Family
 
-SOURCE = "ridge_decode"
-CODE = FORMULAS["identity"]
-"""It knows no link, so that one library serves all."""
+FAMILY = Family("ridge_decode", FORMULAS["identity"], cuda=False)
 DTYPES = (torch.float32, torch.bfloat16)
 LATE = 16
 """After so many tokens they are added to the sums."""
-_STEP = struct.Struct("=24qd35q")  # ``Step`` of ridge_decode.cpp
+_STEP = abi.Struct("ridge_decode.cpp", "Step")
 _NONE = (0,) * LATE
 _OFF = 2
 
@@ -43,10 +40,8 @@ class Stepper:
         self.shape, self._kept = shape, (scale, powers)
         self._moves, self._include_self, self._square = moves, include_self, shape[3] == shape[4]
         heads = (shape[1],)
-        self._rules = (limit, library.address(scale, torch.float64, heads), library.address(powers, torch.int64, heads))
-        function = native.load(CODE, SOURCE).zonal_ridge_step
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-        self._function = function
+        self._rules = (limit, address(scale, torch.float64, heads), address(powers, torch.int64, heads))
+        self._function = FAMILY.load().zonal_ridge_step
 
     def places(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
         """Where gram, cross, inverse, shift, first and last lie, each checked; 0 for None."""
@@ -60,7 +55,7 @@ class Stepper:
             (*pair, dim),
             (*pair, dim),
         )
-        return tuple(library.address(x, torch.float64, shape) for x, shape in zip(sums, shapes, strict=True))
+        return tuple(address(x, torch.float64, shape) for x, shape in zip(sums, shapes, strict=True))
 
     def __call__(
         self,
@@ -83,12 +78,10 @@ class Stepper:
         batch, heads, kv_heads, dim, value_dim = self.shape
         tokens, qs, ks, vs = q.shape[2], q.stride(), k.stride(), v.stride()
         if not qs[3] == ks[3] == vs[3] == 1:
-            q, k, v = (library.dense_last(x, x.dtype) for x in (q, k, v))
+            q, k, v = (dense_last(x, x.dtype) for x in (q, k, v))
             qs, ks, vs = q.stride(), k.stride(), v.stride()
-        rows = (
-            library.empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
-        )
-        y, address, dtype = library.empty(batch, heads, tokens, value_dim, dtype=q.dtype), library.address, q.dtype
+        rows = empty(tokens, batch, kv_heads, 2 * dim + value_dim, dtype=torch.float64) if after is None else None
+        y, dtype = empty(batch, heads, tokens, value_dim, dtype=q.dtype), q.dtype
         step = _STEP.pack(
             address(q, dtype, (batch, heads, tokens, dim), strided=True), address(k, dtype, (batch, kv_heads, tokens, dim), strided=True),
             address(v, dtype, (batch, kv_heads, tokens, value_dim), strided=True), *qs, *ks, *vs, batch, heads, kv_heads, tokens, dim, value_dim, self._moves, q.dtype is torch.bfloat16,
@@ -103,4 +96,4 @@ class Stepper:
         raise MemoryError("attention: the CPU kernel could not allocate its buffers.")
 
 
-__all__ = ["CODE", "DTYPES", "LATE", "SOURCE", "Stepper"]
+__all__ = ["DTYPES", "FAMILY", "LATE", "Stepper"]

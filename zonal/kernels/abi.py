@@ -1,0 +1,189 @@
+"""Structs of the C++ kernels, filled in by Python. Their members are read from the C++ sources, so each is declared once."""
+
+import ctypes
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "cpp"
+ANCHORS = {"row": 0, "count": 1, "raw": 2}
+"""The number of each anchor in the C++ sources."""
+_NUMBERS = {"int64_t": "q", "float": "f", "double": "d"}
+_POINTERS = {
+    "float": (torch.float32,),
+    "double": (torch.float64,),
+    "int64_t": (torch.int64,),
+    "int32_t": (torch.int32,),
+    "uint8_t": (torch.uint8, torch.bool),
+}
+
+
+class Member(NamedTuple):
+    """A number or a pointer of a struct. code: as the module ``struct`` names its type. dtypes: what a pointer may point to, () for void."""
+
+    name: str
+    code: str
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+class Struct:
+    """A struct of a kernel. Nested structs and arrays lie flat: "qs.batch" is a member of the struct qs, "heads.0" of an array.
+
+    Raises: ValueError for a declaration that is not understood.
+    """
+
+    def __init__(self, file: str, name: str) -> None:
+        text = (FOLDER / file).read_text(encoding="utf-8")
+        self.members = {member.name: member for member in _members(text, name)}
+        # "0q" pads the end as a C++ compiler does
+        packer = struct.Struct("@" + "".join(member.code for member in self.members.values()) + "0q")
+        self.size, self.pack = packer.size, packer.pack
+        self.zeros: dict[str, float] = dict.fromkeys(self.members, 0)
+        # by the name of a nested struct, in the order of its members
+        self.nested: dict[str, list[str]] = {}
+        for member in self.members:
+            self.nested.setdefault(member.rpartition(".")[0], []).append(member)
+
+
+def _members(text: str, name: str) -> list[Member]:
+    for place in (text, (FOLDER / "common.hpp").read_text(encoding="utf-8")):
+        found = re.search(rf"^struct {name} \{{(.*?)^\}};", place, re.MULTILINE | re.DOTALL)
+        if found is not None:
+            body = re.sub(r"//.*", "", found[1])
+            return [member for line in body.split(";") if line.strip() for member in _declared(place, line.strip())]
+    raise ValueError(f"kernel: the C++ sources were expected to declare a struct {name}.")
+
+
+def _declared(text: str, line: str) -> list[Member]:
+    """Of one declaration, such as ``const float *q, *k`` or ``Rows y[3]``."""
+    made: list[Member] = []
+    kind, rest = re.fullmatch(r"(?:const )?(\w+)(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    for declarator in rest.split(","):
+        found = re.fullmatch(r"(\*?)\s*(\w+)(?:\[(\w+)\])?", declarator.strip())
+        if found is None:
+            raise ValueError(f"kernel: numbers, pointers and structs were expected in a C++ struct, received {line!r}.")
+        star, name, count = found.groups()
+        for each in [name] if count is None else [f"{name}.{i}" for i in range(_constant(text, count))]:
+            if star:
+                made.append(Member(each, "q", _POINTERS.get(kind, ())))
+            elif kind in _NUMBERS:
+                made.append(Member(each, _NUMBERS[kind]))
+            else:
+                made += [member._replace(name=f"{each}.{member.name}") for member in _members(text, kind)]
+    return made
+
+
+def _constant(text: str, name: str) -> int:
+    """A number, or a constant of the source."""
+    found = re.search(rf"constexpr \w+ {name} = (\d+);", text)
+    return int(name if found is None else found[1])
+
+
+class Arguments:
+    """The numbers of a struct by name, zero unless given, and the tensors that it points to, which live as long."""
+
+    def __init__(self, kind: Struct, numbers: Mapping[str, float]) -> None:
+        self.kind, self.kept = kind, list[object]()
+        self.numbers = kind.zeros.copy()
+        self.set(numbers)
+
+    def set(self, numbers: Mapping[str, float]) -> None:
+        """Give members their numbers. Raises: KeyError for a member that the struct does not have."""
+        self.numbers.update(numbers)
+        if len(self.numbers) != len(self.kind.zeros):
+            raise KeyError(*(name for name in numbers if name not in self.kind.zeros))
+
+    def point(
+        self,
+        name: str,
+        x: Tensor | None,
+        shape: Sequence[int],
+        *,
+        strides: str = "",
+        last: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Let a member point to a tensor, once ``address`` has checked it. last: only the last axis has to be contiguous, as with ``strides``, the
+        member for the strides of the other three. dtype: of what a ``void`` pointer points to."""
+        if x is None:
+            self.numbers[name] = 0
+            return
+        if dtype is None:
+            dtypes = self.kind.members[name].dtypes
+            dtype = x.dtype if x.dtype in dtypes else dtypes[0]
+        self.numbers[name] = address(x, dtype, shape, strided=last or bool(strides))
+        self.kept.append(x)
+        if strides:
+            self.numbers.update(zip(self.kind.nested[strides], x.stride(), strict=False))
+
+    def point_at_bytes(self, name: str, data: bytes) -> None:
+        """Let a member point to bytes, such as an array of packed structs."""
+        buffer = ctypes.create_string_buffer(data, max(len(data), 1))
+        self.kept.append(buffer)
+        self.numbers[name] = ctypes.addressof(buffer)
+
+    def run(self, function: object, name: str = "attention") -> int:
+        """Call a kernel. Returns its code. Raises: MemoryError when it could not allocate its buffers. name: of the call, for the message."""
+        code = function(self.packed())  # type: ignore[operator]
+        if code == 1:
+            raise MemoryError(f"{name}: the CPU kernel could not allocate its buffers.")
+        return code
+
+    def packed(self) -> bytes:
+        """The struct."""
+        return self.kind.pack(*self.numbers.values())
+
+
+def address(x: Tensor | None, dtype: torch.dtype, shape: Sequence[int], *, strided: bool = False) -> int:
+    """Where a buffer lies, once it is what the kernel takes it for: a kernel that is told otherwise writes past its end. 0 for None.
+
+    strided: only the last axis has to be contiguous.
+
+    Raises: TypeError for another dtype, device, shape or layout, which is a defect of the caller.
+    """
+    if x is None:
+        return 0
+    if (
+        x.dtype is dtype
+        and x.shape == shape
+        and x.is_cpu
+        and (x.is_contiguous() or (strided and (shape[-1] <= 1 or x.stride(-1) == 1)))
+    ):
+        return x.data_ptr()
+    raise TypeError(
+        f"kernel: a buffer must be {dtype} of shape {tuple(shape)} on the CPU and "
+        f"{'contiguous in its last axis' if strided else 'contiguous'}, "
+        f"received {x.dtype} of shape {tuple(x.shape)} on {x.device} with strides {x.stride()}."
+    )
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A buffer of the CPU that a kernel fills. Neither the default dtype nor the default device of torch changes it."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A buffer of zeros, as ``empty`` makes them."""
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as the kernels read small tensors: contiguous, of one type."""
+    return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
+
+
+def dense_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in ``dtype`` with a last axis of stride 1, as the kernels read it. What is expanded stays so along the other axes."""
+    x = x.to(dtype)
+    if x.shape[-1] <= 1 or x.stride(-1) == 1:
+        return x
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])
+    return x[once].contiguous().expand_as(x)
+
+
+__all__ = ["ANCHORS", "Arguments", "Struct", "address", "dense_last", "empty", "plain", "zeros"]

@@ -1,0 +1,128 @@
+"""The kernels for attention by distance, C++ (distance.cpp, with AVX-512 distance_wide.cpp) and Triton."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.formula import FORMULAS, Term
+from zonal.kernels import abi
+from zonal.kernels.abi import Arguments, dense_last, empty, zeros
+from zonal.kernels.native import Family
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+from zonal.kernels.tile import SECOND, TileInputs, TileSpec, parts_of, point_at, rows_and_keys
+
+CODE = FORMULAS["exp"]
+"""Its weights are exponentials, whatever the distances."""
+FAMILY = Family("distance", CODE, wide=True)
+TERMS = WAVES = 8
+"""The most distances of a sum, and the most waves, that the kernel takes."""
+_KINDS = {"euclidean": 0, "squared": 1, "sphere": 2, "hyperbolic": 3, "product": 4}
+_TERM, _DISTANCE = abi.Struct("distance.hpp", "Term"), abi.Struct("distance.hpp", "Distance")
+
+
+@dataclass(frozen=True)
+class DistanceSpec:
+    """One call's rules: y_t = factor_t sum_s K_ts v_s, log K_ts = x_ts = sum_f w_tf d_f(q_t, k_s), d_f as ``terms`` say.
+
+    waves: n > 0 makes log K = sum_k a_k e^(-b_k d) cos(c_k d) of d = max(-x, 0) instead, with coefficients (a, b, c) a head. rules: link exp,
+    anchor and who sees whom, as in ``TileSpec``; neither norms nor scale.
+    """
+
+    rules: TileSpec
+    terms: tuple[Term, ...]
+    waves: int = 0
+
+
+class DistanceInputs(NamedTuple):
+    """Points q (B, H, T, D), k (B, Hkv, S, D), and v (B, Hkv, S, P); weights (B, H, T, terms); coefficients (H, 3 waves); masks as in ``TileInputs``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weights: Tensor
+    coefficients: Tensor
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def tiles(self) -> TileInputs:
+        """As the tile kernels take them; nothing is scaled."""
+        ones = torch.ones(self.q.shape[1], dtype=torch.float32, device=self.q.device)
+        return TileInputs(self.q, self.k, self.v, ones, self.coefficients, self.key_mask, self.cu_seqlens)
+
+
+def _arguments(inputs: DistanceInputs, spec: DistanceSpec) -> tuple[Arguments, ctypes.CDLL, int]:
+    """What the kernel is told, the library, and the width of a point as it lies in it."""
+    shared, library = inputs.tiles, FAMILY.load()
+    call = Arguments(_DISTANCE, {f"call.{name}": number for name, number in rows_and_keys(shared, spec.rules).items()})
+    point_at(call, shared, prefix="call.")
+    weights = dense_last(inputs.weights, torch.float32)
+    call.set({"count": len(spec.terms), "dim": inputs.q.shape[3], "waves": spec.waves})
+    call.point("weights", weights, (*inputs.q.shape[:3], len(spec.terms)), strides="weighs")
+    terms = b"".join(_TERM.pack(_KINDS[term.kind], *term[1:]) for term in spec.terms)
+    call.point_at_bytes("terms", terms)
+    width = int(library.zonal_distance_width(call.packed()))
+    call.set({"call.D": width})
+    return call, library, width
+
+
+def forward(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
+    """(y (B, H, T, P), factor (B, H, T)), float32: with the row anchor factor is log sum_s K, as the tile kernels have it."""
+    rows, value_dim = inputs.q.shape[:3], inputs.v.shape[3]
+    y, factor = empty(*rows, value_dim), empty(*rows)
+    call, library, _ = _arguments(inputs, spec)
+    call.point("call.y", y, (*rows, value_dim), dtype=torch.float32)
+    call.point("call.factor", factor, rows)
+    call.run(library.zonal_distance_forward)
+    return y, factor
+
+
+def backward(
+    grads: Gradients, inputs: DistanceInputs, results: Results, spec: DistanceSpec, asked: frozenset[str]
+) -> Gradients:
+    """Gradients of q, k, v and weights, float32, and of the coefficients in float64."""
+    (dy,), (q, k, v, weights, *_), (y, factor) = grads, inputs, results
+    assert dy is not None
+    (batch, heads, queries, _), keys, value_dim = q.shape, k.shape[2], v.shape[3]
+    split, places = parts_of(inputs.tiles)
+    dq, dk, dv, dweights = (empty(*x.shape) for x in (q, k, v, weights))
+    numbers = 3 * spec.waves if "coefficients" in asked else 0
+    dcoefficients = zeros(split, batch, heads, numbers, dtype=torch.float64) if numbers else None
+    call, library, width = _arguments(inputs, spec)
+    call.set({"call.learned": numbers, "call.split": split, "call.places": places})
+    shape, sums = (batch, heads, queries, value_dim), (places, keys, width + value_dim)
+    call.point("call.y", y, shape, dtype=torch.float32)
+    call.point("call.factor", factor, shape[:3])
+    call.point("call.dy", dense_last(dy, torch.float32), shape, strides="call.dys", dtype=torch.float32)
+    for name, gradient, x in (("call.dq", dq, q), ("call.dk", dk, k), ("call.dv", dv, v)):
+        call.point(name, gradient, x.shape, dtype=torch.float32)
+    call.point("call.dcoefficients", dcoefficients, (split, batch, heads, numbers))
+    call.point("call.sums", empty(*sums), sums)
+    call.point("dweights", dweights, weights.shape)
+    call.run(library.zonal_distance_backward)
+    return dq, dk, dv, dweights, None if dcoefficients is None else dcoefficients.sum((0, 1))
+
+
+def _shapes(inputs: DistanceInputs, spec: DistanceSpec) -> Results:
+    q, rows = inputs.q, inputs.q.shape[:3]
+    return q.new_empty((*rows, inputs.v.shape[3]), dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
+
+
+distance = Op(
+    "distance",
+    DistanceInputs,
+    DistanceSpec,
+    results=2,
+    learned=("q", "k", "v", "weights", "coefficients"),
+    cpu=Body(forward, backward),
+    cuda=on_cuda("distance_forward", "distance_backward"),
+    shapes=_shapes,
+    fixed=(1,),
+    refusal=SECOND,
+)
+"""(y, factor) of ``DistanceSpec``'s equation."""
+
+__all__ = ["CODE", "FAMILY", "TERMS", "WAVES", "DistanceInputs", "DistanceSpec", "backward", "distance", "forward"]

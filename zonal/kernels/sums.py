@@ -1,0 +1,404 @@
+"""The kernels for sums over features, C++ (sums.cpp) and Triton: links that are polynomials of a dot product, in time linear in the tokens."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.formula import Formula
+from zonal.kernels import abi
+from zonal.kernels.abi import Arguments, dense_last, empty, plain, zeros
+from zonal.kernels.native import Family
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+from zonal.kernels.tile import padded
+
+FAMILY = Family("sums")
+_SUMS, _DOTS = abi.Struct("sums.hpp", "Sums"), abi.Struct("sums.cpp", "Dots")
+_OF_MAP = ("left", "right", "run_end", "degree", "place", "low_left", "low_right")
+
+
+@dataclass(frozen=True)
+class SumsSpec:
+    """One call's rules: y_t = factor_t sum_s l(S_ts) v_s, S_ts = scale_h f(q_t) . f(k_s), as in ``TileSpec``.
+
+    degree, lowest: of the powers of S that l is made of, whose features are those of ``features.SymmetricPowers``. anchor, normalise, eps: as in ``TileSpec``.
+    keeps: the state after the last key is asked for. positive: l is never negative, so that a row's sum that nearly vanishes has cancelled.
+    learned: how many of the coefficients may have gradients.
+    """
+
+    link: Formula
+    degree: int
+    lowest: int
+    anchor: Literal["row", "count", "raw"]
+    normalise: bool = False
+    eps: float = 1e-12
+    keeps: bool = False
+    positive: bool = False
+    learned: int = 0
+
+    @property
+    def guards(self) -> bool:
+        """Whether rows whose terms cancel are looked for: features of degree 1 have the sign of what they are made of."""
+        return self.positive and self.anchor == "row" and self.degree > 1
+
+    def dimension(self, dim: int) -> int:
+        """How many features a vector of ``dim`` numbers has."""
+        return sum(math.comb(dim + power - 1, power) for power in range(self.lowest, self.degree + 1))
+
+
+class SumsInputs(NamedTuple):
+    """q (B, H or 1, T, D), k (B, Hkv or 1, S, D): with one head all heads share it, and the scale has no gradient. v (B, Hkv, S, P). scale (H,),
+    coefficients (H, n) of the formula, monomials (H, degree + 1) of the powers.
+
+    initial: the state before the first key (``state_shape``), before (B,): keys in it. log_decay: (B or 1, Hkv, S) <= 0, 0 on padding; the
+    queries are then the last positions. key_bias: (B, Hkv, S). key_mask: bool (B, S). lo, hi: int64 (T,), the keys that each query may see before
+    the mask; None for ``summed``, which takes ``Places``. segment_start (T,): where each query's document begins, None = there is only one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor
+    coefficients: Tensor
+    monomials: Tensor
+    initial: Tensor | None = None
+    before: Tensor | None = None
+    log_decay: Tensor | None = None
+    key_bias: Tensor | None = None
+    key_mask: Tensor | None = None
+    lo: Tensor | None = None
+    hi: Tensor | None = None
+    segment_start: Tensor | None = None
+
+    def by_head(self) -> "SumsInputs":
+        """With a head of queries and keys for every head that shares one."""
+        heads, kv_heads = self.scale.shape[0], self.v.shape[1]
+        return self._replace(q=self.q.expand(-1, heads, -1, -1), k=self.k.expand(-1, kv_heads, -1, -1))
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, H, Hkv, T, S, D, P."""
+        batch, kv_heads, keys, value_dim = self.v.shape
+        return batch, self.scale.shape[0], kv_heads, self.q.shape[2], keys, self.q.shape[3], value_dim
+
+
+class Tables(NamedTuple):
+    """How the kernel makes the features of a map: each a product of two low ones, in an order in which the first of the two rises.
+
+    low_left, low_right: rows of products among the low features (the first 1 + D rows are 1 and the vector). left, right, degree: of
+    each feature. run_end: where the run ends in which left stays and right rises by one. place: where it stands in the order of ``features.SymmetricPowers``. squares, roots: its weight there, squared and plain.
+    """
+
+    low_left: Tensor
+    low_right: Tensor
+    left: Tensor
+    right: Tensor
+    run_end: Tensor
+    degree: Tensor
+    place: Tensor
+    squares: Tensor
+    roots: Tensor
+
+
+def _monomials(degree: int, lowest: int, dim: int) -> list[tuple[int, ...]]:
+    """The indices of every feature, in the order of ``features.SymmetricPowers``, which memories keep."""
+    found: list[tuple[int, ...]] = []
+    for power in range(lowest, degree + 1):
+        if power == 2 and degree == 2:  # by cyclic distance, the opposite point once
+            pairs = [
+                (i, (i + j) % dim) for j in range(dim // 2 + 1) for i in range(dim // 2 if j and 2 * j == dim else dim)
+            ]
+            found += [tuple(sorted(pair)) for pair in pairs]
+        else:
+            found += itertools.combinations_with_replacement(range(dim), power)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def tables(degree: int, lowest: int, dim: int) -> Tables:
+    """The tables of all powers from ``lowest`` to ``degree`` of vectors of ``dim`` numbers."""
+    half = (degree + 1) // 2
+    rows: dict[tuple[int, ...], int] = {(): 0, **{(i,): 1 + i for i in range(dim)}}
+    low = [(0, 0)] * (1 + dim)
+    for power in range(2, half + 1):
+        for each in itertools.combinations_with_replacement(range(dim), power):
+            low.append((rows[each[:1]], rows[each[1:]]))
+            rows[each] = len(low) - 1
+    made = []
+    for place, each in enumerate(_monomials(degree, lowest, dim)):
+        cut = len(each) // 2
+        square = math.factorial(len(each)) // math.prod(math.factorial(times) for times in Counter(each).values())
+        made.append((rows[each[:cut]], rows[each[cut:]], len(each), place, square))
+    made.sort()
+    ends = [len(made)] * len(made)
+    for a in range(len(made) - 2, -1, -1):
+        follows = made[a + 1][:2] == (made[a][0], made[a][1] + 1)
+        ends[a] = ends[a + 1] if follows else a + 1
+    left, right, power, place, squares = (
+        torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*made, strict=True)
+    )
+    low_left, low_right = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*low, strict=True))
+    return Tables(
+        low_left,
+        low_right,
+        left,
+        right,
+        torch.tensor(ends, dtype=torch.int32, device="cpu"),
+        power,
+        place,
+        squares.float(),
+        squares.double().sqrt().float(),
+    )
+
+
+class Places(NamedTuple):
+    """Who sees whom, as the kernel reads it: int32, contiguous.
+
+    index (B or 1, S): the keys that are there, in order, then the others; present (B or 1,): how many. lo, hi (B or 1, T): the places in
+    ``index`` that each query sees, hi >= lo. edges (documents + 1,): borders of documents among the queries.
+    """
+
+    index: Tensor
+    present: Tensor
+    lo: Tensor
+    hi: Tensor
+    edges: Tensor
+
+
+def places(key_mask: Tensor | None, lo: Tensor, hi: Tensor, segment_start: Tensor | None, keys: int) -> Places:
+    """From lo, hi: int64 (T,), the keys each query may see before ``key_mask`` (B, S); segment_start (T,): where each query's document
+    begins, None = there is only one."""
+    hi = torch.maximum(lo, hi)
+    if segment_start is None:
+        edges = torch.tensor([0, lo.shape[0]], dtype=torch.int32, device="cpu")
+    else:
+        edges = torch.nn.functional.pad(
+            torch.unique_consecutive(segment_start, return_counts=True)[1].cumsum(0), (1, 0)
+        ).to(torch.int32)
+    if key_mask is None:
+        index, present = (
+            torch.arange(keys, dtype=torch.int32, device="cpu")[None],
+            torch.tensor([keys], dtype=torch.int32, device="cpu"),
+        )
+        return Places(index, present, lo.to(torch.int32)[None], hi.to(torch.int32)[None], edges)
+    # intervals become intervals of places among the keys that are there
+    index = torch.argsort(~key_mask, dim=1, stable=True).to(torch.int32)
+    rank = torch.nn.functional.pad(key_mask.cumsum(1), (1, 0)).to(torch.int32)
+    return Places(index, rank[:, -1].contiguous(), rank[:, lo].contiguous(), rank[:, hi].contiguous(), edges)
+
+
+def _arguments(inputs: SumsInputs, seen: Places, spec: SumsSpec, split: int, shares: int = 0) -> Arguments:
+    batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
+    table, numbers, powers = (
+        tables(spec.degree, spec.lowest, dim),
+        inputs.coefficients.shape[1],
+        inputs.monomials.shape[1],
+    )
+    rows, by_key, features = seen.lo.shape[0], (batch, kv_heads, keys), table.left.shape
+    call = Arguments(_SUMS, {
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "F": features[0],
+        "low": table.low_left.shape[0], "powers": powers, "segments": seen.edges.shape[0] - 1, "by_batch": rows > 1, "numbers": numbers,
+        "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "split": split, "offset": keys - queries, "guards": spec.guards,
+        "shares": shares, "eps": spec.eps,
+    })  # fmt: skip
+    q = dense_last(inputs.q, torch.float32).expand(-1, heads, -1, -1)
+    k = dense_last(inputs.k, torch.float32).expand(-1, kv_heads, -1, -1)
+    call.point("q", q, (batch, heads, queries, dim), strides="qs")
+    call.point("k", k, (*by_key, dim), strides="ks")
+    call.point("v", dense_last(inputs.v, torch.float32), (*by_key, value_dim), strides="vs")
+    for name, width in (("scale", ()), ("coefficients", (numbers,)), ("monomials", (powers,))):
+        call.point(name, plain(getattr(inputs, name), torch.float32), (heads, *width))
+    for name in ("squares", "roots", *_OF_MAP):
+        call.point(name, getattr(table, name), table.low_left.shape if name.startswith("low") else features)
+    shapes = (rows, keys), (rows,), (rows, queries), (rows, queries), seen.edges.shape
+    for name, x, shape in zip(seen._fields, seen, shapes, strict=True):
+        call.point(name, x, shape)
+    initial, before, decay, bias = inputs.initial, inputs.before, inputs.log_decay, inputs.key_bias
+    running = None if decay is None else decay.double().cumsum(-1).expand(batch, -1, -1).contiguous()
+    call.point("running", running, by_key)
+    call.point("favour", None if bias is None else plain(bias.double().exp(), torch.float32), by_key)
+    state = state_shape(batch, kv_heads, dim, value_dim, spec)
+    call.point("initial", None if initial is None else plain(initial, torch.float32), state)
+    call.point("before", None if before is None else plain(before, torch.float64), (batch,))
+    return call
+
+
+def state_shape(batch: int, kv_heads: int, dim: int, value_dim: int, spec: SumsSpec) -> tuple[int, int, int, int]:
+    """(B, Hkv, features, P, one more with the row anchor): of the state before and after a call."""
+    return batch, kv_heads, spec.dimension(dim), value_dim + (spec.anchor == "row")
+
+
+def _split(batch: int, kv_heads: int, segments: int, value_dim: int) -> int:
+    """Parts of the values: with fewer heads than threads each head is shared out, at the price of features made more than once."""
+    return max(1, min(torch.get_num_threads() // max(batch * kv_heads * segments, 1), value_dim // 8))
+
+
+def forward(inputs: SumsInputs, spec: SumsSpec) -> Results:
+    """``sums`` for whom the inputs' lo, hi and masks say."""
+    return summed(inputs, _places_of(inputs), spec)
+
+
+def _places_of(inputs: SumsInputs) -> Places:
+    assert inputs.lo is not None
+    assert inputs.hi is not None
+    return places(inputs.key_mask, inputs.lo, inputs.hi, inputs.segment_start, inputs.v.shape[2])
+
+
+def summed(inputs: SumsInputs, seen: Places, spec: SumsSpec) -> Results:
+    """(y (B, H, T, P), the row's factor (B, H, T), the state after the last key, empty unless ``spec.keeps``), all float32, and which rows
+    were summed without the state, uint8 (B, H, T), empty unless ``spec.guards``.
+
+    Of a positive link with the row anchor, a row whose sum over features has cancelled to less than 1/256 of what its terms may sum to is
+    summed through the link, key by key. With ``initial`` that cannot be: a row below 2^-16 of it, of which a tenth or more may be rounding, is NaN.
+    """
+    batch, heads, kv_heads, queries, _, dim, value_dim = inputs.sizes
+    rows, state = (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
+    y, factor = empty(*rows, value_dim), empty(*rows)
+    final = empty(*state) if spec.keeps else empty(0)
+    apart = zeros(*rows, dtype=torch.uint8) if spec.guards else zeros(0, dtype=torch.uint8)
+    call = _arguments(inputs, seen, spec, _split(batch, kv_heads, seen.edges.shape[0] - 1, value_dim))
+    call.point("y", y, (*rows, value_dim))
+    call.point("factor", factor, rows)
+    call.point("final", final if spec.keeps else None, state)
+    call.point("apart", apart if spec.guards else None, rows)
+    call.run(FAMILY.load(spec.link).zonal_sums_forward)
+    return y, factor, final, apart
+
+
+def backward(
+    grads: Gradients, inputs: SumsInputs, results: Results, spec: SumsSpec, asked: frozenset[str]
+) -> Gradients:
+    """Gradients of q, k, v as they came, and where asked for of scale, coefficients and monomials in float64, of the state before the first key,
+    and of log_decay and key_bias in float64."""
+    (dy, dfinal), (y, factor, final, apart), seen = grads, results, _places_of(inputs)
+    assert dy is not None
+    batch, heads, kv_heads, queries, keys, dim, value_dim = inputs.sizes
+    segments, groups = seen.edges.shape[0] - 1, heads // kv_heads
+    split = _split(batch, kv_heads, segments, value_dim)
+    tasks = batch * kv_heads * segments * split
+    shared = (inputs.q.shape[1], inputs.k.shape[1]) != (heads, kv_heads)
+    shares = min(kv_heads * segments * split, max(1, 2 * torch.get_num_threads() // max(batch, 1))) if shared else 0
+    parts, by_key, rows = shares or split, (batch, kv_heads, keys), (batch, heads, queries)
+    state, learned = state_shape(batch, kv_heads, dim, value_dim, spec), spec.learned if "coefficients" in asked else 0
+    call = _arguments(inputs, seen, spec, split, shares)
+    call.set({"learned": learned})
+    call.point("y", y, (*rows, value_dim))
+    call.point("factor", factor, rows)
+    call.point("apart", apart if spec.guards else None, rows)
+    call.point("dy", dy.float().contiguous(), (*rows, value_dim))
+    call.point("dfinal", None if dfinal is None or not spec.keeps else dfinal.float().contiguous(), state)
+
+    def made(name: str, shape: Sequence[int], x: Tensor | None) -> Tensor | None:
+        call.point(name, x, shape)
+        return x
+
+    def sums(name: str, shape: Sequence[int], wanted: bool) -> Tensor | None:
+        return made(name, shape, zeros(*shape, dtype=torch.float64) if wanted else None)
+
+    dq = made("dq", shape := (parts, batch, inputs.q.shape[1], queries, dim), empty(*shape))
+    dk = made("dk", shape := (parts, batch, inputs.k.shape[1], keys, dim), empty(*shape))
+    dv = made("dv", shape := (*by_key, value_dim), empty(*shape))
+    dinitial = made("dinitial", state, empty(*state) if "initial" in asked else None)
+    fades = bool(asked & {"log_decay", "key_bias"})
+    dmass = made("dmass", by_key, zeros(*by_key) if spec.anchor == "row" and fades else None)
+    dscale = sums("dscale", (batch, heads), "scale" in asked)
+    dcoefficients = sums("dcoefficients", (tasks, groups, learned), learned > 0)
+    dmonomials = sums("dmonomials", (tasks, groups, inputs.monomials.shape[1]), "monomials" in asked)
+    call.run(FAMILY.load(spec.link).zonal_sums_backward)
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+
+    def by_head(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.view(batch, kv_heads, segments * split, groups, -1).sum((0, 2)).view(heads, -1)
+
+    # log of what each key counts
+    counted = ddecay = None
+    if fades:
+        counted = _dots(dense_last(inputs.v, torch.float32), dv, spec) + (0 if dmass is None else dmass)
+    if counted is not None and "log_decay" in asked:
+        of_rows = None if spec.anchor == "row" else _dots(dense_last(dy, torch.float32), y, spec)
+        ddecay = decay_gradient(inputs, counted, of_rows, dfinal if spec.keeps else None, final)
+    coefficients = by_head(dcoefficients)
+    return (
+        dq[0], dk[0], dv, None if dscale is None else dscale.sum(0),
+        None if coefficients is None else padded(coefficients, inputs.coefficients), by_head(dmonomials), dinitial, ddecay, counted,
+    )  # fmt: skip
+
+
+def decay_gradient(
+    inputs: SumsInputs, counted: Tensor, rows: Tensor | None, dfinal: Tensor | None, final: Tensor
+) -> Tensor:
+    """As ``log_decay``, float64: its gradient from ``counted`` (B, Hkv, S), that of the logarithm of what each key counts.
+
+    A row's weights scale with e^c_t, which changes nothing where it is divided by their sum (``rows`` is None there), and each key's with e^-c_s.
+    rows: (B, H, T) float64, dy . y of each row.
+    """
+    (kv_heads, keys), queries = counted.shape[1:], inputs.q.shape[2]
+    assert inputs.log_decay is not None
+    running, offset = -counted, keys - queries
+    if rows is not None:
+        running[..., max(offset, 0) :] += rows.unflatten(1, (kv_heads, -1)).sum(2)[..., max(-offset, 0) :]
+    if dfinal is not None and keys:
+        running[..., -1] += (dfinal.double() * final).sum((-1, -2))
+    # rates that are the operator's own are one row for the whole batch
+    return running.flip(-1).cumsum(-1).flip(-1).sum_to_size(inputs.log_decay.shape)
+
+
+def _dots(a: Tensor, b: Tensor, spec: SumsSpec) -> Tensor:
+    """Σ_p a_tp b_tp of two float32 tensors (B, H, T, P), float64 (B, H, T)."""
+    batch, heads, length, width = a.shape
+    out = empty(batch, heads, length, dtype=torch.float64)
+    call = Arguments(_DOTS, {"B": batch, "H": heads, "T": length, "P": width})
+    call.point("a", a, a.shape, strides="as")
+    call.point("b", b, a.shape, strides="bs")
+    call.point("out", out, out.shape)
+    call.run(FAMILY.load(spec.link).zonal_sums_dots)
+    return out
+
+
+def _shapes(inputs: SumsInputs, spec: SumsSpec) -> Results:
+    batch, heads, kv_heads, queries, _, dim, value_dim = inputs.sizes
+    q, rows, state = inputs.q, (batch, heads, queries), state_shape(batch, kv_heads, dim, value_dim, spec)
+    return (
+        q.new_empty((*rows, value_dim), dtype=torch.float32),
+        q.new_empty(rows, dtype=torch.float32),
+        q.new_empty(state if spec.keeps else (0,), dtype=torch.float32),
+        q.new_empty(rows if spec.guards else (0,), dtype=torch.uint8),
+    )
+
+
+sums = Op(
+    "feature_sums",
+    SumsInputs,
+    SumsSpec,
+    results=4,
+    learned=("q", "k", "v", "scale", "coefficients", "monomials", "initial", "log_decay", "key_bias"),
+    cpu=Body(forward, backward),
+    cuda=on_cuda("sums_forward", "sums_backward"),
+    shapes=_shapes,
+    fixed=(1, 3),
+    refusal="attention: path 'chunked' makes its features again in backward and has no second derivative. "
+    "Use path='dense' where you need create_graph=True.",
+)
+"""``SumsSpec``'s equation as (y, factor, state after the last key, rows without the state) of ``summed``; y and the state have gradients."""
+
+__all__ = [
+    "FAMILY",
+    "Places",
+    "SumsInputs",
+    "SumsSpec",
+    "Tables",
+    "decay_gradient",
+    "places",
+    "state_shape",
+    "summed",
+    "sums",
+    "tables",
+]

@@ -1,0 +1,216 @@
+"""The tile kernels, C++ (tile.cpp, tile_bf16.cpp) and Triton: operators whose weights are a function of one dot product.
+
+One kernel serves every operator whose weights are K_ts = l(S_ts) times a factor of the row, S_ts = scale_h f(q_t) . f(k_s) with
+f the identity or x / max(|x|, eps):
+
+    y_t = factor_t sum_s l(S_ts) v_s,   factor_t = 1 / sum_s l(S_ts) (row), 1 / visible keys (count), 1 (raw).
+"""
+
+import ctypes
+import warnings
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zonal.formula import Formula
+from zonal.kernels import abi
+from zonal.kernels.abi import Arguments, dense_last, empty, zeros
+from zonal.kernels.build import BuildError
+from zonal.kernels.native import Family, failure, load
+from zonal.kernels.op import Body, Gradients, Op, Results, on_cuda
+
+FAMILY = Family("tile")
+SECOND = (
+    "attention: path 'tiled' recomputes its tiles in backward and has no second derivative. "
+    "Use path='dense' where you need create_graph=True."
+)
+CALL = abi.Struct("common.hpp", "Call")
+_PAIRS = "tile_bf16"
+"""The source for products of bfloat16."""
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """One call's rules. Query t stands at position t + S - T when causal, chunked or windowed, else at t.
+
+    anchor: what the row is multiplied by. normalise: unit queries and keys, norms below ``eps`` counting as eps.
+    causal: keys s < position + include_self. chunk > 0: keys s < chunk * floor(position / chunk) instead. left, right: keys from
+    position - left to position + right (None = no window; right None = no limit there). Packed documents come as cu_seqlens.
+    inference: no gradient will be asked for, and what backward needs is not kept. learned: how many of the coefficients may have gradients.
+    """
+
+    link: Formula
+    anchor: Literal["row", "count", "raw"]
+    normalise: bool = False
+    eps: float = 1e-12
+    causal: bool = True
+    include_self: bool = True
+    chunk: int = 0
+    left: int | None = None
+    right: int | None = None
+    inference: bool = False
+    learned: int = 0
+
+
+class TileInputs(NamedTuple):
+    """q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, P); scale (H,), coefficients (H, n); key_mask: bool (B, S); cu_seqlens: borders of packed
+    documents, int64."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: Tensor
+    coefficients: Tensor
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def documents(self) -> int:
+        """How many packed documents there are, 0 without packing."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+def rows_and_keys(inputs: TileInputs, spec: TileSpec) -> dict[str, float]:
+    """The numbers of ``Call`` that follow from shapes and rules."""
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
+    return {
+        "B": batch, "H": heads, "Hkv": kv_heads, "T": queries, "S": keys, "D": dim, "P": value_dim, "documents": inputs.documents,
+        "causal": spec.causal, "include_self": spec.include_self, "chunk": spec.chunk, "left": -1 if spec.left is None else spec.left,
+        "right": keys + queries if spec.right is None else spec.right, "numbers": inputs.coefficients.shape[1],
+        "anchor": abi.ANCHORS[spec.anchor], "normalise": spec.normalise, "eps": spec.eps, "split": 1, "places": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def point_at(call: Arguments, inputs: TileInputs, dtype: torch.dtype = torch.float32, prefix: str = "") -> None:
+    """Let a ``Call`` point to a call's tensors, q, k and v in ``dtype``. prefix: of its members, where it is part of a larger struct."""
+    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = inputs.q.shape, inputs.v.shape
+    shapes = {
+        "q": (batch, heads, queries, dim),
+        "k": (batch, kv_heads, keys, dim),
+        "v": (batch, kv_heads, keys, value_dim),
+    }
+    for (name, shape), x in zip(shapes.items(), inputs[:3], strict=True):
+        call.point(prefix + name, dense_last(x, dtype), shape, strides=f"{prefix}{name}s", dtype=dtype)
+    mask, edges = inputs.key_mask, inputs.cu_seqlens
+    call.point(f"{prefix}scale", inputs.scale.float().contiguous(), (heads,))
+    call.point(f"{prefix}coefficients", inputs.coefficients.float().contiguous(), (heads, inputs.coefficients.shape[1]))
+    call.point(f"{prefix}key_mask", None if mask is None else mask.contiguous(), (batch, keys), dtype=torch.bool)
+    edges = None if edges is None else edges.to("cpu", torch.int64).contiguous()
+    call.point(f"{prefix}edges", edges, (inputs.documents + 1,))
+
+
+def parts_of(inputs: TileInputs) -> tuple[int, int]:
+    """(parts that the queries are split into, backward, at the price of sums of their own, where there are fewer heads than threads; places of
+    such sums)."""
+    (batch, _, queries, _), kv_heads, threads = inputs.q.shape, inputs.k.shape[1], torch.get_num_threads()
+    split = max(1, min(-(-threads // max(batch * kv_heads, 1)), -(-queries // 64)))
+    return split, threads if split == 1 else split * batch * kv_heads
+
+
+def _in_pairs(*tensors: Tensor, link: Formula) -> ctypes.CDLL | None:
+    """The kernel for bfloat16 products where it applies: all in bfloat16 with an even last axis, and the processor's instructions."""
+    if any(x.dtype != torch.bfloat16 for x in tensors) or any(x.shape[3] % 2 for x in tensors[:1] + tensors[2:]):
+        return None
+    if not load(link).zonal_has_bf16():
+        return None
+    known = failure(link, _PAIRS) is not None
+    try:
+        return load(link, _PAIRS)
+    except BuildError as error:
+        if not known:
+            warnings.warn(f"zonal: bfloat16 runs through the float32 kernel, twice as slow. {error}", stacklevel=2)
+        return None
+
+
+def forward(inputs: TileInputs, spec: TileSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """(y (B, H, T, P), factor (B, H, T), rest): the row's factor, in log space with the row anchor log sum_s K. y is in the type of q;
+    ``rest`` is what rounding it to 16 bits left, for backward, which takes dy . y from it: a rounded y would spoil gradients that
+    cancel. It is empty in float32 and where no gradient is asked for.
+    """
+    q, k, v = inputs[:3]
+    shape = (*q.shape[:3], v.shape[3])
+    factor = empty(*shape[:3])
+    kept = not spec.inference and q.dtype != torch.float32
+    in_pairs = _in_pairs(q, k, v, link=spec.link)
+    dtype = torch.float32 if in_pairs is None else torch.bfloat16
+    call = Arguments(CALL, rows_and_keys(inputs, spec))
+    point_at(call, inputs, dtype)
+    y = empty(*shape, dtype=dtype)
+    rest = q.new_empty(shape if kept and in_pairs is not None else 0)
+    call.point("y", y, shape, dtype=dtype)
+    call.point("rest", rest if rest.ndim > 1 else None, shape, dtype=dtype)
+    call.point("factor", factor, shape[:3])
+    call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_forward)
+    if in_pairs is not None:
+        return y, factor, rest
+    rounded = y.to(q.dtype)
+    return rounded, factor, (y - rounded).to(q.dtype) if kept else rest
+
+
+def backward(
+    grads: Gradients, inputs: TileInputs, results: Results, spec: TileSpec, asked: frozenset[str]
+) -> Gradients:
+    """Gradients of q, k, v as the kernel made them, of scale (H,), and of the coefficients (H, n) in float64, those not learned zero."""
+    (dy,), (q, k, v, scale, coefficients, *_), (y, factor, rest) = grads, inputs, results
+    assert dy is not None
+    (batch, heads, queries, dim), (_, _, keys, value_dim) = q.shape, v.shape
+    scaled, learned = "scale" in asked, spec.learned if "coefficients" in asked else 0
+    in_pairs = _in_pairs(q, k, v, dy, link=spec.link)
+    if scaled and in_pairs is not None and bool((scale == 0).any()):
+        in_pairs = None  # it takes the scale's gradient from the scores
+    dtype = torch.float32 if in_pairs is None else torch.bfloat16
+    if in_pairs is None:
+        y = y.float() + rest.float() if rest.numel() else y.float()
+    split, places = parts_of(inputs)
+    found = tuple(empty(*x.shape, dtype=dtype) for x in (q, k, v))
+    dscale = zeros(split, batch, heads, dtype=torch.float64) if scaled else None
+    dcoefficients = zeros(split, batch, heads, learned, dtype=torch.float64) if learned else None
+    call = Arguments(CALL, rows_and_keys(inputs, spec))
+    call.set({"learned": learned, "split": split})
+    point_at(call, inputs, dtype)
+    shape = (batch, heads, queries, value_dim)
+    call.point("y", y, shape, dtype=dtype)
+    call.point("rest", rest if rest.numel() and in_pairs is not None else None, shape, dtype=dtype)
+    call.point("factor", factor, shape[:3])
+    call.point("dy", dense_last(dy, dtype), shape, strides="dys", dtype=dtype)
+    for name, gradient, x in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
+        call.point(name, gradient, x.shape, dtype=dtype)
+    call.point("sums", empty(places, keys, dim + value_dim), (places, keys, dim + value_dim))
+    call.point("dscale", dscale, (split, batch, heads))
+    call.point("dcoefficients", dcoefficients, (split, batch, heads, learned))
+    call.run((load(spec.link) if in_pairs is None else in_pairs).zonal_backward)
+    dc = None if dcoefficients is None else padded(dcoefficients.sum((0, 1)), coefficients)
+    return *found, None if dscale is None else dscale.sum((0, 1)), dc
+
+
+def padded(gradient: Tensor, coefficients: Tensor) -> Tensor:
+    """Of the learned coefficients (H, learned), with zeros for the constants behind them: (H, n)."""
+    return torch.nn.functional.pad(gradient, (0, coefficients.shape[1] - gradient.shape[1]))
+
+
+def _shapes(inputs: TileInputs, spec: TileSpec) -> Results:
+    q, shape = inputs.q, (*inputs.q.shape[:3], inputs.v.shape[3])
+    kept = q.device.type == "cpu" and q.dtype != torch.float32 and not spec.inference
+    return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32), q.new_empty(shape if kept else 0)
+
+
+tile = Op(
+    "tile",
+    TileInputs,
+    TileSpec,
+    results=3,
+    learned=("q", "k", "v", "scale", "coefficients"),
+    cpu=Body(forward, backward),
+    cuda=on_cuda("forward", "backward"),
+    shapes=_shapes,
+    fixed=(1, 2),
+    mapped=("tttppme", "ttt"),
+    refusal=SECOND,
+)
+"""y_t = factor_t sum_s l(S_ts) v_s as (y, factor, rest) of ``forward``."""
+
+__all__ = [
+    "CALL", "FAMILY", "SECOND", "TileInputs", "TileSpec", "backward", "forward", "padded", "parts_of", "point_at", "rows_and_keys", "tile",
+]  # fmt: skip
