@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from zonal.cli import presets, recipe
+from zonal.cli import presets
 from zonal.cli.app import main, parse_options
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
-from zonal.cli.preset import Preset
+from zonal.cli.presets import Preset
 from zonal.cli.search import DESCRIPTION, SearchOptions
 from zonal.errors import FileFormatError
 from zonal.report import search as report
@@ -80,7 +80,7 @@ def test_recipes_are_presets(here):
         ModelOptions(dim=32),
         TrainingOptions(steps=7),
     )
-    recipe.write(here / "recipe.json", settings)
+    presets.write_recipe(here / "recipe.json", settings)
     assert presets.find("recipe.json", "compare") == settings
     assert presets.named(["--preset", "recipe.json"], "train") == "recipe.json"
 
@@ -90,7 +90,7 @@ def test_recipes_are_presets(here):
     [
         (None, "does not exist"),
         ("{}", "is not a recipe of this version"),
-        ('{"schema": 1, "models": {}}', "'task' is missing"),
+        ('{"schema": 1, "models": {}}', "'about' is missing"),
         (
             '{"schema": 1, "models": {}, "about": "", "seeds": "1", "learning_rates": "1", "task": {"colour": '
             '1}, "model": {}, "training": {}}',

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shlex
 
@@ -6,6 +7,7 @@ import pytest
 from zonal import report
 from zonal.cli import compare, presets, train
 from zonal.cli.app import main, parse_options
+from zonal.errors import FileFormatError
 from zonal.models import build
 from zonal.report.published import Published
 
@@ -16,11 +18,113 @@ def options(words, command=compare):
     return parse_options(kind, "zonal x", "", split, command.defaults(split))
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+# SHA-256 of what each preset expands to: comparison.json's part, and the model that `zonal train` takes
+EXPANDED = {
+    "echo-mqar": "b6a39dcd98afc997",
+    "echo-table2": "a85f3cff479c3947",
+    "echo-table3": "971ad2d1c42ff75a",
+    "lifted-keys": "7a5101bd0e983486",
+    "new-operators": "42b6950bbf2c0a55",
+    "rewa-ablation-components": "70591b78cd97a33d",
+    "rewa-ablation-split": "efe81e4bd37c6d0e",
+    "rewa-ablation-temperature": "009d80e324b0dbf2",
+    "rewa-hypernyms": "7abc5bdee444b4c7",
+    "rewa-interpretability": "7716b2e575a09b4d",
+    "rewa-paths": "facac3f7ac6a7080",
+    "rewa-periodic": "902568a16ed8cbb4",
+    "rewa-sample-efficiency": "582b419e3680421b",
+    "rewa-sexpr": "f21b188fc90431c7",
+}
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets_stay_what_they_are(name):
+    """A folder of runs goes on only with the settings it was begun with."""
+    split = ["--preset", name]
+    spec = compare.specification(options(f"--preset {name}"), f"zonal compare --preset {name}")
+    first = parse_options(train.Train, "zonal x", "", split, train.defaults(split))
+    value = {"spec": spec.to_dict(), "train": [first.operator, first.learning_rate, first.seed]}
+    assert hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] == EXPANDED[name]
+
+
+OWN = """
+about = "a baseline with a model of its own"
+seeds = "1"
+learning_rates = "1e-2"
+
+[operators]
+"Softmax" = "softmax"
+"Linear, wider" = { spec = "linear", layers = 2, dim = 32 }
+
+[task]
+task = "mqar-demo"
+vocab_size = 64
+length = 32
+train_examples = 64
+test_examples = 8
+
+[model]
+layers = 1
+dim = 16
+heads = 2
+mlp = "none"
+
+[training]
+steps = 2
+batch_size = 4
+tensorboard = false
+"""
+
+
+def test_a_baseline_has_a_model_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text(OWN)
+    assert main(["compare", "--preset", "own.toml", "--out", "x"]) == 0
+    softmax, wider = (next(tmp_path.glob(f"x/runs/{name}/*/run.json")).read_text() for name in ("softmax", "linear"))
+    assert json.loads(wider)["parameters"] > 2 * json.loads(softmax)["parameters"]
+    assert len(json.loads(wider)["learned"]) == 2
+    # the sizes differ, and the report says so
+    summary = report.summarise(report.load("x"))
+    assert "parameters" in [flag.kind for flag in summary.flags]
+    assert "Model of Linear, wider, where it differs" in (tmp_path / "x/report.html").read_text()
+    capsys.readouterr()
+    assert main(["compare", "--resume", "x"]) == 0
+    assert main(["compare", "--preset", "own.toml", "--out", "x"]) == 0
+    # the operator alone, and in `zonal train`
+    alone = compare.specification(options("--preset own.toml --operators linear"), "")
+    assert (alone.model_for("linear").dim, len(alone.model_for("linear").layers)) == (32, 2)
+    (tmp_path / "own.toml").write_text(OWN.replace('"Softmax" = "softmax"', ""))
+    assert options("--preset own.toml", train).model.dim == 32
+    (tmp_path / "own.toml").write_text(OWN.replace("dim = 32", "dim = 48"))
+    assert main(["compare", "--preset", "own.toml", "--out", "x"]) == 2
+    assert "shapes.linear.dim is 32 there and 48 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers = 2", "colour = 2", "colour"),
+        ("layers = 2", "layers = 0", "--layers must be from 1"),
+        ("[task]", "[chore]", "unknown key 'chore'"),
+        ('"Softmax" = "softmax"', '"Softmax" = 3', "own.toml does not fit"),
+        ("[model]", "[model", "not valid TOML"),
+        ('about = "a baseline with a model of its own"', "", "'about' is missing"),
+    ],
+)
+def test_files_that_are_no_preset(tmp_path, monkeypatch, old, new, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text(OWN.replace(old, new))
+    with pytest.raises(FileFormatError, match=message):
+        presets.find("own.toml", "compare")
+    with pytest.raises(FileFormatError, match=r"none\.toml"):
+        presets.find("none.toml", "compare")
+
+
+@pytest.mark.parametrize("name", presets.names())
 def test_every_preset_is_a_comparison(name):
     spec = compare.specification(options(f"--preset {name}"), f"zonal compare --preset {name}")
-    preset = presets.PRESETS[name]
-    assert spec.published is preset.published
+    preset = presets.find(name, "compare")
+    assert spec.published == preset.published
     assert list(spec.labels) == list(preset.models)
     assert len(spec.operators) == len(preset.models)
     for operator in spec.operators:
@@ -41,7 +145,7 @@ def test_every_preset_is_a_comparison(name):
 
 
 def test_numbers_of_the_paper():
-    needle, tasks = (presets.PRESETS[name].published.tables[0] for name in ("echo-table2", "echo-table3"))
+    needle, tasks = (presets.find(name, "compare").published.tables[0] for name in ("echo-table2", "echo-table3"))
     assert [row.values[2] for row in needle.rows] == [0.945, 0.894, 0.933, 0.956, 0.864, 0.812, 0.651]
     printed = [row.values for row in tasks.rows if row.values[0] is not None]
     assert [100 * sum(column) / len(column) for column in zip(*printed, strict=True)] == pytest.approx(
@@ -50,7 +154,9 @@ def test_numbers_of_the_paper():
 
 
 def test_the_long_needles_are_no_part_of_table_3():
-    row = next(row for row in presets.PRESETS["echo-table3"].published.tables[0].rows if row.label.startswith("Needle"))
+    row = next(
+        row for row in presets.find("echo-table3", "compare").published.tables[0].rows if row.label.startswith("Needle")
+    )
     assert row.has({"task": "needle", "pairs": 1, "length": 512})
     assert not row.has({"task": "needle", "pairs": 1, "length": 1024})
     assert not row.has({"task": "two-hop", "pairs": 1, "length": 512})
@@ -67,7 +173,7 @@ def test_what_is_given_goes_first():
     assert options("--task mqar-demo").preset is None
     trained = options("--preset echo-table2 --seed 3", train)
     assert (trained.seed, trained.task.task) == (3, "mixed-needle")
-    assert trained.operator == next(iter(presets.PRESETS["echo-table2"].models.values()))
+    assert trained.operator == next(iter(presets.find("echo-table2", "compare").models.values()))
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])
@@ -96,6 +202,6 @@ def test_a_page_with_the_papers_numbers(tmp_path, monkeypatch, capsys):
         assert text in page
         assert text in twin
     data = report.load("x")
-    assert data.published == presets.PRESETS["echo-table2"].published
+    assert data.published == presets.find("echo-table2", "compare").published
     assert main(["compare", "--resume", "x"]) == 0
     assert report.load("x").published == data.published

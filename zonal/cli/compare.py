@@ -109,12 +109,18 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
     )
     seeds, rates = parse.seeds(options.seeds), parse.learning_rates(options.learning_rates)
     steps, budget = training_steps(options.training, options.budget, default="10m")
+    experiment = None if options.preset is None else presets.find(options.preset, "compare")
+    shapes = {
+        operator: dataclasses.replace(options.model, **experiment.shapes[operator])
+        for operator in operators
+        if experiment is not None and base is None and operator in experiment.shapes
+    }
     # names are checked before the data is read: a misspelt operator should not wait for a large text
     for operator in operators:
-        for layer in dict.fromkeys(layers_for(operator, count)):
-            check(layer, dim)
-    layers = layers_for(operators[0], count)
-    experiment = None if options.preset is None else presets.find(options.preset, "compare")
+        size = (shapes[operator].dim, shapes[operator].layers) if operator in shapes else (dim, count)
+        for layer in dict.fromkeys(layers_for(operator, size[1])):
+            check(layer, size[0])
+    layers = layers_for(next((name for name in operators if name not in shapes), operators[0]), count)
     known = {} if experiment is None else experiment.labels
     labels = tuple(known.get(operator) or style.label(operator) for operator in operators)
     task = options.task.resolve("compare")
@@ -133,6 +139,7 @@ def specification(options: Compare, command: str) -> ComparisonSpec:
         title=options.title or title(task),
         command=command,
         published=None if experiment is None else experiment.published,
+        shapes={operator: shape.config(task, layers_for(operator, shape.layers)) for operator, shape in shapes.items()},
     )
 
 

@@ -1,17 +1,68 @@
-"""Experiments of papers, and this project's own, as settings of ``zonal compare`` and ``zonal train``, scaled to a small machine where that is said, and what the papers print.
+"""Presets: settings of ``zonal compare`` and ``zonal train`` in a file.
 
-A preset fills in options that the command line leaves out. Each lists how its recipe differs from the paper's. What `zonal search` found is one, too: a file.
+Those that ship with the package are ``zonal/experiments/*.toml``: experiments of papers, scaled to a small machine where
+they say so, with what the papers print. A file of one's own is named by its path: a TOML file of the same form, or the
+recipe.json that ``zonal search`` wrote.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import importlib.resources
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
-from zonal.cli import presets_echo, presets_operators, presets_rewa, recipe
-from zonal.cli.preset import Preset
-from zonal.errors import ArgumentError, unknown_name
+from zonal.cli import limits
+from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions
+from zonal.errors import ArgumentError, FileFormatError, unknown_name
+from zonal.report.published import Published
+from zonal.store import read_json, understood, write_json
+from zonal.typed import check_fields
 
 OPTION = "--preset"
-PRESETS: dict[str, Preset] = {**presets_echo.PRESETS, **presets_rewa.PRESETS, **presets_operators.PRESETS}
+RECIPE = "recipe.json"
+SCHEMA = 1
+_OPTIONS = {"task": TaskOptions, "model": ModelOptions, "training": TrainingOptions}
+_KEYS = ("about", "seeds", "learning_rates", "operators", *_OPTIONS, "published")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset fills in where the command line says nothing.
+
+    about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model and the first rate.
+    published: what a paper prints. shapes: spec → options of the model in which that operator differs from the others.
+    """
+
+    about: str
+    models: Mapping[str, str]
+    seeds: str
+    learning_rates: str
+    task: TaskOptions
+    model: ModelOptions
+    training: TrainingOptions
+    published: Published | None = None
+    shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def operators(self) -> str:
+        return ",".join(self.models.values())
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Names for people, by spec."""
+        return {spec: label for label, spec in self.models.items()}
+
+
+def _shipped() -> Traversable:
+    return importlib.resources.files("zonal") / "experiments"
+
+
+def names() -> list[str]:
+    """The presets that ship with the package."""
+    return sorted(file.name.removesuffix(".toml") for file in _shipped().iterdir() if file.name.endswith(".toml"))
 
 
 def named(words: Sequence[str], command: str) -> str | None:
@@ -20,7 +71,7 @@ def named(words: Sequence[str], command: str) -> str | None:
         name, equals, value = word.partition("=")
         if name == OPTION:
             if not equals and place + 1 == len(words):
-                raise ArgumentError(f"{command}: {OPTION} requires a name. Presets: {', '.join(PRESETS)}.")
+                raise ArgumentError(f"{command}: {OPTION} requires a name. Presets: {', '.join(names())}.")
             found = value if equals else words[place + 1]
             find(found, command)
             return found
@@ -28,9 +79,90 @@ def named(words: Sequence[str], command: str) -> str | None:
 
 
 def find(name: str, command: str) -> Preset:
-    """The preset of that name, or the recipe in the file of that name (.json). Raises: ArgumentError or FileFormatError when there is none."""
-    if name.endswith(recipe.SUFFIX):
-        return recipe.read(Path(name), command)
-    if name not in PRESETS:
-        raise unknown_name(command, "preset", name, PRESETS)
-    return PRESETS[name]
+    """The preset of that name, or the one in the file of that name.
+
+    Raises: ArgumentError for an unknown name. FileFormatError for a file that is missing, damaged or of another version.
+    """
+    if name.endswith(".json"):
+        return _recipe(Path(name), command)
+    if name.endswith(".toml"):
+        return _read(Path(name), command)
+    if name not in names():
+        raise unknown_name(command, "preset", name, names())
+    return _read(_shipped() / f"{name}.toml", command)
+
+
+def _read(path: Traversable, command: str) -> Preset:
+    """The preset in a TOML file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileFormatError(f"{command}: {path} cannot be read ({error.strerror}).") from error
+    except ValueError as error:  # of TOML, of UTF-8
+        raise FileFormatError(f"{command}: {path} is not valid TOML ({error}).") from error
+    return _preset(values, path, command)
+
+
+def _preset(values: Mapping[str, Any], path: Traversable, command: str) -> Preset:
+    """The preset that the values of a file stand for."""
+    for name in values:
+        if name not in _KEYS:
+            raise FileFormatError(f"{command}: {path} has an unknown key {name!r}. Keys: {', '.join(_KEYS)}.")
+    with understood(command, path):
+        models: dict[str, str] = {}
+        shapes: dict[str, Mapping[str, Any]] = {}
+        for label, entry in values["operators"].items():
+            shape = {"spec": entry} if isinstance(entry, str) else dict(entry)
+            models[label] = shape.pop("spec")
+            if shape:
+                _options(ModelOptions, shape, command)
+                shapes[models[label]] = shape
+        plain = {name: values[name] for name in ("about", "seeds", "learning_rates")}
+        check_fields("preset", Preset, {**plain, "models": models})
+        options = {name: _options(kind, values.get(name, {}), command) for name, kind in _OPTIONS.items()}
+        published = Published.from_dict(values["published"], path) if "published" in values else None
+        return Preset(**plain, models=models, published=published, shapes=shapes, **options)
+
+
+def _options(kind: type, values: Mapping[str, Any], command: str) -> Any:
+    """Options of a class by name; the others are at their defaults."""
+    check_fields("preset", kind, values)
+    options = kind(**values)
+    limits.check(command, options)
+    return options
+
+
+def write_recipe(path: Path, preset: Preset) -> None:
+    """Write a preset as a recipe, with the two commands that read it."""
+    options = {name: _given(getattr(preset, name), kind()) for name, kind in _OPTIONS.items()}
+    head = {
+        "schema": SCHEMA,
+        "commands": {name: f"zonal {name} --preset {path.as_posix()}" for name in ("train", "compare")},
+        "about": preset.about,
+        "models": dict(preset.models),
+        "seeds": preset.seeds,
+        "learning_rates": preset.learning_rates,
+    }
+    write_json(path, {**head, **options})
+
+
+def _recipe(path: Path, command: str) -> Preset:
+    """The preset in a recipe."""
+    values = read_json(path)
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or schema != SCHEMA or "models" not in values:
+        raise FileFormatError(
+            f"{command}: {path} is not a recipe of this version (schema {schema!r}). "
+            "Required: the recipe.json that `zonal search` wrote."
+        )
+    kept = {name: value for name, value in values.items() if name not in ("schema", "commands", "models")}
+    return _preset({**kept, "operators": values["models"]}, path, command)
+
+
+def _given(options: Any, defaults: Any) -> dict[str, Any]:
+    """The options that are not at their defaults."""
+    return {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != getattr(defaults, field.name)
+    }

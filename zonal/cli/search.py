@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from zonal.cli import parse, recipe
+from zonal.cli import parse
 from zonal.cli.app import parse_options
 from zonal.cli.limits import PROCESSES, RATE, RATIO, SEED, SHARE, THREADS, Between
 from zonal.cli.options import ModelOptions, TaskOptions, TrainingOptions, device, title
-from zonal.cli.preset import Preset
+from zonal.cli.presets import RECIPE, Preset, write_recipe
 from zonal.cli.progress import watching
 from zonal.cli.train import layers_of
 from zonal.errors import ArgumentError
@@ -164,7 +164,7 @@ def run(options: SearchOptions, command: str) -> int:
     with watching(spec.task.metric, {}, heading) as listener:
         result = search.run(on_event=listener, workers=options.workers, threads=options.threads)
     if result.winner is not None:
-        recipe.write(search.directory / recipe.FILE, preset_of(result.winner, options, spec))
+        write_recipe(search.directory / RECIPE, preset_of(result.winner, options, spec))
     return tell(result, search)
 
 
@@ -189,6 +189,6 @@ def tell(result: SearchResult, search: Search) -> int:
     if result.winner is not None:
         best = formats.rate(result.winner.learning_rate)
         print(
-            f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / recipe.FILE}"
+            f"The winner again, {result.winner.operator} at learning rate {best}: zonal compare --preset {search.directory / RECIPE}"
         )
     return STOPPED if result.status == "stopped" else 0

@@ -1,5 +1,6 @@
 """``zonal train``: one model on one task; the folder can be continued, and generated from."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def defaults(words: Sequence[str]) -> Train | None:
         operator=first,
         learning_rate=parse.learning_rates(preset.learning_rates)[0],
         task=preset.task,
-        model=preset.model,
+        model=dataclasses.replace(preset.model, **preset.shapes.get(first, {})),
         training=preset.training,
     )
 

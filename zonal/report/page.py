@@ -3,7 +3,7 @@
 import base64
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -126,6 +126,14 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "settings": [
             ("Task", table.settings(data.task)),
             ("Model", table.settings(data.model)),
+            *(
+                (
+                    f"Model of {row.label}, where it differs",
+                    table.settings(_differing(data.shapes[row.operator], data.model)),
+                )
+                for row in summary.rows
+                if row.operator in data.shapes
+            ),
             ("Training", table.settings(data.training)),
         ],
         "versions": table.settings({**data.versions, **({"commit": data.commit} if data.commit else {})}),
@@ -142,6 +150,11 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
             for row in summary.rows
         ],
     }
+
+
+def _differing(shape: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a baseline's own model that are not those of the others."""
+    return {name: value for name, value in shape.items() if value != model.get(name)}
 
 
 def _pictures(payloads: Sequence[dict[str, Any]]) -> dict[str, Any]:

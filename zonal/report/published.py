@@ -3,9 +3,10 @@
 They travel with a comparison (``published`` in comparison.json), so that the page is made from files alone.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from zonal.errors import FileFormatError
@@ -50,7 +51,7 @@ class Published:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], path: Path) -> "Published":
+    def from_dict(cls, values: Mapping[str, Any], path: Traversable) -> "Published":
         """Raises: FileFormatError naming ``path`` when ``values`` is not what ``to_dict`` gives."""
         try:
             tables = tuple(
@@ -58,7 +59,7 @@ class Published:
                     str(table["title"]),
                     tuple(map(str, table["columns"])),
                     tuple(
-                        PublishedRow(str(row["label"]), dict(row["select"]), tuple(row["values"]))
+                        PublishedRow(str(row["label"]), dict(row["select"]), tuple(map(_printed, row["values"])))
                         for row in table["rows"]
                     ),
                 )
@@ -70,6 +71,11 @@ class Published:
             raise FileFormatError(
                 f"report: {path}: 'published' is incomplete or damaged ({error!r}). Take it out of the file, or run the comparison again."
             ) from error
+
+
+def _printed(value: float | None) -> float | None:
+    """A value of a table. TOML has no null: there, NaN stands for what a paper does not print."""
+    return None if value is None or math.isnan(value) else value
 
 
 __all__ = ["Published", "PublishedRow", "PublishedTable"]

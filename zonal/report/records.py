@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,7 @@ class ComparisonData:
     published: Published | None = None
     guess: Guess | None = None
     commit: str = ""
+    shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def higher_is_better(self) -> bool:
@@ -385,4 +386,5 @@ def load(directory: str | os.PathLike[str]) -> ComparisonData:
         published=Published.from_dict(record["published"], path) if record.get("published") else None,
         guess=_guessed(record, path),
         commit=str(record.get("commit") or ""),
+        shapes=record.get("shapes") or {},
     )

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class ComparisonSpec:
     device: "cpu", "cuda" or "cuda:1".
     title, command: for the report; the command is what remakes the comparison.
     published: for the report: what a paper prints, to stand beside.
+    shapes: operator → its model in place of ``model``, for baselines of another size. Only the number of its layers
+        counts, as in ``model``.
 
     Raises: ArgumentError naming the field.
     """
@@ -66,14 +69,15 @@ class ComparisonSpec:
     title: str = "Comparison of attention operators"
     command: str = ""
     published: Published | None = None
+    shapes: Mapping[str, ModelConfig] = field(default_factory=dict)
 
     def __post_init__(self):
         # one name for one model, as its runs record it
-        object.__setattr__(
-            self,
-            "operators",
-            tuple(entry_of(layer_list(entry)) if is_list(entry) else entry for entry in self.operators),
-        )
+        object.__setattr__(self, "operators", tuple(map(_one_name, self.operators)))
+        object.__setattr__(self, "shapes", {_one_name(entry): model for entry, model in self.shapes.items()})
+        for entry in self.shapes:
+            if entry not in self.operators:
+                raise ArgumentError(f"ComparisonSpec: shapes names {entry!r}, which is none of the operators.")
         for name in ("operators", "seeds", "learning_rates", "labels"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
@@ -100,14 +104,17 @@ class ComparisonSpec:
         if self.budget_seconds is not None and not self.budget_seconds > 0:
             raise ArgumentError(f"ComparisonSpec: budget_seconds must be positive or None, got {self.budget_seconds}.")
         check_device(self.device)
-        if self.model.vocab_size != self.task.vocab_size:
-            raise ArgumentError(
-                f"ComparisonSpec: model.vocab_size must be that of the task ({self.task.vocab_size}), got {self.model.vocab_size}."
-            )
+        for model in (self.model, *self.shapes.values()):
+            if model.vocab_size != self.task.vocab_size:
+                raise ArgumentError(
+                    f"ComparisonSpec: model.vocab_size must be that of the task ({self.task.vocab_size}), "
+                    f"got {model.vocab_size}."
+                )
 
     def model_for(self, operator: str) -> ModelConfig:
         """The model with ``operator`` in every layer, or with the layers of a list such as "[mamba2*3, ska]"."""
-        return replace(self.model, layers=layers_for(operator, len(self.model.layers)))
+        model = self.shapes.get(operator, self.model)
+        return replace(model, layers=layers_for(operator, len(model.layers)))
 
     def runs(self) -> list[PlannedRun]:
         """All runs, in the order they are run: the first seed of every operator comes before the second of any."""
@@ -136,7 +143,7 @@ class ComparisonSpec:
         del training["learning_rate"], training["seed"]
         values = {
             "task": self.task.config(),
-            "model": {**self.model.to_dict(), "layers": [SLOT] * len(self.model.layers)},
+            "model": _stored_model(self.model),
             "training": training,
             "operators": self.operators,
             "seeds": self.seeds,
@@ -144,6 +151,8 @@ class ComparisonSpec:
             "budget_seconds": self.budget_seconds,
             "run_on": self.device,
         }
+        if self.shapes:
+            values["shapes"] = {operator: _stored_model(model) for operator, model in self.shapes.items()}
         return json.loads(json.dumps(values))
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,6 +169,20 @@ class ComparisonSpec:
             "metric": self.task.metric,
             **published,
         }
+
+
+def _one_name(entry: str) -> str:
+    """An operator as runs record it: a list of layers has one way to be written."""
+    return entry_of(layer_list(entry)) if is_list(entry) else entry
+
+
+def _stored_model(model: ModelConfig) -> dict[str, Any]:
+    return {**model.to_dict(), "layers": [SLOT] * len(model.layers)}
+
+
+def _read_model(values: dict[str, Any], operator: str) -> ModelConfig:
+    """Reverse of ``_stored_model``, with ``operator`` in the layers."""
+    return ModelConfig.from_dict({**values, "layers": layers_for(operator, len(values["layers"]))})
 
 
 def _short(rate: float) -> str:
@@ -183,6 +206,7 @@ class _Stored:
     requested_steps: int
     plan: dict[str, Any]
     device: dict[str, Any]
+    shapes: dict[str, Any]
 
 
 def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
@@ -195,11 +219,10 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
     with understood("compare", path):
         check_fields(FILE, _Stored, stored)
         operators = tuple(stored["operators"])
+        shapes = {operator: _read_model(values, operator) for operator, values in stored.get("shapes", {}).items()}
         spec = ComparisonSpec(
             task=tasks.from_config(stored["task"]),
-            model=ModelConfig.from_dict(
-                {**stored["model"], "layers": layers_for(operators[0], len(stored["model"]["layers"]))}
-            ),
+            model=_read_model(stored["model"], next((name for name in operators if name not in shapes), operators[0])),
             training=TrainConfig.from_dict({**stored["training"], "steps": stored["requested_steps"]}),
             operators=operators,
             seeds=tuple(stored["seeds"]),
@@ -210,5 +233,6 @@ def read_comparison(directory: Path) -> tuple[ComparisonSpec, dict[str, Any]]:
             title=stored["title"],
             command=stored["command"],
             published=Published.from_dict(stored["published"], path) if "published" in stored else None,
+            shapes=shapes,
         )
     return spec, stored
