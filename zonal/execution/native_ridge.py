@@ -7,8 +7,8 @@ from zonal.algebra.anchor import Koopman, Ridge
 from zonal.algebra.score import Clipped
 from zonal.execution import native
 from zonal.execution.call import Call
-from zonal.execution.native_sums import places_of
-from zonal.kernels.native import Reason
+from zonal.execution.native_sums import Runner, places_of
+from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.ridge import FAMILY, Before, RidgeInputs, RidgeSpec, read, ridge
 from zonal.kernels.triton.sizes import RIDGE_LARGEST
@@ -117,4 +117,20 @@ def _numbers(call: Call, anchor: Ridge, clipped: Clipped) -> tuple[Tensor, Tenso
     return scale, rho, RidgeSpec(tuple(anchor.powers(bound.heads)), clipped.limit or 0.0)
 
 
-__all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "other_ridge", "query_scale", "refusal"]
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    clipped, anchor = clipped_of(call), call.bound.anchor
+    if clipped is None or call.raw is None:
+        return None
+    assert isinstance(anchor, Ridge)
+    scale, rho, spec = _numbers(call, anchor, clipped)
+    seen = places_of(call.visibility, call.raw.k.shape[2])
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        inputs = RidgeInputs(q, multiplied(k, clipped), v, scale, rho)
+        return None if switched_off() else read(inputs, seen, spec)[0]
+
+    return run
+
+
+__all__ = ["chunked", "clipped_of", "cuda_refusal", "multiplied", "other_ridge", "query_scale", "refusal", "runner"]

@@ -1,6 +1,7 @@
 """The chunked path by a compiled kernel, C++ on the CPU and Triton on CUDA: which calls with sums over features it takes, and how a call becomes one."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,15 @@ from zonal.execution import native
 from zonal.execution.call import Call
 from zonal.features import SymmetricPowers, feature_map
 from zonal.formula import Formula
-from zonal.kernels.native import Reason
+from zonal.kernels.native import Reason, switched_off
 from zonal.kernels.op import plain, recorded
 from zonal.kernels.sums import FAMILY, Places, SumsInputs, SumsSpec, places, summed, sums
 from zonal.memory import DecayedSums, FeatureSums, Memory, Tokens
 from zonal.memory.sums import carried
 from zonal.memory.tokens import joined
+
+Runner = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""y of q, k and v, or None where the environment has switched kernels off since it was made."""
 
 
 def refusal(call: Call, kind: str | None = None) -> Reason:
@@ -157,4 +161,26 @@ def _kept_places(rule: Rule, keys: int) -> Places:
     return places(None, found.lo, found.hi, None, keys)
 
 
-__all__ = ["chunked", "cuda_refusal", "places_of", "refusal"]
+def runner(call: Call) -> Runner | None:
+    """The kernel for q, k and v like those of a call that is not refused, as long as its operator stays as it is; None where there is more to do."""
+    bound, raw = call.bound, call.raw
+    fused = None if raw is None else bound.score.fused(call.shape[4], bound.score_params, raw.scale)
+    if (
+        raw is None
+        or fused is None
+        or call.log_decay is not None
+        or bound.anchor.output_scale(bound.anchor_params, bound.heads) is not None
+    ):
+        return None
+    code, features = native.code_of(bound.link), feature_map(bound.link)
+    assert code is not None
+    assert features is not None
+    scale = native.scale_of(fused, bound.heads, call.device).float().contiguous()
+    rows, monomials = (x.float().contiguous() for x in _numbers(call, code))
+    seen, spec = places_of(call.visibility, raw.k.shape[2]), _spec(call, code, features, fused, False)
+    return lambda q, k, v: (
+        None if switched_off() else summed(SumsInputs(q, k, v, scale, rows, monomials), seen, spec)[0]
+    )
+
+
+__all__ = ["Runner", "chunked", "cuda_refusal", "places_of", "refusal", "runner"]

@@ -77,9 +77,14 @@ class Family:
         return missing(self._of(code), self.chosen)
 
 
+def switched_off() -> bool:
+    """Whether the environment asks for torch in the place of all compiled kernels."""
+    return os.environ.get(VARIABLE) == "off"
+
+
 def unfit(device: str, dtype: torch.dtype, devices: Sequence[str] = ("cpu", "cuda", "meta")) -> Reason:
     """Why no kernel runs on this device and dtype, or None."""
-    if os.environ.get(VARIABLE) == "off":
+    if switched_off():
         return f"the environment says {VARIABLE}=off"
     if device not in devices:
         return f"there is no kernel for device {device!r}"
@@ -289,6 +294,7 @@ __all__ = [
     "missing",
     "say_once",
     "shipped",
+    "switched_off",
     "target",
     "unfit",
 ]
