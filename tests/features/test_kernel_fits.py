@@ -195,3 +195,10 @@ def test_bad_fits() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             wrong()
+
+
+def test_a_fit_needs_no_numbers_of_the_default_device() -> None:
+    """Models are counted on the meta device, whose tensors hold no numbers."""
+    with torch.device("meta"):
+        found = fit_square(link.Yat(0.37), 4, dim=12)
+    assert found == fit_square(link.Yat(0.37), 4, dim=12)

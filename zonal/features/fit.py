@@ -27,7 +27,7 @@ def uniform_angles(dim: int, points: int = _ANGLES) -> tuple[Tensor, Tensor]:
     The density of x = cos(theta) is proportional to sin^(dim - 2)(theta) d theta, smooth enough for equal steps in theta.
     """
     require(dim >= 2, f"uniform_angles: dim must be >= 2, received {dim}.")
-    theta = (torch.arange(points, dtype=torch.float64) + 0.5) * (math.pi / points)
+    theta = (torch.arange(points, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / points)
     weight = theta.sin() ** (dim - 2)
     return theta.cos(), weight / weight.sum()
 
