@@ -354,8 +354,7 @@ def numbers(option: str, text: str, kind: type, least: float) -> list[Any]:
     return values
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 0 when it ran."""
+def _parser() -> argparse.ArgumentParser:
     parser = common.parser((__doc__ or "").partition("\n")[0], "fidelity")
     parser.add_argument("--dims", default="8,16,32,64", help="sizes of q and k (default: %(default)s)")
     parser.add_argument("--eps", default=None, help="of the Yat kernel (default: 0.001,0.01,0.1,1; 0.01 for a preset)")
@@ -391,7 +390,11 @@ def main(argv: list[str] | None = None) -> int:
         "--page", default="auto", help="where the chart goes; '-' writes none (default: beside the JSON)"
     )
     parser.add_argument("--picture", type=Path, default=None, help="draw the panels of the documentation as SVG")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _settled(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with their defaults, lists as tuples. Raises: ArgumentError for what does not fit."""
     options.seeds = options.seeds if options.seeds is not None else 3 if options.preset else 2
     for name in ("length", "heads", "seeds"):
         if getattr(options, name) < 1:
@@ -417,6 +420,12 @@ def main(argv: list[str] | None = None) -> int:
     options.modes = {"causal": (True,), "bidirectional": (False,), "both": (True, False)}[
         options.mask or ("both" if options.preset else "causal")
     ]
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 0 when it ran."""
+    options = _settled(_parser().parse_args(argv))
     if options.quick:
         options.dims, options.eps, options.inputs, options.seeds = (
             options.dims[:1],

@@ -248,7 +248,11 @@ class CausalLM(nn.Module):
         return logits, ModelMemory(after, memory.origin)  # type: ignore[arg-type]
 
     def decoder(self, memory: ModelMemory) -> ModelDecoder:
-        """What goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by ``decoder.memory()``. The memory stays."""
+        """What goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by
+        ``decoder.memory()``.
+
+        The memory stays.
+        """
         return ModelDecoder(self._read_on, memory)
 
     def _read_on(

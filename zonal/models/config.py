@@ -75,34 +75,45 @@ class ModelConfig:
     silent_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        def refuse(field: str, required: str) -> ArgumentError:
-            return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
+        self._check_numbers()
+        self._check_choices()
+        self._read_layers()
+        self._check_sizes()
+        self._read_conv()
 
+    def _refuse(self, field: str, required: str) -> ArgumentError:
+        return ArgumentError(f"ModelConfig: {field} must be {required}, received {getattr(self, field)!r}.")
+
+    def _check_numbers(self) -> None:
         for field in ("vocab_size", "dim", "heads", "experts", "experts_per_token"):
             if not _is_int(getattr(self, field)) or getattr(self, field) < 1:
-                raise refuse(field, "a positive integer")
+                raise self._refuse(field, "a positive integer")
         for field in ("kv_heads", "head_dim", "qk_dim", "max_len"):
             value = getattr(self, field)
             if value is not None and (not _is_int(value) or value < 1):
-                raise refuse(field, "a positive integer or None")
-        for field in ("rotary", "qk_norm", "tie_embeddings"):
-            if not isinstance(getattr(self, field), bool):
-                raise refuse(field, "True or False")
+                raise self._refuse(field, "a positive integer or None")
         for field in ("mlp_ratio", "norm_eps", "init_std", "rotary_base"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
-                raise refuse(field, "a positive number")
+                raise self._refuse(field, "a positive number")
+
+    def _check_choices(self) -> None:
+        for field in ("rotary", "qk_norm", "tie_embeddings"):
+            if not isinstance(getattr(self, field), bool):
+                raise self._refuse(field, "True or False")
         for field, names in (("mlp", get_args(Mlp)), ("residual", get_args(Residual))):
             if getattr(self, field) not in names:
-                raise refuse(field, " or ".join(repr(name) for name in names))
+                raise self._refuse(field, " or ".join(repr(name) for name in names))
         silent = self.silent_tokens
         if not isinstance(silent, tuple | list) or not all(
             _is_int(token) and 0 <= token < self.vocab_size for token in silent
         ):
-            raise refuse("silent_tokens", f"a tuple of tokens from 0 to {self.vocab_size - 1}")
+            raise self._refuse("silent_tokens", f"a tuple of tokens from 0 to {self.vocab_size - 1}")
         object.__setattr__(self, "silent_tokens", tuple(silent))
         if self.mlp == "experts" and not 2 <= self.experts_per_token <= self.experts:
-            raise refuse("experts_per_token", f"from 2 to experts={self.experts}")
+            raise self._refuse("experts_per_token", f"from 2 to experts={self.experts}")
+
+    def _read_layers(self) -> None:
         if isinstance(self.layers, str):
             object.__setattr__(self, "layers", layer_list(self.layers, "ModelConfig"))
         if (
@@ -110,11 +121,13 @@ class ModelConfig:
             or not self.layers
             or not all(isinstance(spec, str) for spec in self.layers)
         ):
-            raise refuse("layers", 'a tuple with one operator spec a layer, such as ("softmax", "sko")')
+            raise self._refuse("layers", 'a tuple with one operator spec per layer, such as ("softmax", "sko")')
         # a list from JSON is as good as a tuple, but a value must be hashable
         object.__setattr__(self, "layers", tuple(self.layers))
         for spec in dict.fromkeys(self.layers):
             check(spec, self.dim)  # an unknown name or argument is refused here, not when the model is built
+
+    def _check_sizes(self) -> None:
         if self.head_dim is None and self.dim % self.heads:
             raise ArgumentError(
                 f"ModelConfig: dim={self.dim} is not a multiple of heads={self.heads}. Choose another number of "
@@ -126,13 +139,15 @@ class ModelConfig:
             raise ArgumentError(
                 f"ModelConfig: rotary needs an even head size, received {self.qk_dim or self.size_of_head}."
             )
+
+    def _read_conv(self) -> None:
         if not isinstance(self.conv, int):
             if not isinstance(self.conv, (tuple, list)) or len(self.conv) != len(self.layers):
-                raise refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
+                raise self._refuse("conv", f"one width or one for each of the {len(self.layers)} layers")
             object.__setattr__(self, "conv", tuple(self.conv))
         for width in self.conv_widths:
             if not _is_int(width) or width < 0 or width == 1:
-                raise refuse("conv", "0 (none) or widths of at least 2")
+                raise self._refuse("conv", "0 (none) or widths of at least 2")
 
     @property
     def size_of_head(self) -> int:

@@ -11,7 +11,9 @@ from zonal.nn.memory import LayerDecoder, Past
 
 
 class Reader(Protocol):
-    """What reads tokens (B, T) after what each layer goes on from: logits (B, T, V), or (B, 1, V) with last_only, and the same after them."""
+    """What reads tokens (B, T) after what each layer goes on from: logits (B, T, V), or (B, 1, V) with last_only, and
+    the same after them.
+    """
 
     def __call__(
         self, tokens: Tensor, before: Sequence[Past], key_padding_mask: Tensor | None, *, last_only: bool
@@ -19,7 +21,8 @@ class Reader(Protocol):
 
 
 class ModelDecoder:
-    """A model that goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by ``decoder.memory()``.
+    """A model that goes on from a memory token by token, in place: ``logits = decoder.step(tokens)``, ended by
+    ``decoder.memory()``.
 
     Made by ``CausalLM.decoder``.
     """
@@ -30,7 +33,9 @@ class ModelDecoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, last_only: bool = False) -> Tensor:
-        """Read more tokens (B, T), without gradients: logits (B, T, V), or (B, 1, V) with ``last_only``. key_padding_mask: (B, T), True = real token."""
+        """Read more tokens (B, T), without gradients: logits (B, T, V), or (B, 1, V) with ``last_only``.
+        key_padding_mask: (B, T), True = real token.
+        """
         logits, self._layers = self._reader(tokens, self._layers, key_padding_mask, last_only=last_only)
         return logits
 
@@ -40,7 +45,10 @@ class ModelDecoder:
         return ModelMemory(tuple(layers), self._origin)
 
     def gather(self, index: Sequence[int] | Tensor) -> "ModelDecoder":
-        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times. This one stays."""
+        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times.
+
+        This one stays.
+        """
         return ModelDecoder(self._reader, self.memory().gather(index))
 
     def fork(self) -> "ModelDecoder":

@@ -30,6 +30,25 @@ from zonal.nn.topology import Earlier, deaths
 ReadoutNorm = Literal["auto", "head", "concat"]
 
 
+def _sizes_of_heads(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """``kv_heads`` and ``head_dim`` with their defaults. Raises: ArgumentError for sizes that do not fit."""
+    if dim < 1 or heads < 1:
+        raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
+    if head_dim is None:
+        if dim % heads:
+            raise ArgumentError(
+                f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
+                "or pass head_dim."
+            )
+        head_dim = dim // heads
+    if head_dim < 1:
+        raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
+    return kv_heads, head_dim
+
+
 class Attention(TokenMixer):
     """y = W_O · norm(A(W_Q c, W_K c, W_V c)), with c = x or its short convolution and A any operator.
 
@@ -78,20 +97,7 @@ class Attention(TokenMixer):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        if dim < 1 or heads < 1:
-            raise ArgumentError(f"nn.Attention: required dim >= 1 and heads >= 1, received dim={dim}, heads={heads}.")
-        kv_heads = heads if kv_heads is None else kv_heads
-        if kv_heads < 1 or heads % kv_heads:
-            raise ArgumentError(f"nn.Attention: kv_heads must divide heads={heads}, received kv_heads={kv_heads}.")
-        if head_dim is None:
-            if dim % heads:
-                raise ArgumentError(
-                    f"nn.Attention: dim={dim} is not a multiple of heads={heads}. Choose another number of heads "
-                    "or pass head_dim."
-                )
-            head_dim = dim // heads
-        if head_dim < 1:
-            raise ArgumentError(f"nn.Attention: head_dim must be at least 1, received {head_dim}.")
+        kv_heads, head_dim = _sizes_of_heads(dim, heads, kv_heads, head_dim)
         if readout_norm not in ("auto", "head", "concat", None):
             raise ArgumentError(
                 f"nn.Attention: readout_norm must be 'auto', 'head', 'concat' or None, received {readout_norm!r}."
@@ -114,11 +120,6 @@ class Attention(TokenMixer):
             self.operator.score != resolved.score
         )  # it was sized here: what it draws and how it starts is the layer's
         self.operator.score.check_values(head_dim)
-        if causal and self.operator.anchor.couples:
-            raise ArgumentError(
-                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, "
-                f"causal=True {LEAK}; pass causal=False for an encoder."
-            )
         if init not in ("auto", *get_args(LayerInit)):
             raise unknown_name("nn.Attention", "init", init, ("auto", *get_args(LayerInit)))
         self.init: LayerInit = self.operator.layer_init if init == "auto" else init
@@ -131,17 +132,8 @@ class Attention(TokenMixer):
             )
         self.readout_norm: str | None = self.operator.readout if readout_norm == "auto" else readout_norm
 
-        if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
-            raise ArgumentError(
-                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "
-                "lets them go. Drop the prior, or the neighbours."
-            )
+        self._check_operator(key_gate)
         one_map = self.operator.score.one_map
-        if one_map and kv_heads != heads:
-            raise ArgumentError(
-                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {heads}, "
-                f"received kv_heads={kv_heads}."
-            )
         self.query = nn.Linear(dim, heads * qk_dim, bias=bias)
         self.key = self.query if one_map else nn.Linear(dim, kv_heads * qk_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * head_dim, bias=bias)
@@ -157,11 +149,6 @@ class Attention(TokenMixer):
         learns = isinstance(anchor, PlanAnchor) and anchor.learn
         self.query_mass, self.key_mass = (MassGate(dim, count) if learns else None for count in (heads, kv_heads))
         self.key_gate = KeyGate(dim, kv_heads) if key_gate else None
-        if key_gate and not self.operator.anchor.solves:
-            raise ArgumentError(
-                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} "
-                "is none. Use m.ska() or m.ridge(), or leave it out."
-            )
         self.query_norm = RMSNorm(qk_dim) if qk_norm else None
         self.key_norm = self.query_norm if one_map else RMSNorm(qk_dim) if qk_norm else None
         if self.readout_norm == "head":
@@ -171,6 +158,29 @@ class Attention(TokenMixer):
         else:
             self.readout = None
         self.reset_parameters(Draws())
+
+    def _check_operator(self, key_gate: bool) -> None:
+        """Refuse an operator that this layer cannot run."""
+        if self.causal and self.operator.anchor.couples:
+            raise ArgumentError(
+                f"nn.Attention: with operator {self.operator.name!r}, whose queries depend on one another, "
+                f"causal=True {LEAK}; pass causal=False for an encoder."
+            )
+        if self.neighbours and any(isinstance(p, Window) for p in self.operator.prior):
+            raise ArgumentError(
+                "nn.Attention: a score with neighbours needs all earlier keys, and the memory of a Window prior "
+                "lets them go. Drop the prior, or the neighbours."
+            )
+        if self.operator.score.one_map and self.kv_heads != self.heads:
+            raise ArgumentError(
+                f"nn.Attention: one map for queries and keys (shared_witness) needs kv_heads = heads = {self.heads}, "
+                f"received kv_heads={self.kv_heads}."
+            )
+        if key_gate and not self.operator.anchor.solves:
+            raise ArgumentError(
+                f"nn.Attention: key_gate is for ridge and Koopman read-outs, and operator {self.operator.name!r} "
+                "is none. Use m.ska() or m.ridge(), or leave it out."
+            )
 
     def _decay_gate(self) -> DecayGate | None:
         """The gate of an operator whose decay a layer is to make."""
@@ -192,20 +202,7 @@ class Attention(TokenMixer):
         nothing, W_O = 0, so that it joins a residual stream without a jolt; with "zero_output" the values are drawn as
         usual.
         """
-        one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
-        for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
-            if one_map and name == "key":
-                continue
-            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
-        if self.init != "default":
-            draws.orthogonal_(self.query.weight, "query.weight", self.heads)
-            if not one_map:
-                draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
-            nn.init.zeros_(self.output.weight)
-        if self.init == "orthogonal":
-            draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
+        self._reset_projections(draws)
         for name, gate in (
             ("decay_gate", self.decay_gate),
             ("key_gate", self.key_gate),
@@ -224,6 +221,22 @@ class Attention(TokenMixer):
                 norm.reset_parameters()
         if self._starts:
             self.operator.start(entry if self.lift is None else 2 * entry**2, draws.whole("operator.score"))
+
+    def _reset_projections(self, draws: Draws) -> None:
+        one_map = self.key is self.query  # drawn once, by the name that other operators' queries have
+        for name, linear in (("query", self.query), ("key", self.key), ("value", self.value), ("output", self.output)):
+            if one_map and name == "key":
+                continue
+            draws.normal_(linear.weight, f"{name}.weight", output=name == "output")
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        if self.init != "default":
+            draws.orthogonal_(self.query.weight, "query.weight", self.heads)
+            if not one_map:
+                draws.orthogonal_(self.key.weight, "key.weight", self.kv_heads)
+            nn.init.zeros_(self.output.weight)
+        if self.init == "orthogonal":
+            draws.orthogonal_(self.value.weight, "value.weight", self.kv_heads)
 
     def _entry(self, std: float) -> float:
         """The size of one number of queries and keys at the start, before a lift, for tokens whose numbers are of size
@@ -288,7 +301,13 @@ class Attention(TokenMixer):
         key_gate = None if self.key_gate is None else self.key_gate(inner)
         if isinstance(memory, LayerDecoder):
             y = memory.decoder.step(
-                q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, action_mask=action_mask, key_gate=key_gate
+                q,
+                k,
+                v,
+                key_padding_mask=key_padding_mask,
+                log_decay=log_decay,
+                action_mask=action_mask,
+                key_gate=key_gate,
             )
             result = y, memory.decoder
         else:

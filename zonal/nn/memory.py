@@ -20,9 +20,11 @@ _KIND = "layer memories"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayerDecoder:
-    """A layer that goes on from its memory token by token: ``y, decoder = layer(x, decoder)``, ended by ``decoder.value()``.
+    """A layer that goes on from its memory token by token: ``y, decoder = layer(x, decoder)``, ended by
+    ``decoder.value()``.
 
-    Made by ``LayerMemory.decoder``. The operator's decoder is changed in place, so that the result of a call takes the place of what was given to it.
+    Made by ``LayerMemory.decoder``. The operator's decoder is changed in place, so that the result of a call takes the
+    place of what was given to it.
     """
 
     decoder: Decoder
@@ -128,7 +130,9 @@ class LayerMemory:
     ) -> "LayerMemory":
         """The memory after ``tokens`` more tokens."""
         assert isinstance(absorbed, Memory)
-        return LayerMemory(absorbed, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {})
+        return LayerMemory(
+            absorbed, tail, self.length + tokens, _padding(self.padding, key_padding_mask), carried or {}
+        )
 
     def decoder(self) -> LayerDecoder:
         """What goes on from here token by token: the layer takes it in place of a memory. This memory stays."""
