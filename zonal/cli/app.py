@@ -39,9 +39,9 @@ COMMANDS = {
     "generate": Command("generate", "Generate", "continue a prompt with a trained model"),
     "report": Command("report", "Report", "write the pages of comparisons and searches again, or pack one to keep"),
     "search": Command("search", "SearchOptions", "search over operators and parameters"),
-    "explain": Command("explain", "Explain", "say how an operator would be run on a shape, and why"),
-    "influence": Command("influence", "Influence", "say which inputs can reach which outputs, through how many layers"),
-    "build": Command("build", "Build", "compile the CPU kernels ahead of their first use"),
+    "explain": Command("explain", "Explain", "print how an operator would run on a shape, and why"),
+    "influence": Command("influence", "Influence", "print which inputs can influence which outputs"),
+    "build": Command("build", "Build", "compile the CPU kernels before their first use"),
     "bench": Command("bench", "Bench", "run a benchmark"),
     "demo": Command("demo", "Demo", "compare five operators on two tasks in about four minutes"),
 }

@@ -8,9 +8,9 @@ from zonal.formula import FORMULAS
 from zonal.kernels import build, native
 
 DESCRIPTION = """\
-Say which library the CPU kernels of every link with a formula come from, compile what is not there, and check that each
-loads. A library compiled here comes before one that came with the package. Without this, a kernel is compiled when it is first
-used, which takes some seconds once. CXX names the compiler; ZONAL_CACHE the folder where libraries are kept.
+Compile the CPU kernels of every link that has a formula, check that each library loads, and print where each one comes
+from. Otherwise a kernel is compiled when it is first used, which takes some seconds once. A library compiled here takes
+precedence over one that came with the package. CXX names the compiler, ZONAL_CACHE the folder of libraries.
 
 Examples:
   zonal build

@@ -29,7 +29,7 @@ FAILED = 1
 
 DESCRIPTION = """\
 Compare attention operators: each alone in the same small decoder, on the same task, with the same data and seeds.
-Writes a report page (report.html), its Markdown twin and summary.json. Ctrl-C stops with a checkpoint; the same command goes on.
+Writes report.html, report.md and summary.json. Ctrl-C stops with a checkpoint; the same command continues.
 
 Examples:
   zonal compare --task mqar-demo --operators softmax,sko,ridge --budget 2m
@@ -46,17 +46,17 @@ class Compare:
     """Compare attention operators on one task."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them; or a recipe.json that zonal search wrote. It fills in what is not given here, the task among it."""
+    """An experiment of a paper (an unknown name lists them) or a recipe.json; fills in options that are not given."""
     operators: str = "softmax,sko,squared_affine,linear,ska(power=0)"
-    """Operators separated by commas; each a name, or name(argument=value, ...), for all layers, or [a list of layers] such as [mamba2*3, ska]."""
+    """Operators, separated by commas: NAME or NAME(argument=value, ...), or a list of layers as [mamba2*3, ska]."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
-    """A model by name in place of the model's options, such as echo-1M: its shape for all operators, and its own layers where --operators is not given."""
+    """A named model, such as echo-1M, in place of the model's options; without --operators, its layers, too."""
     seeds: str = "1"
-    """How many seeds, or a list such as 0,1,2 (7, alone is seed 7)."""
+    """The number of seeds, or a list of seeds such as 0,1,2 (`7,` is the one seed 7)."""
     budget: Annotated[
         str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: 10m, without --steps)")
     ] = None
-    """Wall-clock time for everything: 90s, 10m, 2h. Speeds are measured first; then every run gets the same number of steps."""
+    """Wall-clock time for everything (90s, 10m, 2h). Every run gets the same number of steps."""
     learning_rates: str = "3e-3"
     """Learning rates to try, the same for every operator."""
     out: Annotated[
@@ -65,7 +65,7 @@ class Compare:
     ] = None
     """Folder for all files."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
-    """Go on with the comparison in this folder; no other settings are needed."""
+    """Continue the comparison in this folder; no other settings are needed."""
     retry_failed: bool = False
     """Run failed runs again, from their last good checkpoint."""
     title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
@@ -77,7 +77,7 @@ class Compare:
     ] = None
     """Processor threads of each run."""
     jobs: Annotated[int, PROCESSES] = 1
-    """Runs at a time, each in a process of its own; times are then only comparable among themselves."""
+    """Runs at a time, each in its own process. Their times are comparable only among themselves."""
     task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)

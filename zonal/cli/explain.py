@@ -23,14 +23,15 @@ from zonal.execution.plan import duration
 from zonal.report import formats
 
 DESCRIPTION = """\
-Say how an operator would be run on a shape: the path and the reason, estimates of every path that could run, what was refused
-and why, the memory one sequence leaves, and the ledger of what the operator assumes. Nothing of that size is allocated.
-The first call on a machine measures its speed, which takes some seconds.
+Print how an operator would run on a shape: the chosen path and the reason, estimates for every path that can run, why
+the others were refused, the memory of one sequence, and the assumptions of the operator. Nothing of that size is
+allocated. The first call on a machine measures its speed, which takes some seconds.
 
-With --model, say what the heads of a trained model do instead: how much of the evidence that a head gives to pairs of tokens is a number a query, a number
-a key, and a dot product of few numbers; how much of it the weights do not see (gauge); and by how much weights change when only so much is kept. --out draws it.
+With --model, describe the heads of a trained model: which share of a head's scores depends on the query alone, on the
+key alone, and on a dot product of few numbers; which share the weights do not depend on (gauge); and by how much the
+weights change when the rest is left out. --out writes a page with pictures.
 
-With --tree, by which moves one arrives at each mechanism from the full interaction of all tokens.
+With --tree, print the steps that lead to each mechanism from the full interaction of all tokens.
 
 Examples:
   zonal explain --operator sko --shape 1,8,4096,64 --causal
@@ -41,7 +42,7 @@ Examples:
 
 @dataclass(frozen=True)
 class Explain:
-    """Say how an operator would be run, and why."""
+    """Print how an operator would run, and why."""
 
     operator: str = "softmax"
     """A name, or name(argument=value, ...)."""
@@ -56,15 +57,15 @@ class Explain:
     ] = None
     """Dimension of the values."""
     causal: bool = False
-    """Each query sees nothing later."""
+    """Each query sees only its own and earlier keys."""
     gradients: bool = False
     """Count the backward pass too."""
     key_padding: bool = False
-    """With a mask of real keys."""
+    """The call has a mask of padded keys."""
     memory: Annotated[
         int | None, Between(0, 2**40), tyro.conf.arg(metavar="INT", help_behavior_hint="(default: none)")
     ] = None
-    """Go on from a memory of so many tokens."""
+    """The call continues a memory of this many tokens."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """Number format."""
     device: str = "cpu"
@@ -72,7 +73,7 @@ class Explain:
     json: bool = False
     """Print JSON instead of tables."""
     tree: bool = False
-    """Of all mechanisms, by which moves one arrives at each: one tree, and what its moves assume."""
+    """Print the tree of all mechanisms and the assumptions of its steps."""
     look: ModelLook = field(default_factory=ModelLook)
 
 
@@ -148,7 +149,9 @@ def tables(found: Explanation) -> list[RenderableType]:
     return [
         _facts(found),
         Text(),
-        table("Estimates", ("path", "route", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path),
+        table(
+            "Estimates", ("path", "route", "time", "work", "moved", "peak memory", "torch calls"), estimates, found.path
+        ),
         Text(),
         table("Refused", ("path", "because"), refused),
         Text(),

@@ -39,11 +39,11 @@ class Generate:
     prompt: str = ""
     """The beginning; text, or token numbers for a model that was not trained on text."""
     max_new_tokens: Annotated[int, Between(0, 1_000_000_000)] = 200
-    """Stop after so many tokens."""
+    """Stop after this many tokens."""
     temperature: Annotated[float, Between(0, 1e6)] = 1.0
     """Below 1 more predictable, above 1 more varied, 0 always the likeliest token."""
     top_k: Annotated[int | None, COUNT, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")] = None
-    """Draw from the so many likeliest tokens only."""
+    """Draw only from this many likeliest tokens."""
     top_p: Annotated[float | None, SHARE, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: all)")] = None
     """Draw from the likeliest tokens that together have this probability."""
     stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: none)")] = None

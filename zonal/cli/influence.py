@@ -18,8 +18,9 @@ from zonal.models import CausalLM, ModelConfig, layer_list
 from zonal.theory import influence
 
 DESCRIPTION = """\
-Say how far what a token is told can travel: which inputs can reach which outputs of a causal model, through how many layers at least. One operator is
-repeated until more layers bring nothing; a list is taken as it is. What is outside cannot matter whatever the weights; what is inside need not.
+Print which inputs can influence which outputs of a causal model, and through how many layers at least. A single operator
+is repeated until more layers add nothing; a list is used as given. Inputs outside the printed range cannot matter,
+whatever the weights. Inputs inside it can, but need not.
 
 Examples:
   zonal influence --window 64 --tokens 512

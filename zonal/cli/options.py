@@ -43,15 +43,15 @@ class TaskOptions:
     tokenizer: Annotated[str | None, _shown("{byte,gpt2}", "(default: byte)")] = None
     """For text: what a token is."""
     length: Annotated[int | None, TOKENS, _shown("INT", _OFTEN)] = None
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     validation_fraction: Annotated[float | None, SHARE, _shown("FLOAT", "(default: 0.1)")] = None
-    """For text: the part at its end that is held out."""
+    """For text: the share at its end that is held out."""
     evaluation_bytes: Annotated[int | None, Between(1, 2**40), _shown("INT", "(default: 65536)")] = None
-    """For text: evaluate on so many bytes of the held-out part."""
+    """For text: evaluate on this many bytes of the held-out part."""
     max_bytes: Annotated[int | None, Between(1, 2**40), _shown("INT", "(default: all)")] = None
-    """For text: read only so many bytes of the source."""
+    """For text: read only this many bytes of the source."""
     train_fraction: Annotated[float | None, SHARE, _shown("FLOAT", "(default: 1)")] = None
-    """For text: learn from so much of what is not held out."""
+    """For text: the share of the training part that is used."""
     vocab_size: Annotated[int | None, COUNT, _shown("INT", _OFTEN)] = None
     """For recall, retrieval and periodic: size of the vocabulary."""
     pairs: Annotated[int | None, SIZE, _shown("INT", _OFTEN)] = None
@@ -67,7 +67,7 @@ class TaskOptions:
     hops: Annotated[int | None, Between(1, 64), _shown("INT", "(default: 4)")] = None
     """For paths: the most relations in a question."""
     questions: Annotated[int | None, SIZE, _shown("INT", "(default: 8)")] = None
-    """For hypernyms and paths: questions a sequence."""
+    """For hypernyms and paths: questions per sequence."""
     depth: Annotated[int | None, Between(1, 64), _shown("INT", "(default: 5, 10 and 15)")] = None
     """For sexpr: depth of the expressions."""
     frequencies: Annotated[int | None, Between(1, 1024), _shown("INT", "(default: 1, 2, 4 and 8)")] = None
@@ -88,14 +88,14 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The decoder that every operator is put into."""
+    """The decoder in which every operator is trained."""
 
     layers: Annotated[int, Between(1, 4096)] = 2
     """Number of layers."""
     dim: Annotated[int, SIZE] = 64
     """Width of the residual stream."""
     heads: Annotated[int, Between(1, 4096)] = 4
-    """Attention heads a layer."""
+    """Attention heads per layer."""
     kv_heads: Annotated[int | None, Between(1, 4096), _shown("INT", "(default: as heads)")] = None
     """Key and value heads; fewer than heads shares them between heads."""
     head_dim: Annotated[int | None, SIZE, _shown("INT", "(default: dim / heads)")] = None
@@ -117,13 +117,13 @@ class ModelOptions:
     qk_norm: bool = False
     """Normalise queries and keys."""
     residual: Residual = "pre"
-    """How layers are composed: norm before each, norm after each, a gate a channel, or a learned sum of what all earlier blocks left."""
+    """Residual connection: pre-norm, post-norm, a gate per channel, or a learned sum of all earlier results."""
     silent_tokens: Annotated[str | None, _shown("LIST", "(default: none)")] = None
-    """Tokens, such as 0,1, that ridge and Koopman read-outs read and do not store; other layers take them as any."""
+    """Tokens, such as 0,1, that ridge and Koopman read-outs do not store. Other layers treat them like any token."""
     init_std: Annotated[float, RATIO] = 0.02
-    """Standard deviation of initial weights; wider for --residual post, such as 0.125."""
+    """Standard deviation of initial weights. Use a larger one, such as 0.125, with --residual post."""
     tie_embeddings: bool = True
-    """Use the embedding as output layer too."""
+    """Use the embedding as output layer, too."""
 
     def config(self, task: tasks.Task, layers: tuple[str, ...]) -> ModelConfig:
         """The model for ``task`` with these operators, one a layer."""
@@ -152,32 +152,32 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How it is learned: AdamW with warm-up and a cosine, the same for every operator."""
+    """Training: AdamW with warm-up and cosine decay, the same for every operator."""
 
     steps: Annotated[int | None, STEPS, _shown("INT", "(default: what the budget allows)")] = None
     """Training steps of every run; with --budget, the most allowed."""
     batch_size: Annotated[int, SIZE] = 32
-    """Sequences a step."""
+    """Sequences per step."""
     accumulate: Annotated[int, SIZE] = 1
-    """Run a batch in so many parts: less memory, the same gradient."""
+    """Run a batch in this many parts: less memory, the same gradient."""
     weight_decay: Annotated[float, Between(0, 1000)] = 0.1
     """Decoupled weight decay of matrices."""
     warmup_ratio: Annotated[float, SHARE] = 0.1
-    """Part of the steps in which the learning rate rises."""
+    """Share of the steps during which the learning rate rises."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
-    """Last learning rate over the highest."""
+    """Last learning rate, as a fraction of the highest."""
     clip: Annotated[float, RATIO] = 1.0
     """Largest norm of the gradient."""
     curriculum: Annotated[str | None, _shown("LIST", "(default: none)")] = None
-    """Open the gates of rewa's distances one after another, sphere, plane, hyperbolic space, all: the parts of the run at which the last three open, such as 0.25,0.5,0.75."""
+    """Open rewa's gates (sphere, plane, hyperbolic, all) one by one, the last three at these fractions of the run."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format."""
     eval_every: Annotated[int | None, STEPS, _shown("INT", "(default: ten times a run)")] = None
     """Steps between evaluations."""
     eval_batch_size: Annotated[int | None, SIZE, _shown("INT", "(default: as batch-size)")] = None
-    """Sequences a step of evaluation."""
+    """Sequences per step of evaluation."""
     transfer_piece: Annotated[int | None, TOKENS, _shown("INT", "(default: whole)")] = None
-    """Read the longer sequences that a finished run is measured on so many tokens at a time, from the model's memory."""
+    """After training, read long test sequences this many tokens at a time, from the model's memory."""
     stop_at_accuracy: Annotated[float | None, SHARE, _shown("FLOAT", "(default: never)")] = None
     """End a run at the first evaluation with this accuracy."""
     checkpoint_seconds: Annotated[float, Between(0, 1e9)] = 60.0

@@ -27,9 +27,10 @@ STOPPED = 130
 _STEPS = 300
 
 DESCRIPTION = """\
-Search over regimes: propose moves (another score, link, anchor, power, rank, feature map, layer placement, learning rate, head size), train what
-they lead to, go on from there or not. Only what the declaration calls an operator is trained. Writes report.html with the move graph, its Markdown
-twin, findings.json, and the winner as recipe.json. Ctrl-C stops with a checkpoint; the same command goes on.
+Search for a good operator for a task. The search changes one thing at a time (score, link, anchor, power, rank, feature
+map, layer placement, learning rate, head size), trains the result, and accepts or rejects the change. Impossible
+combinations are not trained. Writes report.html with the graph of moves, report.md, findings.json, and the winner as
+recipe.json. Ctrl-C stops with a checkpoint; the same command continues.
 
 Examples:
   zonal search --task mqar-demo --operator softmax --steps 200 --seeds 2 --rounds 6 --budget 30m
@@ -49,13 +50,13 @@ class SearchOptions:
     seeds: str = "2"
     """How many seeds every regime is trained with, or a list such as 0,1,2."""
     rounds: Annotated[int, Between(1, 100_000)] = 8
-    """The most rounds: each judges the best of some moves."""
+    """The largest number of rounds. Each round decides on the best of some moves."""
     width: Annotated[int, Between(1, 1024)] = 4
     """Moves drawn in a round."""
     rungs: Annotated[int, Between(1, 64)] = 2
     """Rungs of successive halving; the last has all steps."""
     eta: Annotated[int, Between(2, 1024)] = 2
-    """How many times as long a rung trains as the one before, and the part of the regimes that goes on."""
+    """Each rung trains this many times as long as the one before, and one in this many regimes continues."""
     measure: Literal["metric", "loss", "steps"] = "metric"
     """What a regime is judged by: the task's own number, the held-out loss, or the steps to --target."""
     target: Annotated[float, SHARE] = 0.9
@@ -69,20 +70,20 @@ class SearchOptions:
     moves: str = ",".join(KINDS)
     """Kinds of moves."""
     palette: str = ",".join(PALETTE)
-    """What a placement may put into a layer."""
+    """The operators that a placement move may put into a layer."""
     draw: Annotated[int, SEED] = 0
     """Seed of the search's own draws."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(default: none)")] = None
-    """Time of training and evaluating, summed over all runs: 90s, 10m, 2h. A rung begins when it is expected to fit."""
+    """Time of training and evaluation, summed over all runs (90s, 10m, 2h). A rung begins when it should fit."""
     workers: Annotated[int, PROCESSES] = 1
-    """Regimes at a time; more than one run on Ray Tune (pip install 'zonal[search]')."""
+    """Regimes trained at a time. More than one needs Ray Tune (pip install 'zonal[search]')."""
     out: Annotated[
         Path | None,
         tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/search-TASK-..., found from the settings)"),
     ] = None
     """Folder for all files."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(optional)")] = None
-    """Go on with the search in this folder; no other settings are needed."""
+    """Continue the search in this folder; no other settings are needed."""
     title: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: from the task)")] = None
     """Heading of the page."""
     device: str = "cpu"

@@ -42,11 +42,11 @@ class Train:
     """Train one model."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """An experiment of a paper, such as echo-table3 or rewa-paths; a name that there is not lists them; or a recipe.json that zonal search wrote. It fills in what is not given here, the task among it."""
+    """An experiment of a paper (an unknown name lists them) or a recipe.json; fills in options that are not given."""
     operator: str = "softmax"
-    """One operator (or mamba2, mamba3, mesanet, gated_kalmanet, gated_deltanet) for all layers, or a list with one a layer, NAME*3 for three (then --layers is not needed)."""
+    """One operator (or mamba2, mesanet, ...) for all layers, or a list with one per layer; NAME*3 means three."""
     model_preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")] = None
-    """A model by name in place of --operator and the model's options: echo-1M, echo-50M, echo-180M, or one they are compared with, such as echo-1M-mamba."""
+    """A named model, such as echo-1M or echo-1M-mamba, in place of --operator and the model's options."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Highest learning rate."""
     seed: Annotated[int, SEED] = 0
