@@ -1,4 +1,4 @@
-"""The fast tier: of a test with many cases, those in which each value of each parameter occurs a few times."""
+"""The fast tier: of a test with many cases, those in which each value of each parameter occurs twice."""
 
 import random
 from collections import Counter
@@ -6,10 +6,10 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-WHOLE = 12
+WHOLE = 8
 """A test with at most this many cases is run whole."""
 
-TIMES = 3
+TIMES = 2
 """How often each value of each parameter occurs in the cover of a larger test."""
 
 

@@ -40,6 +40,7 @@ ENTRIES = [
     *(cls.forward for cls in LAYERS), models.ModelConfig, models.CausalLM, models.CausalLM.forward,
     models.CausalLM.generate, models.CausalLM.prefill,
     models.Encoder, models.TextEncoder, models.VisionConfig, models.VisionEncoder, models.build,
+    *(getattr(m, name) for name in m.names()),
 ]  # fmt: skip
 
 

@@ -124,12 +124,15 @@ def late(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from (part for part in ast.walk(node) if isinstance(part, ast.Import | ast.ImportFrom))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_stand_at_the_top(name: str) -> None:
-    lines = {node.lineno for node in late(TREES[name])}
-    found = [
-        f"{name}:{line} {target}" for target, line in imports(name) if line in lines and not target.startswith(OPTIONAL)
-    ]
+def test_imports_stand_at_the_top() -> None:
+    found = []
+    for name in FILES:
+        lines = {node.lineno for node in late(TREES[name])}
+        found += [
+            f"{name}:{line} {target}"
+            for target, line in imports(name)
+            if line in lines and not target.startswith(OPTIONAL)
+        ]
     assert not found, f"imports of zonal inside functions: {', '.join(found)}"
 
 

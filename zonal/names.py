@@ -15,7 +15,7 @@ _MASKS = "key_padding_mask (bool, True = real token), causal=True, cu_seqlens fo
 _LAYOUT = "tensors are (batch, heads, tokens, dim) here, and (batch, tokens, dim) for layers"
 # another library's name → the names here, the first that a call takes being meant, and what to know where it takes none
 _FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(("is_causal", "use_causal_mask"), (("causal",), "zonal.attention takes causal=, and a layer is made with it")),
+    **dict.fromkeys(("is_causal", "use_causal_mask"), (("causal",), "the causal rule is an argument of zonal.attention and of layers, causal=")),
     **dict.fromkeys(("attn_mask", "attn_bias", "mask", "attention_mask", "src_mask"), ((), f"there is no mask of pairs; give {_MASKS}")),
     **dict.fromkeys(("padding_mask", "src_key_padding_mask"), (("key_padding_mask",), f"masks are {_MASKS}")),
     **dict.fromkeys(("dropout_p", "dropout", "attention_dropout", "attn_dropout"), ((), "attention has no dropout here; leave it out")),
@@ -34,7 +34,7 @@ _FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "alibi_slopes": ((), "slopes belong to the operator: softmax(prior=zonal.prior.ALiBi())"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seq_offsets"), (("cu_seqlens",), "documents packed along the tokens are told by cu_seqlens")),
     **dict.fromkeys(("past_key_value", "past_key_values", "initial_state", "kv_cache"), (("memory",), "what came before is a zonal.Memory")),
-    **dict.fromkeys(("use_cache", "output_final_state"), (("return_memory",), "zonal.attention and layers return what they keep with return_memory=True")),
+    **dict.fromkeys(("use_cache", "output_final_state"), (("return_memory",), "calls of zonal.attention and of layers return what they keep with return_memory=True")),
     **dict.fromkeys(("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depth"), (("layers",), "a model's layers are a list of specs")),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "block_size", "seq_len"), (("max_len", "length"), "lengths are not limited")),
     "query": (("q", "x"), ""), "key": (("k",), ""), "value": (("v",), ""), "hidden_states": (("x",), ""), "input_ids": (("tokens",), ""),

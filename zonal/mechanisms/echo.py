@@ -13,6 +13,7 @@ from zonal.algebra.declaration import require
 from zonal.algebra.link import Identity
 from zonal.algebra.prior import ChunkCausal, Decay, Prior
 from zonal.algebra.score import Dot
+from zonal.names import known_names
 
 _RATE = 0.998
 
@@ -22,6 +23,7 @@ def _priors(chunk: int | None, fading: bool) -> tuple[Prior, ...]:
     return (*chunks, Decay(rates=(_RATE,), learn=False, gated=True)) if fading else chunks
 
 
+@known_names
 def ridge(
     eps: float = 0.1,
     learn_ridge: bool = True,
@@ -35,6 +37,7 @@ def ridge(
     return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ridge")
 
 
+@known_names
 def ska(
     power: int | tuple[int, ...] = 1, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
     relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,

@@ -15,6 +15,7 @@ from zonal.algebra.score import Cosine
 from zonal.mechanisms import spec as specs
 from zonal.mechanisms.slay import slay
 from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
+from zonal.names import known_names
 
 
 def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"] = 64) -> Operator:
@@ -27,6 +28,7 @@ _KERNELS: dict[str, Callable[..., Operator]] = {
 }
 
 
+@known_names
 def kernel_ridge(
     kernel: str = "squared_affine",
     power: int | tuple[int, ...] | None = None,

@@ -9,13 +9,16 @@ from zonal.algebra.anchor import Raw, Row
 from zonal.algebra.link import Identity
 from zonal.algebra.prior import Decay
 from zonal.algebra.score import Dot
+from zonal.names import known_names
 
 
+@known_names
 def linear() -> Operator:
     """elu + 1 on queries and keys, identity link, row anchor."""
     return Operator(Dot(scale=1.0, map="elu1"), Identity(), Row(), name="linear")
 
 
+@known_names
 def retention(rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997), learn: bool = True) -> Operator:
     """y_t = sum_s rate^(t - s) (q_t.k_s / sqrt D) v_s: no normalisation, so the layer norms each head's output."""
     return Operator(Dot(), Identity(), Raw(), Decay(rates=rates, learn=learn), name="retention", readout="head")

@@ -20,6 +20,7 @@ from zonal.algebra.score import Score
 from zonal.errors import ArgumentError
 from zonal.features import FeatureMap, Features
 from zonal.mechanisms import spec as specs
+from zonal.names import known_names
 
 
 def part_name(kind: type[Declaration]) -> str:
@@ -46,6 +47,7 @@ def _inner(value: Any) -> Any:
     return _part(value, kinds, "part") if named else value
 
 
+@known_names
 def regime(
     score: str = "dot",
     link: str = "exp",

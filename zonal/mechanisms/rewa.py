@@ -17,8 +17,10 @@ from zonal.algebra.prior import Prior
 from zonal.algebra.score import Categorical, NegativeDistance, OperatorPath
 from zonal.features import Features, Stationary
 from zonal.features.stationary import Stationarity
+from zonal.names import known_names
 
 
+@known_names
 def rewa(
     parts: tuple[int, ...] | None = None,
     weights: tuple[float, ...] = (1.0, 1.0, 1.0),
@@ -60,6 +62,7 @@ def rewa(
     )
 
 
+@known_names
 def rewa_oscillatory(
     amplitudes: tuple[float, ...] = (1.0,),
     decays: tuple[float, ...] = (0.5,),
@@ -88,6 +91,7 @@ def rewa_oscillatory(
     )
 
 
+@known_names
 def rewa_riemannian(
     units: int = 8,
     floor: float = 0.1,
@@ -113,6 +117,7 @@ def rewa_riemannian(
     )
 
 
+@known_names
 def rewa_topological(
     neighbours: int = 4,
     weights: tuple[float, float] = (1.0, 1.0),
@@ -145,6 +150,7 @@ def rewa_topological(
     )
 
 
+@known_names
 def rewa_operator(
     relations: int = 0,
     choices: int | None = None,
@@ -170,6 +176,7 @@ def rewa_operator(
     return Operator(score, Exp(), Row(), prior, name="rewa_operator", qk_dim=dim)
 
 
+@known_names
 def rewa_categorical(
     relation: bool = False,
     size: int | None = None,
@@ -188,6 +195,7 @@ def rewa_categorical(
     return Operator(score, Exp(), Row(), prior, name="rewa_categorical", qk_dim=dim)
 
 
+@known_names
 def rewa_functional(
     size: int = 64,
     kappa: Stationarity = "gaussian",

@@ -11,8 +11,10 @@ from zonal.algebra.link import Exp
 from zonal.algebra.metric import Hyperbolic, Product
 from zonal.algebra.prior import Prior
 from zonal.algebra.score import Dot, NegativeDistance
+from zonal.names import known_names
 
 
+@known_names
 def sinkhorn(
     rho: tuple[float | None, float | None] | None = None,
     bounds: tuple[float, float] | None = None,
@@ -34,6 +36,7 @@ def sinkhorn(
     )
 
 
+@known_names
 def hyperbolic_transport(
     temperature: float = 1.0,
     rho: tuple[float | None, float | None] | None = None,
@@ -78,6 +81,7 @@ def _plan(
     )
 
 
+@known_names
 def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
     """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks. sizes: of the tree, upward.
 

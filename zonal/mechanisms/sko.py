@@ -11,8 +11,10 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Count
 from zonal.algebra.link import Gegenbauer
 from zonal.algebra.score import Cosine
+from zonal.names import known_names
 
 
+@known_names
 def sko(
     degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0),
     manifold_dim: int | Literal["head"] = 64,

@@ -25,6 +25,7 @@ from zonal.features import (
 from zonal.features.landmarks import Choice
 from zonal.features.quadrature import Rule
 from zonal.features.slay import Fusion
+from zonal.names import known_names
 
 Factor = Literal["anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none"]
 _FACTORS = ("anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none")
@@ -107,6 +108,7 @@ def of_features(
     return Operator(Features(features, dim=dim, seed=seed, scaled=scaled), Identity(), anchor, name=name)
 
 
+@known_names
 def slay(
     scale: str = "medium",
     eps: float = 0.01,
@@ -150,6 +152,7 @@ def slay(
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
+@known_names
 def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int | None = None) -> Operator:
     """Softmax attention at scale D^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(D)).
 
@@ -158,6 +161,7 @@ def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, 
     return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")
 
 
+@known_names
 def hedgehog(
     size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None
 ) -> Operator:

@@ -8,13 +8,16 @@ from zonal.algebra.anchor import Row
 from zonal.algebra.link import Exp
 from zonal.algebra.prior import Prior
 from zonal.algebra.score import Cosine, Dot
+from zonal.names import known_names
 
 
+@known_names
 def softmax(scale: float | None = None, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
     """Dot score (scale D^-1/2 unless given), exp link, row anchor."""
     return Operator(Dot(scale=scale), Exp(), Row(), prior, name="softmax")
 
 
+@known_names
 def cosine(temperature: float = 0.1, learn_temperature: bool = True, prior: Prior | tuple[Prior, ...] = ()) -> Operator:
     """exp(cos(q, k) / temperature), row-normalised; one learned temperature a head."""
     return Operator(

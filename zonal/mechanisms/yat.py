@@ -16,13 +16,16 @@ from zonal.algebra.declaration import require
 from zonal.algebra.link import PolynomialSquare, SquaredAffine, Yat
 from zonal.algebra.score import Cosine
 from zonal.features import SquareFit, fit_square, row_weights
+from zonal.names import known_names
 
 
+@known_names
 def yat(eps: float = 0.01) -> Operator:
     """x^2 / (2 + eps - 2x): alignment over squared distance on the sphere."""
     return Operator(Cosine(), Yat(eps=eps), Row(), name="yat")
 
 
+@known_names
 def squared_affine(bias: float = 0.04, learn_bias: bool = False, d_qk: int | None = None) -> Operator:
     """(x + b)^2: nonnegative, exact with (d + 1)(d + 2)/2 features. d_qk: the size that a layer gives its queries and keys."""
     return Operator(
@@ -30,6 +33,7 @@ def squared_affine(bias: float = 0.04, learn_bias: bool = False, d_qk: int | Non
     )
 
 
+@known_names
 def polynomial_square(
     coefficients: tuple[float, ...] | None = None,
     floor: float = 0.0,
