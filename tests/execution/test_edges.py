@@ -167,14 +167,35 @@ def test_values_or_keys_without_numbers(name: str, path: str) -> None:
         y.sum().backward()
 
 
-def test_a_plan_too_large_for_its_type_is_refused() -> None:
-    """Without wishes for masses a plan is the kernel, which overflows; its gradient solves a system, which must not
-    fail as linear algebra.
-    """
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+def test_a_plan_too_large_for_its_type_is_refused(path: str, gradients: bool) -> None:
+    """Without masses to keep to, a plan is its kernel, which overflows. The dense gradient solves a system besides."""
     operator = m.sinkhorn().replace(anchor=anchor.UnbalancedPlan(rho=(0.0, 0.0))).float()
-    q, k, v = (x.float().requires_grad_() for x in tokens(5, 5))
+    q, k, v = (x.float().requires_grad_(gradients) for x in tokens(5, 5))
     with pytest.raises(NonFiniteError, match="the plan holds infinity"):
-        zonal.attention(1e3 * q, 1e3 * k, v, operator, path="dense")
+        zonal.attention(1e3 * q, 1e3 * k, v, operator, path=path)
+
+
+@pytest.mark.parametrize("path", ["dense", "tiled"])
+def test_what_is_no_number_in_a_plan_is_refused(path: str) -> None:
+    """Scores and key biases; masses of zero take no part, and give and receive nothing."""
+    operator = m.sinkhorn()
+    q, k, v = (x.float() for x in tokens(5, 5))
+    batch, heads = q.shape[0], q.shape[1]
+    broken = q.clone()
+    broken[0, 0, 2, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        zonal.attention(broken, k, v, operator, path=path)
+    for wrong in (float("nan"), float("inf")):
+        bias = torch.zeros(batch, heads, 5)
+        bias[..., 1] = wrong
+        with pytest.raises(NonFiniteError, match="NaN or infinity"):
+            zonal.attention(q, k, v, operator, path=path, key_bias=bias)
+    none, all_ = torch.zeros(batch, heads, 5), torch.ones(batch, heads, 5)
+    for masses in ((none, all_), (all_, none), (none, none)):
+        y = zonal.attention(q, k, v, operator, path=path, query_mass=masses[0], key_mass=masses[1])
+        assert not y.any()
 
 
 @pytest.mark.parametrize("path", PATHS)

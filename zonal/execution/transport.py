@@ -310,7 +310,9 @@ class _Transport(torch.autograd.Function):
             there, anchor.query_step(torch.where(there, log_m - a, 0), torch.where(there, log_mu, 0)).potential, 0
         )  # once more: rows are exact
         log_m = torch.where(there, log_m - at.query + f, ABSENT)
-        y.mul_(torch.where(there, (log_m - log_mu).exp(), 0)[..., None])
+        weights = torch.where(there, (log_m - log_mu).exp(), 0)
+        anchor.require_finite(weights)
+        y.mul_(weights[..., None])
         ctx.call, ctx.made = call, made
         ctx.save_for_backward(q, k, v, col, log_mu, log_nu, y, f, at.key, log_m)
         return y

@@ -136,7 +136,17 @@ class PlanAnchor(Anchor, abstract=True):
             + torch.where(present(marginals.query), f, ABSENT)[..., None]
             + weighted(marginals.key, g)[..., None, :]
         )
-        return log_weights.exp()
+        weights = log_weights.exp()
+        self.require_finite(weights.detach().sum(-1))
+        return weights
+
+    def require_finite(self, masses: Tensor) -> None:
+        """Raise NonFiniteError unless the masses of the plan's rows are numbers. A plan without masses to keep to may overflow."""
+        if not bool(masses.isfinite().all()):
+            raise NonFiniteError(
+                f"{type(self).__name__}: the plan holds infinity: its masses are no limit to exp(scores). "
+                "Make scores smaller, or rho larger."
+            )
 
     def stepped(
         self,
