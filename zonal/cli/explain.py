@@ -13,10 +13,10 @@ from rich.text import Text
 import zonal
 from zonal import ledger, mechanisms
 from zonal.cli import explain_model, parse
+from zonal.cli.console import ledger_tree, table
 from zonal.cli.explain_model import ModelLook
 from zonal.cli.limits import SIZE, TOKENS, Between
 from zonal.cli.options import command_line, device
-from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
 from zonal.execution.explain import Explanation
 from zonal.execution.plan import duration

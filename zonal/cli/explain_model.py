@@ -14,10 +14,10 @@ from torch import Tensor
 from zonal import tasks
 from zonal.algebra import Operator, ledger
 from zonal.cli import parse
+from zonal.cli.console import ledger_tree, table
 from zonal.cli.generate import checkpoint_in, codec
 from zonal.cli.limits import Between
 from zonal.cli.options import device
-from zonal.cli.shown import ledger_tree, table
 from zonal.errors import ArgumentError
 from zonal.nn import Attention
 from zonal.nn.evidence import HeadForm, HeadMaps, forms, maps, refusal

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from zonal.cli.console import table
 from zonal.cli.limits import Between
-from zonal.cli.shown import table
 from zonal.errors import ArgumentError
 from zonal.models import CausalLM, ModelConfig, layer_list
 from zonal.theory import influence

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zonal.evaluation.statistics import Spread, spread
-from zonal.report import diagnostics, formats, style, transfer, witnesses
+from zonal.report import diagnostics, formats, key_embeddings, style, transfer
 from zonal.report.records import Point, Run
 from zonal.report.summary import METRIC_NAMES, Row, Summary
 
@@ -145,14 +145,14 @@ def _geometry(runs: Sequence[Run]) -> dict[str, Any] | None:
     if run is None:
         return None
     before = [layer for layer in run.learned_before if "weights" in layer]
-    return witnesses.over_training(
+    return key_embeddings.over_training(
         [(0, before), *((point.step, point.geometry) for point in run.evaluations if point.step)], run.seed
     )
 
 
-def _witnesses(runs: Sequence[Run]) -> dict[str, Any] | None:
-    run = _first(runs, lambda run: run.witnesses is not None)
-    return witnesses.payload(run.witnesses, run.seed) if run and run.witnesses else None
+def _key_embeddings(runs: Sequence[Run]) -> dict[str, Any] | None:
+    run = _first(runs, lambda run: run.key_embeddings is not None)
+    return key_embeddings.payload(run.key_embeddings, run.seed) if run and run.key_embeddings else None
 
 
 def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def operator_payload(summary: Summary, row: Row, key: str, look: style.Look) -> 
         "kernels": _kernel_panels(row, runs),
         "diagnostics": diagnostics.payload(seen.diagnostics, seen.seed) if seen and seen.diagnostics else None,
         "geometry": _geometry(runs),
-        "witnesses": _witnesses(runs),
+        "embeddings": _key_embeddings(runs),
         "transfer": transfer.lines(row),
     }
 

@@ -117,7 +117,9 @@ def view(summary: Summary, identifier: str, keys: dict[str, str]) -> dict[str, A
         "transfer_pairs": transfer.slices(summary, "pairs"),
         "published": data.published,
         "geometry": any(point.geometry for run in shown for point in run.evaluations),
-        "witnesses": max((space.head for run in shown if run.witnesses for space in run.witnesses.spaces), default=0),
+        "embeddings": max(
+            (space.head for run in shown if run.key_embeddings for space in run.key_embeddings.spaces), default=0
+        ),
         "kernels": [keys[row.operator] for row in kernels],
         "diagnosed": table.diagnostics([(row.operator, row.label, found) for row, found in seen]),
         "pictures": _pictures([diagnostics.payload(found, 0) for _, found in seen]),

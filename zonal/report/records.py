@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zonal.errors import FileFormatError
-from zonal.report import archive, diagnostics, witnesses
+from zonal.report import archive, diagnostics, key_embeddings
 from zonal.report.diagnostics import Diagnostics
+from zonal.report.key_embeddings import KeyEmbeddings
 from zonal.report.published import Published
-from zonal.report.witnesses import Witnesses
 from zonal.store import read_json
 
 STATUSES = ("pending", "running", "done", "failed", "stopped")
@@ -97,7 +97,7 @@ class Run:
     training: tuple[Point, ...]
     evaluations: tuple[Point, ...]
     diagnostics: Diagnostics | None = None
-    witnesses: Witnesses | None = None
+    key_embeddings: KeyEmbeddings | None = None
 
     @property
     def done(self) -> bool:
@@ -297,7 +297,7 @@ def _run(folder: Traversable) -> Run:
         training=curves["train"],
         evaluations=curves["eval"],
         diagnostics=diagnostics.load(folder),
-        witnesses=witnesses.load(folder),
+        key_embeddings=key_embeddings.load(folder),
     )
 
 

@@ -25,7 +25,7 @@ from zonal.models import CausalLM
 from zonal.models.layers import entry_of
 from zonal.tasks.task import Batch, Task
 from zonal.training import checkpoint as checkpoints
-from zonal.training import events, inside
+from zonal.training import events, inspect
 from zonal.training.checkpoint import Progress
 from zonal.training.config import TrainConfig
 from zonal.training.curriculum import Curriculum
@@ -198,7 +198,7 @@ class _Run:
             self._announce_end()
             raise
         self._checkpoint()
-        self._look_inside()
+        self._inspect()
         self._write(status, "Stopped on request; run the same again to go on." if status == "stopped" else None)
         self._announce_end()
         return self.record
@@ -329,7 +329,7 @@ class _Run:
                 metrics["examined"] = found
         progress.evaluated = progress.step
         progress.evaluation_seconds += time.perf_counter() - started
-        geometry = inside.geometry(self.model)
+        geometry = inspect.geometry(self.model)
         self.log.append(
             {
                 "kind": "eval", "step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics,
@@ -439,11 +439,11 @@ class _Run:
         record.final, record.best, record.steps_to = progress.final, progress.best, progress.steps_to
         record.write(self.folder)
 
-    def _look_inside(self) -> None:
+    def _inspect(self) -> None:
         """What the model learned, into the record; once it is done, what its memories hold, into a file of its own."""
         self.record.learned = self.model.learned()
         if self._finished():
-            inside.write(self.folder, self.model, self.task)
+            inspect.write(self.folder, self.model, self.task)
 
     def _finish_quietly(self) -> RunResult:
         """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
@@ -454,7 +454,7 @@ class _Run:
         else:
             self._describe_model()
             self.memory = PeakMemory(self.device)
-            self._look_inside()
+            self._inspect()
             self._write("done")
         self._announce_end(skipped=True)
         return self.record

@@ -277,7 +277,7 @@
   // ---- distances: their weights while training, and where keys lie -----------------------------------------------------
   const group = (index) => css(`--group${index % 7}`);
   const spaceNames = (comparison) => [...new Set(comparison.operators.flatMap((o) => (o.geometry ? o.geometry.layers.flatMap((layer) => Object.keys(layer.weights)) : [])))];
-  const groupNames = (comparison) => comparison.operators.find((o) => o.witnesses).witnesses.groups;
+  const groupNames = (comparison) => comparison.operators.find((o) => o.embeddings).embeddings.groups;
 
   // which colour is what, once above all panels
   function addKey(holder, names) {
@@ -322,16 +322,16 @@
     return [traces, { margin: { l: 34, r: 6, t: 6, b: 38 }, xaxis: { nticks: 5, title: title("Training steps") }, yaxis: { range: [-1.05, 1.05], nticks: 5, zeroline: true, zerolinecolor: css("--line") } }];
   }
 
-  function addWitnesses(comparison, holder) {
+  function addEmbeddings(comparison, holder) {
     addKey(holder, groupNames(comparison));
     for (const operator of comparison.operators) {
-      const places = operator.witnesses ? operator.witnesses.spaces.filter((space) => space.head === 1) : [];
-      places.forEach((space, index) => addPanel(holder, operator, `${space.name}, layer ${space.layer}`, "witness", index));
+      const places = operator.embeddings ? operator.embeddings.spaces.filter((space) => space.head === 1) : [];
+      places.forEach((space, index) => addPanel(holder, operator, `${space.name}, layer ${space.layer}`, "embedding", index));
     }
   }
 
-  function witness(comparison, section, element) {
-    const { spaces, groups, group: of, tokens: texts } = comparison.operators.find((o) => o.key === element.dataset.operator).witnesses;
+  function embedding(comparison, section, element) {
+    const { spaces, groups, group: of, tokens: texts } = comparison.operators.find((o) => o.key === element.dataset.operator).embeddings;
     const chosen = section.querySelector(`input[name="${section.id}-head"]:checked`), place = spaces.filter((space) => space.head === 1)[Number(element.dataset.panel)];
     const { x, y, curvature: bent, share } = spaces.find((space) => space.layer === place.layer && space.name === place.name && space.head === Number(chosen ? chosen.value : 1)) || place;
     const traces = groups.map((name, i) => {
@@ -409,8 +409,8 @@
     return [traces, { xaxis: { rangemode: "tozero", title: title("Keys stored") }, yaxis: { range: [0, top * 1.12 || 1], title: title("Keys recalled, estimate") } }];
   }
 
-  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, weights, curvature, witness, spectrum, bars, leverage, capacity };
-  const adders = { panels: addKernels, spectra: addSpectra, geometry: addGeometry, witnesses: addWitnesses };
+  const builders = { curve, slice, transfer, memory, tradeoff, sweep, kernel, weights, curvature, embedding, spectrum, bars, leverage, capacity };
+  const adders = { panels: addKernels, spectra: addSpectra, geometry: addGeometry, embeddings: addEmbeddings };
   const sections = comparisons.map((comparison) => [comparison, document.getElementById(comparison.id)]);
   for (const [comparison, section] of sections) {
     for (const [name, add] of Object.entries(adders)) {
@@ -436,7 +436,7 @@
       const key = chip.dataset.operator;
       if (!hidden.delete(key)) hidden.add(key);
       chip.setAttribute("aria-pressed", String(!hidden.has(key)));
-      draw((element) => !["kernel", "spectrum", "weights", "curvature", "witness"].includes(element.dataset.chart));
+      draw((element) => !["kernel", "spectrum", "weights", "curvature", "embedding"].includes(element.dataset.chart));
     });
   }
   for (const [, section] of sections) {

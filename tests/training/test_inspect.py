@@ -8,9 +8,9 @@ from training.training_doubles import Recall, tiny_config
 
 from zonal.memory import RidgeStatistics
 from zonal.models import ModelConfig, build
-from zonal.report import diagnostics, witnesses
+from zonal.report import diagnostics, key_embeddings
 from zonal.training import train
-from zonal.training.inside import ROWS, geometry
+from zonal.training.inspect import ROWS, geometry
 
 
 @pytest.mark.parametrize("layers", ["ska(power=1)", "softmax, ska(power=(0, 2))", "ska(power=1, fading=True)", "ridge"])
@@ -73,7 +73,7 @@ def test_a_finished_run_says_where_its_keys_lie_and_what_its_heads_made_of_dista
         build(ModelConfig(vocab_size=Recall().vocab_size, dim=24, layers="softmax, rewa", heads=2), seed=0),
     )
     train(model, task, tiny_config(), tmp_path)
-    found = witnesses.load(tmp_path)
+    found = key_embeddings.load(tmp_path)
     assert {(space.layer, space.head, space.name) for space in found.spaces} == {
         (2, head, name) for head in (1, 2) for name in ("Euclidean", "Sphere", "Hyperbolic")
     }

@@ -7,7 +7,7 @@ from report.comparison_folder import SLUGS, write_comparison
 
 from zonal import report
 from zonal.errors import FileFormatError
-from zonal.report import witnesses
+from zonal.report import key_embeddings
 
 SPACES = (("Euclidean", 0), ("Sphere", 1), ("Hyperbolic", -1))
 
@@ -70,8 +70,8 @@ def operators(folder):
 
 def test_the_page_has_the_points_of_each_head_and_space(folder):
     found = operators(folder)
-    assert found["Softmax"]["witnesses"] is None
-    drawn, file = found["SKO"]["witnesses"], placed()
+    assert found["Softmax"]["embeddings"] is None
+    drawn, file = found["SKO"]["embeddings"], placed()
     assert drawn["groups"] == ["key", "value"]
     assert drawn["group"] == file["group"]
     assert drawn["tokens"] == file["tokens"]
@@ -115,7 +115,7 @@ def test_page_and_twin_say_what_was_learned(folder):
 def test_a_page_without_distances_does_not_speak_of_them(tmp_path):
     found = write_comparison(tmp_path, operators=("softmax", "linear"), rates=(0.001,), steps=30)
     report.write(found)
-    assert "data-witnesses" not in (found / "report.html").read_text()
+    assert "data-embeddings" not in (found / "report.html").read_text()
     assert "data-geometry" not in (found / "report.html").read_text()
 
 
@@ -134,4 +134,4 @@ def test_a_file_that_makes_no_sense_is_refused(change, message, tmp_path):
     change(record)
     (tmp_path / "witnesses.json").write_text(json.dumps(record))
     with pytest.raises(FileFormatError, match=message):
-        witnesses.load(tmp_path)
+        key_embeddings.load(tmp_path)

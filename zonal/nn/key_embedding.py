@@ -42,7 +42,7 @@ def of_layer(layer: Attention, x: Tensor) -> list[list[Part]]:
     metric = metric_of(layer)
     if metric is None:
         raise ArgumentError(
-            "witness.of_layer: a layer whose operator has the score NegativeDistance is required "
+            "key_embedding.of_layer: a layer whose operator has the score NegativeDistance is required "
             "(mechanisms.rewa), received another."
         )
     keys = layer.stored_keys(x).transpose(0, 1).flatten(1, 2)
@@ -71,7 +71,7 @@ def on_paper(points: Tensor, metric: Metric) -> tuple[Tensor, float]:
     """
     if points.ndim != 2 or points.numel() == 0 or not bool(torch.isfinite(points).all()):
         raise ArgumentError(
-            "witness.on_paper: one finite point or more, (n, D), are required, received shape "
+            "key_embedding.on_paper: one finite point or more, (n, D), are required, received shape "
             f"{tuple(points.shape)}, or numbers that are not finite."
         )
     x = points.double()

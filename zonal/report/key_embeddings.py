@@ -36,7 +36,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Witnesses:
+class KeyEmbeddings:
     """All spaces of a run in reading order, and what each token drawn is."""
 
     groups: tuple[str, ...]
@@ -45,7 +45,7 @@ class Witnesses:
     spaces: tuple[Space, ...]
 
 
-def load(folder: Traversable) -> Witnesses | None:
+def load(folder: Traversable) -> KeyEmbeddings | None:
     """The points in a run's folder, None where there are none.
 
     Raises: FileFormatError naming the file and what in it is not as above.
@@ -76,13 +76,13 @@ def load(folder: Traversable) -> Witnesses | None:
         raise FileFormatError(
             f"report: {path}: group must count the {len(groups)} names of groups from 0, got {min(group)} … {max(group)}."
         )
-    return Witnesses(groups, group, tokens, spaces)
+    return KeyEmbeddings(groups, group, tokens, spaces)
 
 
 # --- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def payload(found: Witnesses, seed: int) -> dict[str, Any]:
+def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
     """What the script draws of one run."""
     return {
         "seed": seed, "groups": list(found.groups), "group": list(found.group), "tokens": list(found.tokens),
@@ -112,4 +112,4 @@ def _by_head(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[float(f"{value:.4g}") for value in head] for head in zip(*rows, strict=True)]
 
 
-__all__ = ["NAME", "SCHEMA", "Space", "Witnesses", "load", "over_training", "payload"]
+__all__ = ["NAME", "SCHEMA", "KeyEmbeddings", "Space", "load", "over_training", "payload"]

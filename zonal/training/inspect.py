@@ -1,5 +1,5 @@
 """What is inside a trained model, beside its run for the report: of ridge memories diagnostics.json (format: ``zonal.report.diagnostics``), of attention
-by distance witnesses.json (format: ``zonal.report.witnesses``)."""
+by distance witnesses.json (format: ``zonal.report.key_embeddings``)."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from zonal.memory import FadingStatistics, RidgeStatistics
 from zonal.models import CausalLM
-from zonal.nn import Attention, witness
+from zonal.nn import Attention, key_embedding
 from zonal.nn.diagnostics import of_layer
-from zonal.report import diagnostics, witnesses
+from zonal.report import diagnostics, key_embeddings
 from zonal.store import write_json
 from zonal.tasks.task import Task
 
@@ -23,7 +23,7 @@ POINTS = 500
 
 def write(folder: Path, model: CausalLM, task: Task) -> None:
     """Look at the first held-out sequences and write the files, or none for a model without layers of these kinds."""
-    if not any(_solves(block.attention) or witness.metric_of(block.attention) for block in model.blocks):
+    if not any(_solves(block.attention) or key_embedding.metric_of(block.attention) for block in model.blocks):
         return
     tokens = next(iter(task.evaluation_batches(ROWS))).tokens.to(next(model.parameters()).device)
     training = model.training
@@ -33,7 +33,9 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
         solved = [{"layer": index, "heads": heads(layer, x)} for index, layer, x in inputs if _solves(layer)]
         seen = torch.linspace(0, tokens.numel() - 1, min(POINTS, tokens.numel()), dtype=torch.float32).round().long()
         placed = [
-            {"layer": index, "heads": spaces(layer, x, seen)} for index, layer, x in inputs if witness.metric_of(layer)
+            {"layer": index, "heads": spaces(layer, x, seen)}
+            for index, layer, x in inputs
+            if key_embedding.metric_of(layer)
         ]
     finally:
         model.train(training)
@@ -47,8 +49,14 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
         groups, group = task.token_groups(shown)
         names = [task.decode([token]) or str(token) for token in shown.tolist()]
         write_json(
-            folder / witnesses.NAME,
-            {"schema": witnesses.SCHEMA, "groups": groups, "group": group.tolist(), "tokens": names, "layers": placed},
+            folder / key_embeddings.NAME,
+            {
+                "schema": key_embeddings.SCHEMA,
+                "groups": groups,
+                "group": group.tolist(),
+                "tokens": names,
+                "layers": placed,
+            },
         )
 
 
@@ -56,7 +64,9 @@ def geometry(model: CausalLM) -> list[dict[str, Any]]:
     """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature (``algebra.metric.Product.learned``)."""
     mixers = enumerate(block.attention for block in model.blocks)
     layers = [
-        (index, mixer.learned()) for index, mixer in mixers if isinstance(mixer, Attention) and witness.metric_of(mixer)
+        (index, mixer.learned())
+        for index, mixer in mixers
+        if isinstance(mixer, Attention) and key_embedding.metric_of(mixer)
     ]
     return [
         {"layer": index, **{key: found[key] for key in ("weights", "curvature") if key in found}}
@@ -73,7 +83,7 @@ def spaces(layer: Attention, x: Tensor, seen: Tensor) -> list[list[dict[str, Any
             {"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])}
             for part in head
         ]
-        for head in witness.of_layer(layer, x)
+        for head in key_embedding.of_layer(layer, x)
     ]
 
 
