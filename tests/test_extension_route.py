@@ -1,4 +1,4 @@
-"""Adding a route takes two files: itself, and its row in the table. It is done in a copy, on which a suite then runs."""
+"""Adding a route takes two files: itself, and its row in the table. Done in a copy, on which a suite then runs."""
 
 import os
 import shutil

@@ -9,12 +9,12 @@ from torch import Tensor
 from zonal.algebra import Operator
 from zonal.algebra.named import operator_of
 from zonal.errors import ArgumentError
-from zonal.execution import native
 from zonal.execution.call import Call, autocast, prepare
 from zonal.execution.explain import Explanation, explain
 from zonal.execution.native_decode import Numbers
 from zonal.execution.plan import choose, run
 from zonal.execution.routes import Runner
+from zonal.kernels.op import plain
 from zonal.names import known_names
 
 
@@ -98,7 +98,7 @@ class Plan:
         """Whether a compiled kernel of the CPU may be given these tensors as they are."""
         if (q.shape, k.shape, v.shape) != self.shapes:
             return False
-        if not q.dtype is k.dtype is v.dtype is self.dtype is torch.float32 or not native.plain(q, k, v):
+        if not q.dtype is k.dtype is v.dtype is self.dtype is torch.float32 or not plain(q, k, v):
             return False
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return False
