@@ -19,6 +19,7 @@ from zonal.memory import DecayedSums, FeatureSums
 
 MOST_TOKENS = 16
 """Past this many tokens the kernel for whole sequences (``native_sums``) shares more work between them."""
+_FEW = 64
 
 
 def refusal(call: Call, kind: str) -> Reason:
@@ -53,16 +54,23 @@ class Numbers:
     """The learned and drawn numbers of an operator as they were when something was computed from them."""
 
     def __init__(self, operator: Operator) -> None:
-        self._kept = [x.detach().clone() for x in numbers_of(operator)]
+        # a few numbers are compared fastest as a list, many as a tensor
+        self._kept = [
+            x.tolist() if x.is_cpu and x.numel() <= _FEW else x.detach().clone() for x in numbers_of(operator)
+        ]
 
     def changed(self, operator: Operator) -> bool:
         """Whether the operator now has others."""
-        # a parametrization takes a parameter away and computes it at each call: there are then fewer, which is a change
-        now = [*operator.learned_parts._parameters.values(), *operator.fixed_parts._buffers.values()]
-        return len(now) != len(self._kept) or not all(
-            a is not None and a.dtype is b.dtype and a.device == b.device and torch.equal(a, b)
-            for a, b in zip(now, self._kept, strict=True)
-        )
+        now = numbers_of(operator)
+        if len(now) != len(self._kept):
+            return True
+        for x, kept in zip(now, self._kept, strict=True):
+            if isinstance(kept, Tensor):
+                if x.dtype is not kept.dtype or x.device != kept.device or not torch.equal(x, kept):
+                    return True
+            elif x.numel() > _FEW or x.tolist() != kept:
+                return True
+        return False
 
     @property
     def none(self) -> bool:
@@ -72,7 +80,11 @@ class Numbers:
 
 def numbers_of(operator: Operator) -> list[Tensor]:
     """What an operator has learned, and what it drew or was fitted to."""
-    return [*operator.learned_parts.values(), *operator.fixed_parts._buffers.values()]  # type: ignore[list-item]
+    # looked up past ``Module.__getattr__``, which takes a good part of a short step
+    learned, drawn = operator._modules["learned_parts"], operator._modules["fixed_parts"]._buffers  # type: ignore[union-attr]
+    # what a parametrization computes is no parameter of the module itself, which has one more module then
+    values = learned.values() if learned._modules else learned._parameters.values()  # type: ignore[union-attr]
+    return [*values, *drawn.values()]  # type: ignore[list-item]
 
 
 class Compiled:
