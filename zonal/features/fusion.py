@@ -12,7 +12,7 @@ from zonal.features.random import convolve, count_sketch
 
 
 @dataclass(frozen=True)
-class Fused(FeatureMap, abc.ABC):
+class Fused(FeatureMap, abc.ABC, abstract=True):
     """phi_left and phi_right made one."""
 
     left: FeatureMap

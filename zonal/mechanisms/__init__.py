@@ -1,65 +1,50 @@
-"""Mechanisms: an Operator value each, with its defaults and its paper. ``resolve`` reads specs such as ``ska(power=1)``."""
+"""Mechanisms: named operators, one module each, with defaults and papers. ``resolve`` reads specs such as ``ska(power=1)``."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zonal.algebra import Operator
+from zonal.algebra.modules import modules_of
 from zonal.algebra.named import reads_specs
 from zonal.mechanisms import spec as specs
-from zonal.mechanisms.echo import ridge, ska
-from zonal.mechanisms.kernel_ridge import kernel_ridge
-from zonal.mechanisms.linear import linear, retention
-from zonal.mechanisms.regime import declaration, regime, regime_spec
-from zonal.mechanisms.rewa import (
-    rewa,
-    rewa_categorical,
-    rewa_functional,
-    rewa_operator,
-    rewa_oscillatory,
-    rewa_riemannian,
-    rewa_topological,
-)
-from zonal.mechanisms.sinkhorn import hierarchical, hyperbolic_transport, sinkhorn
-from zonal.mechanisms.sko import sko
-from zonal.mechanisms.slay import hedgehog, of_features, performer, slay
-from zonal.mechanisms.softmax import cosine, softmax
-from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
+from zonal.mechanisms.of_features import of_features
+from zonal.mechanisms.regime import declaration, regime_spec
+from zonal.mechanisms.registry import MECHANISMS, Mechanism
 
-_MECHANISMS: dict[str, Callable[..., Operator]] = {
-    f.__name__: f
-    for f in (
-        softmax,
-        cosine,
-        linear,
-        retention,
-        sko,
-        yat,
-        squared_affine,
-        polynomial_square,
-        slay,
-        performer,
-        hedgehog,
-        ridge,
-        ska,
-        kernel_ridge,
-        rewa,
-        rewa_categorical,
-        rewa_functional,
-        rewa_operator,
-        rewa_oscillatory,
-        rewa_riemannian,
-        rewa_topological,
-        sinkhorn,
-        hyperbolic_transport,
-        hierarchical,
-        regime,
-    )
-}
+if TYPE_CHECKING:  # what editors show; at run time every module of this folder is found
+    from zonal.mechanisms.cosine import cosine
+    from zonal.mechanisms.hedgehog import hedgehog
+    from zonal.mechanisms.hierarchical import hierarchical
+    from zonal.mechanisms.hyperbolic_transport import hyperbolic_transport
+    from zonal.mechanisms.kernel_ridge import kernel_ridge
+    from zonal.mechanisms.linear import linear
+    from zonal.mechanisms.performer import performer
+    from zonal.mechanisms.polynomial_square import polynomial_square
+    from zonal.mechanisms.regime import regime
+    from zonal.mechanisms.retention import retention
+    from zonal.mechanisms.rewa import rewa
+    from zonal.mechanisms.rewa_categorical import rewa_categorical
+    from zonal.mechanisms.rewa_functional import rewa_functional
+    from zonal.mechanisms.rewa_operator import rewa_operator
+    from zonal.mechanisms.rewa_oscillatory import rewa_oscillatory
+    from zonal.mechanisms.rewa_riemannian import rewa_riemannian
+    from zonal.mechanisms.rewa_topological import rewa_topological
+    from zonal.mechanisms.ridge import ridge
+    from zonal.mechanisms.sinkhorn import sinkhorn
+    from zonal.mechanisms.ska import ska
+    from zonal.mechanisms.sko import sko
+    from zonal.mechanisms.slay import slay
+    from zonal.mechanisms.softmax import softmax
+    from zonal.mechanisms.squared_affine import squared_affine
+    from zonal.mechanisms.yat import yat
+
+modules_of(__name__, __path__)
+globals().update({name: found.make for name, found in MECHANISMS.items()})
 SHORT = {"sq": "squared_affine"}
 
 
 def names() -> tuple[str, ...]:
     """The names that ``resolve`` knows."""
-    return tuple(_MECHANISMS)
+    return tuple(sorted(MECHANISMS))
 
 
 @reads_specs
@@ -71,16 +56,17 @@ def resolve(spec: str) -> Operator:
     Raises: ArgumentError naming the valid names, arguments, and the nearest.
     """
     # priors are declarations, which only a regime names by texts
-    hidden = () if specs.name_of(spec) == regime.__name__ else ("prior",)
-    operator = specs.made(
-        spec, {**_MECHANISMS, **{short: _MECHANISMS[name] for short, name in SHORT.items()}}, hidden=hidden
-    )
+    hidden = () if specs.name_of(spec) == "regime" else ("prior",)
+    makers = {name: found.make for name, found in MECHANISMS.items()}
+    operator = specs.made(spec, makers | {short: makers[name] for short, name in SHORT.items()}, hidden=hidden)
     operator.spec = " ".join(spec.split())
     return operator
 
 
 __all__ = [
+    "MECHANISMS",
     "SHORT",
+    "Mechanism",
     "cosine",
     "declaration",
     "hedgehog",

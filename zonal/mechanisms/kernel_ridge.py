@@ -13,9 +13,11 @@ from zonal.algebra.link import Gegenbauer
 from zonal.algebra.prior import ChunkCausal
 from zonal.algebra.score import Cosine
 from zonal.mechanisms import spec as specs
+from zonal.mechanisms.polynomial_square import polynomial_square
+from zonal.mechanisms.registry import mechanism
 from zonal.mechanisms.slay import slay
-from zonal.mechanisms.yat import polynomial_square, squared_affine, yat
-from zonal.names import known_names
+from zonal.mechanisms.squared_affine import squared_affine
+from zonal.mechanisms.yat import yat
 
 
 def sko(degrees: tuple[float, ...] = (2.0,), manifold_dim: int | Literal["head"] = 64) -> Operator:
@@ -28,7 +30,13 @@ _KERNELS: dict[str, Callable[..., Operator]] = {
 }
 
 
-@known_names
+@mechanism(
+    "Kernel ridge",
+    "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree.",
+    weights="ridge or ska with the kernel of squared_affine, sko, yat, …",
+    memory="$2m^2 + mP$, $m$ features",
+    paths="chunked",
+)
 def kernel_ridge(
     kernel: str = "squared_affine",
     power: int | tuple[int, ...] | None = None,

@@ -20,7 +20,7 @@ from zonal.algebra.score import Score
 from zonal.errors import ArgumentError
 from zonal.features import FeatureMap, Features
 from zonal.mechanisms import spec as specs
-from zonal.names import known_names
+from zonal.mechanisms.registry import mechanism
 
 
 def part_name(kind: type[Declaration]) -> str:
@@ -47,7 +47,13 @@ def _inner(value: Any) -> Any:
     return _part(value, kinds, "part") if named else value
 
 
-@known_names
+@mechanism(
+    "Regime",
+    "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights.",
+    weights="any of the above and whatever else their parts make, by name",
+    memory="that of its parts",
+    paths="those of its parts",
+)
 def regime(
     score: str = "dot",
     link: str = "exp",

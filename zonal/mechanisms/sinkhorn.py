@@ -1,69 +1,20 @@
-"""Sinkhorn attention: softmax attention, or attention by hyperbolic distance, under constraints on what keys receive; and hierarchical attention, under ties of blocks.
+"""Sinkhorn attention: softmax attention under constraints on what keys receive.
 
 y_t = (1 / mu_t) sum_s P_ts v_s, P the plan closest to exp(q_t.k_s / sqrt D) with given sums of rows and columns. Bidirectional.
-Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations. Paper: Geometric Attention (003), section 2.7; Sander et al. 2022.
+Cost: as softmax attention, forward 2 n + 1 times its scores for n iterations.
+Papers: Geometric Attention (003), section 2.7; Sander et al. 2022.
 """
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import BoundedPlan, Hierarchical, Plan, PlanAnchor, UnbalancedPlan
+from zonal.algebra.anchor import BoundedPlan, Plan, PlanAnchor, UnbalancedPlan
 from zonal.algebra.declaration import require
 from zonal.algebra.link import Exp
-from zonal.algebra.metric import Hyperbolic, Product
 from zonal.algebra.prior import Prior
-from zonal.algebra.score import Dot, NegativeDistance
-from zonal.names import known_names
+from zonal.algebra.score import Dot
+from zonal.mechanisms.registry import mechanism
 
 
-@known_names
-def sinkhorn(
-    rho: tuple[float | None, float | None] | None = None,
-    bounds: tuple[float, float] | None = None,
-    scale: float | None = None,
-    learn: bool = False,
-    tolerance: float = 1e-5,
-    limit: int = 1000,
-    prior: Prior | tuple[Prior, ...] = (),
-) -> Operator:
-    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with ``bounds`` in a range.
-
-    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a key receives at least and at most,
-    in units of its share. learn: a layer makes the masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
-
-    Raises: ArgumentError for both rho and bounds, and for numbers out of range.
-    """
-    return Operator(
-        Dot(scale=scale), Exp(), _plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn"
-    )
-
-
-@known_names
-def hyperbolic_transport(
-    temperature: float = 1.0,
-    rho: tuple[float | None, float | None] | None = None,
-    bounds: tuple[float, float] | None = None,
-    learn: bool = False,
-    eps: float = 1e-4,
-    tolerance: float = 1e-5,
-    limit: int = 1000,
-    prior: Prior | tuple[Prior, ...] = (),
-) -> Operator:
-    """log K = -w d(q, k) / tau with d the hyperbolic distance in units of its typical size and w > 0 learned a head, and a plan as anchor, as in ``sinkhorn``.
-
-    temperature: tau. eps: where the distance becomes smooth (``metric.Hyperbolic``). The rest as for ``sinkhorn``.
-
-    Raises: ArgumentError as ``sinkhorn``.
-    """
-    score = NegativeDistance(Product((Hyperbolic(eps, scale=None),)), temperature)
-    return Operator(
-        score,
-        Exp(),
-        _plan("hyperbolic_transport", rho, bounds, learn, tolerance, limit),
-        prior,
-        name="hyperbolic_transport",
-    )
-
-
-def _plan(
+def plan(
     call: str, rho: tuple[float | None, float | None] | None, bounds: tuple[float, float] | None, learn: bool, tolerance: float, limit: int
 ) -> PlanAnchor:  # fmt: skip
     require(
@@ -81,10 +32,29 @@ def _plan(
     )
 
 
-@known_names
-def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
-    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks. sizes: of the tree, upward.
+@mechanism(
+    "Sinkhorn",
+    "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once.",
+    weights=r"$e^{q \cdot k/\sqrt D}$ scaled so that keys receive their share, exactly, about, or at most",
+    memory="none: for encoders",
+    paths="tiled",
+)
+def sinkhorn(
+    rho: tuple[float | None, float | None] | None = None,
+    bounds: tuple[float, float] | None = None,
+    scale: float | None = None,
+    learn: bool = False,
+    tolerance: float = 1e-5,
+    limit: int = 1000,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Dot score (scale D^-1/2 unless given), exp link, and a plan as anchor: balanced, with ``rho`` unbalanced, with ``bounds`` in a range.
 
-    Raises: ArgumentError for sizes below 2.
+    rho: weights of the two masses as wishes, of queries and of keys; None = met exactly. bounds: (low, high), what a key receives at least and at most,
+    in units of its share. learn: a layer makes the masses from its input. tolerance, limit: of the iteration (``anchor.PlanAnchor``).
+
+    Raises: ArgumentError for both rho and bounds, and for numbers out of range.
     """
-    return Operator(Dot(scale=scale), Exp(), Hierarchical(sizes), name="hierarchical")
+    return Operator(
+        Dot(scale=scale), Exp(), plan("sinkhorn", rho, bounds, learn, tolerance, limit), prior, name="sinkhorn"
+    )

@@ -11,10 +11,16 @@ from zonal.algebra import Operator
 from zonal.algebra.anchor import Count
 from zonal.algebra.link import Gegenbauer
 from zonal.algebra.score import Cosine
-from zonal.names import known_names
+from zonal.mechanisms.registry import mechanism
 
 
-@known_names
+@mechanism(
+    "SKO",
+    "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be negative; each head learns its own curve.",
+    weights=r"$\Phi_n(x)$, a learned Gegenbauer series, over count",
+    memory="$S(D + P)$; $mP$ at low degree",
+    paths="tiled, chunked",
+)
 def sko(
     degrees: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0),
     manifold_dim: int | Literal["head"] = 64,

@@ -7,16 +7,11 @@ kernel that is meant is ``yat(eps)``; what the features give instead, and what t
 from typing import Literal
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Row
 from zonal.algebra.declaration import require
-from zonal.algebra.link import Identity
 from zonal.features import (
     Anchors,
     FeatureMap,
-    Features,
-    LearnedExp,
     Nystrom,
-    PositiveRandom,
     RandomMaclaurin,
     Slay,
     TensorSketch,
@@ -25,7 +20,8 @@ from zonal.features import (
 from zonal.features.landmarks import Choice
 from zonal.features.quadrature import Rule
 from zonal.features.slay import Fusion
-from zonal.names import known_names
+from zonal.mechanisms.of_features import of_features
+from zonal.mechanisms.registry import mechanism
 
 Factor = Literal["anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none"]
 _FACTORS = ("anchors", "exact", "nystrom", "tensor_sketch", "maclaurin", "none")
@@ -88,27 +84,13 @@ def _factor(name: Factor, size: int, learn: bool, choice: Choice) -> FeatureMap 
             return None
 
 
-def of_features(
-    features: FeatureMap,
-    dim: int | None = None,
-    seed: int | None = None,
-    allow_signed: bool = False,
-    scaled: bool = False,
-    name: str = "features",
-) -> Operator:
-    """Row-normalised attention by any feature map: y_t = phi_q(q_t) . S_t / (phi_q(q_t) . Z_t), with constant memory.
-
-    dim, seed, scaled: as in ``features.Features``. allow_signed: accept a map whose scores may be negative; a row's sum may then come near
-    zero, and its output grow without bound.
-
-    Raises: PathError for a signed map without ``allow_signed``.
-    """
-    anchor = Row(allow_signed=allow_signed)
-    features.check(name, anchor)
-    return Operator(Features(features, dim=dim, seed=seed, scaled=scaled), Identity(), anchor, name=name)
-
-
-@known_names
+@mechanism(
+    "SLAY",
+    "spherical Yat by the paper's random features; constant memory.",
+    weights="Yat by random features ([what it is worth](slay.md))",
+    memory="$m(P + 1)$",
+    paths="tiled, chunked",
+)
 def slay(
     scale: str = "medium",
     eps: float = 0.01,
@@ -152,24 +134,4 @@ def slay(
     return of_features(features, dim, seed, allow_signed, name="slay")
 
 
-@known_names
-def performer(draws: int = 64, orthogonal: bool = True, dim: int | None = None, seed: int | None = None) -> Operator:
-    """Softmax attention at scale D^-1/2 by positive random features (FAVOR+): E phi(q) . phi(k) = exp(q.k / sqrt(D)).
-
-    dim, seed: as for ``of_features``. Source: Choromanski et al. 2021.
-    """
-    return of_features(PositiveRandom(draws, s=0.5, orthogonal=orthogonal), dim, seed, scaled=True, name="performer")
-
-
-@known_names
-def hedgehog(
-    size: int = 64, activation: Literal["softmax", "exp"] = "softmax", dim: int | None = None, seed: int | None = None
-) -> Operator:
-    """Learned positive features, softmax over [W x, -W x] with W trained: the strong baseline among linear-time maps.
-
-    dim, seed: as for ``of_features``; without a layer and without dim it stays at its start. Source: Zhang et al. 2024 (Hedgehog).
-    """
-    return of_features(LearnedExp(size, activation=activation), dim, seed, name="hedgehog")
-
-
-__all__ = ["Factor", "hedgehog", "of_features", "performer", "slay", "slay_features"]
+__all__ = ["Factor", "slay", "slay_features"]

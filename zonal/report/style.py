@@ -8,6 +8,8 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zonal.mechanisms import MECHANISMS
+
 
 @dataclass(frozen=True)
 class Look:
@@ -54,129 +56,66 @@ GROUPS = LOOKS[1:8]
 """Colours of what is no operator: spaces of a metric, groups of tokens."""
 
 # canonical operator -> (place in LOOKS, name for people, one line for the reader)
-_KNOWN = {
-    "softmax": (
-        0,
-        "Softmax",
-        "the usual attention: the exponential of the scaled dot product of query and key, each row divided by its sum. It keeps every key and value.",
-    ),
-    "sko": (
-        1,
-        "SKO",
-        "spherical kernel operator: a learnt curve turns the cosine between query and key into a weight, which may be negative; each head learns its own curve.",
-    ),
-    "squared_affine": (
-        2,
-        "Squared affine",
-        "the weight is (cosine + b)², a square that finitely many features can hold: the memory does not grow with the text.",
-    ),
-    "linear": (
-        3,
-        "Linear",
-        "query and key pass through elu + 1 and their dot product is the weight; one small matrix a head remembers the whole past.",
-    ),
+_PLACES = {
+    "softmax": 0,
+    "sko": 1,
+    "squared_affine": 2,
+    "linear": 3,
+    "ska:0": 4,
+    "yat": 5,
+    "polynomial_square": 6,
+    "ska:1": 7,
+    "cosine": 8,
+    "ska:2": 9,
+    "ridge": 10,
+    "slay": 12,
+    "performer": 13,
+    "hedgehog": 14,
+    "rewa": 15,
+    "rewa_functional": 16,
+    "rewa_operator": 17,
+    "rewa_oscillatory": 18,
+    "rewa_riemannian": 19,
+    "rewa_topological": 20,
+    "rewa_categorical": 21,
+    "regime": 23,
+    "sinkhorn": 24,
+    "kernel_ridge": 26,
+    "hyperbolic_transport": 27,
+    "hierarchical": 25,
+    "mixture": 22,
+    "mamba2": 10,
+    "mamba3": 11,
+    "gated_deltanet": 12,
+    "mesanet": 13,
+    "gated_kalmanet": 14,
+    "retention": 11,
+}
+"""The look of each known operator, as its place in ``LOOKS``."""
+_VARIANTS = {
     "ska:0": (
-        4,
         "Ridge (SKA K=0)",
         "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory.",
     ),
-    "yat": (5, "Yat", "squared cosine over squared distance: sharp where query and key nearly agree."),
-    "polynomial_square": (6, "Polynomial square", "the square of a polynomial of the cosine; constant memory."),
     "ska:1": (
-        7,
         "SKA K=1",
         "a least-squares fit as in ridge, read one learnt step further: it recalls what came after a key. Constant memory.",
     ),
-    "cosine": (8, "Cosine", "softmax over cosines, with a learnt temperature, instead of dot products."),
-    "ska:2": (9, "SKA K=2", "as SKA K=1, two steps further."),
-    "ridge": (
-        10,
-        "Ridge",
-        "each read solves a regularised least-squares fit from the keys seen so far to their values; constant memory.",
-    ),
-    "slay": (12, "SLAY", "spherical Yat by the paper's random features; constant memory."),
-    "performer": (13, "Performer", "softmax by positive random features; constant memory."),
-    "hedgehog": (14, "Hedgehog", "learnt positive features of query and key; constant memory."),
-    "rewa": (
-        15,
-        "REWA",
-        "evidence falls with distance: a learnt sum of a flat, a spherical and a hyperbolic one. It keeps every key and value.",
-    ),
-    "rewa_functional": (
-        16,
-        "REWA functional",
-        "softmax over random Fourier features, or positive ones in linear time.",
-    ),
-    "rewa_operator": (
-        17,
-        "REWA operator",
-        "tokens as matrices: evidence falls with their distance, or follows a path of learnt relations, fixed or chosen by the query.",
-    ),
-    "rewa_oscillatory": (
-        18,
-        "REWA oscillatory",
-        "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value.",
-    ),
-    "rewa_riemannian": (
-        19,
-        "REWA Riemannian",
-        "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value.",
-    ),
-    "rewa_topological": (
-        20,
-        "REWA topological",
-        "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
-    ),
-    "rewa_categorical": (
-        21,
-        "REWA categorical",
-        "tokens as frames: evidence is the trace of the turn from one to the other. It keeps every key and value.",
-    ),
-    "regime": (
-        23,
-        "Regime",
-        "an operator named by its parts: how query and key become a number, how that becomes evidence, how evidence becomes weights.",
-    ),
-    "sinkhorn": (
-        24,
-        "Sinkhorn",
-        "softmax under constraints on what keys receive, by Sinkhorn's iteration. For encoders: it reads the whole text at once.",
-    ),
-    "kernel_ridge": (
-        26,
-        "Kernel ridge",
-        "each read solves a least-squares fit from the features of keys to their values, such as squares: more pairs than keys have numbers; constant memory at low degree.",
-    ),
-    "hyperbolic_transport": (
-        27,
-        "Hyperbolic transport",
-        "evidence falls with hyperbolic distance, under constraints on what keys receive. For encoders: it reads the whole text at once.",
-    ),
-    "hierarchical": (
-        25,
-        "Hierarchical",
-        "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once.",
-    ),
-    "mixture": (22, "Mixture", "several geometries in one layer; each token decides how much of each it takes."),
-    "mamba2": (10, "Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
-    "mamba3": (11, "Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
+    "ska:2": ("SKA K=2", "as SKA K=1, two steps further."),
+    "mixture": ("Mixture", "several geometries in one layer; each token decides how much of each it takes."),
+    "mamba2": ("Mamba-2", "a state that fades by an amount each token chooses; constant memory."),
+    "mamba3": ("Mamba-3", "as Mamba-2, with a complex state and a finer rule of integration."),
     "gated_deltanet": (
-        12,
         "Gated DeltaNet",
         "a matrix that fades and is corrected at each token towards the token's value; constant memory.",
     ),
-    "mesanet": (
-        13,
-        "MesaNet",
-        "each read solves a least-squares fit that fades, by conjugate gradients; constant memory.",
-    ),
+    "mesanet": ("MesaNet", "each read solves a least-squares fit that fades, by conjugate gradients; constant memory."),
     "gated_kalmanet": (
-        14,
         "Gated KalmaNet",
         "each read solves a least-squares fit that fades, its regulariser following the keys; constant memory.",
     ),
-    "retention": (11, "Retention", "the dot product, fading by a constant factor a token; constant memory."),
 }
+"""Label and line of what is no mechanism of its own; mechanisms bring theirs."""
 _SHORT = {"sq": "squared_affine"}
 _SKA_DEFAULT_POWER = 1
 
@@ -195,7 +134,7 @@ def parse(spec: str) -> tuple[str, dict[str, object]]:
 
 
 def _canonical(spec: str) -> tuple[str, dict[str, object]]:
-    """The key of ``_KNOWN`` and the arguments that it does not already say."""
+    """The key of ``_PLACES`` and the arguments that it does not already say."""
     name, arguments = parse(spec)
     if name == "ska":
         power = arguments.get("power", _SKA_DEFAULT_POWER)
@@ -206,16 +145,23 @@ def _canonical(spec: str) -> tuple[str, dict[str, object]]:
 def label(spec: str) -> str:
     """``softmax`` → Softmax, ``ska(power=0)`` → Ridge, ``sko(degrees=(2, 3))`` → SKO (degrees=(2, 3)); a new name as it is."""
     key, rest = _canonical(spec)
-    name = _KNOWN[key][1] if key in _KNOWN else spec if not rest else parse(spec)[0]
-    if key.startswith("ska:") and key not in _KNOWN:
+    words = _words(key)
+    name = words[0] if words else spec if not rest else parse(spec)[0]
+    if key.startswith("ska:") and words is None:
         name = f"SKA K={key.removeprefix('ska:')}"
     return f"{name} ({', '.join(f'{k}={v}' for k, v in rest.items())})" if rest else name
 
 
 def explanation(spec: str) -> str | None:
     """One line on what the operator does, for readers who meet it for the first time."""
-    key, _ = _canonical(spec)
-    return _KNOWN[key][2] if key in _KNOWN else None
+    words = _words(_canonical(spec)[0])
+    return words[1] if words else None
+
+
+def _words(key: str) -> tuple[str, str] | None:
+    """Label and line of a known operator."""
+    found = MECHANISMS.get(key)
+    return _VARIANTS.get(key) if found is None else (found.label, found.line)
 
 
 def looks(specs: Sequence[str]) -> dict[str, Look]:
@@ -226,9 +172,9 @@ def looks(specs: Sequence[str]) -> dict[str, Look]:
     plain = [spec for spec in unique if not _canonical(spec)[1]]
     for spec in plain + [spec for spec in unique if spec not in plain]:
         key, _ = _canonical(spec)
-        if key in _KNOWN and _KNOWN[key][0] not in taken:
-            taken.add(_KNOWN[key][0])
-            chosen[spec] = LOOKS[_KNOWN[key][0]]
+        if key in _PLACES and _PLACES[key] not in taken:
+            taken.add(_PLACES[key])
+            chosen[spec] = LOOKS[_PLACES[key]]
     # those easiest to tell apart come first, softmax's grey last
     free = [place for place in (*range(1, len(LOOKS)), 0) if place not in taken]
     for index, spec in enumerate(spec for spec in unique if spec not in chosen):

@@ -1,43 +1,29 @@
-"""Ridge retrieval and Spectral Koopman Attention: y = eta gamma^K C P (M P)^K q with P = (G + rho I)^-1 over the keys seen so far.
+"""Spectral Koopman Attention: y = eta gamma^K C P (M P)^K q with P = (G + rho I)^-1 over the keys seen so far.
 
 G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T. K = 0 returns the value stored with a key, K = 1 the value one step later
-(an induction head), K = 2 two later, each times eta gamma^K, which starts at 1.5 x 1.009^K, and less what the ridge takes. Training and decoding are the same function, token by token. Cost: T r (r + P) a head;
-memory of a decoder: about 2 r^2 + P r numbers a head. Paper: Echo (Koopman operators).
+(an induction head), K = 2 two later, each times eta gamma^K, which starts at 1.5 x 1.009^K, and less what the ridge takes.
+Training and decoding are the same function, token by token. Cost: T r (r + P) a head; memory of a decoder: about 2 r^2 + P r
+numbers a head. Paper: Echo (Koopman operators).
 """
 
 from typing import Literal
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Koopman, Ridge
+from zonal.algebra.anchor import Koopman
 from zonal.algebra.declaration import require
 from zonal.algebra.link import Identity
-from zonal.algebra.prior import ChunkCausal, Decay, Prior
 from zonal.algebra.score import Dot
-from zonal.names import known_names
-
-_RATE = 0.998
-
-
-def _priors(chunk: int | None, fading: bool) -> tuple[Prior, ...]:
-    chunks = () if chunk is None else (ChunkCausal(size=chunk),)
-    return (*chunks, Decay(rates=(_RATE,), learn=False, gated=True)) if fading else chunks
+from zonal.mechanisms.registry import mechanism
+from zonal.mechanisms.ridge import priors
 
 
-@known_names
-def ridge(
-    eps: float = 0.1,
-    learn_ridge: bool = True,
-    key_limit: float | None = 1.0,
-    chunk: int | None = None,
-    relative: float = 0.0,
-    fading: bool = False,
-) -> Operator:
-    """Linear ridge regression from keys (clipped to norm <= key_limit) to values, refitted at every token; ``fading`` as in ``ska``."""
-    anchor = Ridge(eps=eps, learn_ridge=learn_ridge, relative=relative)
-    return Operator(Dot(scale=1.0, key_limit=key_limit), Identity(), anchor, _priors(chunk, fading), name="ridge")
-
-
-@known_names
+@mechanism(
+    "SKA",
+    "a least-squares fit as in ridge, read K learnt steps further: with K = 1 it recalls what came after a key. Constant memory.",
+    weights="ridge after $K$ steps of the keys' own dynamics",
+    memory=r"$2D^2 + DP$, and $D^2$ more for $K \ge 1$",
+    paths="chunked",
+)
 def ska(
     power: int | tuple[int, ...] = 1, eps: float = 0.1, key_limit: float | None = 1.0, chunk: int | None = None, running_max: bool = False,
     relative: float = 0.0, fading: bool = False, spectral_norm: Literal["none", "power"] = "none", rank: int | None = None,
@@ -68,7 +54,7 @@ def ska(
         Dot(scale=1.0, key_limit=key_limit),
         Identity(),
         anchor,
-        _priors(chunk, fading),
+        priors(chunk, fading),
         name="ska",
         layer_init="orthogonal",
         qk_dim=rank,

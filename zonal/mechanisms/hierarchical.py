@@ -1,0 +1,25 @@
+"""Hierarchical attention: the weights closest to softmax attention whose far tokens are tied in blocks of a tree.
+
+Bidirectional. Cost: as softmax attention. Paper: Geometric Attention (003), section 2.7.
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Hierarchical
+from zonal.algebra.link import Exp
+from zonal.algebra.score import Dot
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "Hierarchical",
+    "softmax that sees far tokens as blocks of a tree. For encoders: it reads the whole text at once.",
+    weights="the closest to softmax that sees far tokens as blocks of a tree",
+    memory="none: for encoders",
+    paths="tiled",
+)
+def hierarchical(sizes: tuple[int, ...] = (16,), scale: float | None = None) -> Operator:
+    """Dot score, exp link, anchor ``Hierarchical``: softmax attention whose far tokens are blocks. sizes: of the tree, upward.
+
+    Raises: ArgumentError for sizes below 2.
+    """
+    return Operator(Dot(scale=scale), Exp(), Hierarchical(sizes), name="hierarchical")

@@ -1,0 +1,104 @@
+"""Polynomial-square attention: K = p(x)^2 + c, x = cos(q, k), rows divided by their sum.
+
+It has m exact features, C(D + n, n) for degree n. Cost: T m P a head; memory of a decoder: m (P + 1) numbers a head.
+The recommended forms follow from measurements on SLAY (docs/slay.md).
+"""
+
+import math
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.declaration import require
+from zonal.algebra.link import PolynomialSquare, Yat
+from zonal.algebra.score import Cosine
+from zonal.features import SquareFit, fit_square, row_weights
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "Polynomial square",
+    "the square of a polynomial of the cosine; constant memory.",
+    weights="$p(x)^2 + c$ over row sum",
+    memory="$m(P + 1)$, $m$ features",
+    paths="tiled, chunked",
+)
+def polynomial_square(
+    coefficients: tuple[float, ...] | None = None,
+    floor: float = 0.0,
+    learn: bool = False,
+    degree: int | None = None,
+    eps: float = 1.0,
+    d_qk: int | None = None,
+    fit: Literal["density", "data"] = "density",
+    data: tuple[Tensor, Tensor] | None = None,
+) -> Operator:
+    """p(x)^2 + floor with p(x) = sum_k coefficients[k] x^k: nonnegative by construction.
+
+    Give coefficients, or ``degree`` (2, 4 or 6, of the whole in x): then the nearest to ``yat(eps)``, with ``fit="density"`` for random unit
+    vectors in R^d_qk (16 unless given), with ``fit="data"`` for the causal rows of ``data`` = (q, k), (…, T, d) each, as calls will bring them.
+    d_qk: the size that a layer gives its queries and keys; small ones have few features, C(d_qk + degree, degree), while values may
+    be wide. ``degree=4, d_qk=8`` and ``degree=2, d_qk=16`` are the recommended forms. How near they come: docs/slay.md.
+
+    The coefficients of a fit are in the operator's ``spec``, from which a model can make it again.
+
+    Raises: ArgumentError for both or a degree that cannot be fitted, eps <= 0, and data that are missing or not asked for.
+    """
+    require(
+        0 < eps < math.inf,
+        f"polynomial_square: eps must be > 0 (the kernel is unbounded at 0) and finite, received {eps}.",
+    )
+    require(
+        d_qk is None or d_qk >= 2,
+        f"polynomial_square: d_qk must be >= 2 (unit vectors of one number have no angle), received {d_qk}.",
+    )
+    require(fit in ("density", "data"), f"polynomial_square: fit must be 'density' or 'data', received {fit!r}.")
+    require(
+        (fit == "data") == (data is not None),
+        "polynomial_square: fit='data' and data=(q, k) go together. Pass both, or neither.",
+    )
+    require(
+        data is None or degree is not None,
+        "polynomial_square: data is what a polynomial of some degree is fitted to. Pass degree=2, 4 or 6.",
+    )
+    require(
+        coefficients is None or degree is None,
+        "polynomial_square: coefficients and degree were both given. Pass one of the two.",
+    )
+    if degree is not None:
+        link = (
+            fit_square(Yat(eps), degree, dim=16 if d_qk is None else d_qk)
+            if data is None
+            else _fitted_rows(Yat(eps), degree, data)
+        ).link
+        # the last digits of a fit differ from process to process, and a declaration must not
+        coefficients, floor = tuple(float(f"{c:.9g}") for c in link.polynomial), float(f"{link.floor:.9g}")
+    elif coefficients is None:
+        coefficients = (0.1, 0.3, 1.0)
+    spec = (
+        None
+        if data is None
+        else f"polynomial_square(coefficients={coefficients}, floor={floor}, learn={learn}, d_qk={d_qk})"
+    )
+    return Operator(
+        Cosine(),
+        PolynomialSquare(polynomial=coefficients, floor=floor, learn=learn),
+        Row(),
+        name="polynomial_square",
+        qk_dim=d_qk,
+        spec=spec,
+    )
+
+
+def _fitted_rows(kernel: Yat, degree: int, data: tuple[Tensor, Tensor]) -> SquareFit:
+    q, k = data
+    require(
+        q.ndim >= 2 and q.shape == k.shape and 0 not in q.shape,
+        f"polynomial_square: data=(q, k) must be (…, tokens, dim) each, of one shape, received {tuple(q.shape)} and {tuple(k.shape)}.",
+    )
+    # no normalised cosine leaves [-1, 1], but rounding does
+    x = (normalize(q.detach().double(), dim=-1) @ normalize(k.detach().double(), dim=-1).mT).clamp(-1, 1)
+    return fit_square(kernel, degree, angles=x, weights=row_weights(kernel, x))

@@ -1,0 +1,24 @@
+"""Retention, y_t = sum_s rate^(t - s) (q_t.k_s / sqrt D) v_s: linear attention whose past fades.
+
+Cost: T D P a head; memory of a decoder: D P numbers a head, whatever the length.
+Papers: retention (Sun et al. 2023), and the scalar-decay form of SSD (Dao & Gu 2024).
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Raw
+from zonal.algebra.link import Identity
+from zonal.algebra.prior import Decay
+from zonal.algebra.score import Dot
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "Retention",
+    "the dot product, fading by a constant factor a token; constant memory.",
+    weights=r"$\rho^{t-s} \, q \cdot k / \sqrt D$",
+    memory="$DP$",
+    paths="tiled, chunked",
+)
+def retention(rates: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997), learn: bool = True) -> Operator:
+    """y_t = sum_s rate^(t - s) (q_t.k_s / sqrt D) v_s: no normalisation, so the layer norms each head's output."""
+    return Operator(Dot(), Identity(), Raw(), Decay(rates=rates, learn=learn), name="retention", readout="head")

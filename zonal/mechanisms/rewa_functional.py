@@ -1,0 +1,53 @@
+"""REWA of functions: K_ts = exp(phi(q_t) . phi(k_s) / tau) of random Fourier features, or phi . phi of positive ones.
+
+Rows are divided by their sum. Cost: T S (m + P), or T m P in the linear form; memory of a decoder: all keys and values, or
+m (P + 1) numbers a head. Paper: REWA (004).
+"""
+
+from typing import Literal
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.declaration import require
+from zonal.algebra.link import Exp, Identity
+from zonal.features import Features, Stationary
+from zonal.features.stationary import Stationarity
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "REWA functional",
+    "softmax over random Fourier features, or positive ones in linear time.",
+    weights=r"$e^{\phi(q) \cdot \phi(k) / \tau}$ of random Fourier features, or $\phi \cdot \phi$ of positive ones, over row sum",
+    memory="$S(m + P)$; $m(P + 1)$",
+    paths="tiled; chunked",
+)
+def rewa_functional(
+    size: int = 64,
+    kappa: Stationarity = "gaussian",
+    form: Literal["softmax", "linear"] = "softmax",
+    temperature: float = 0.25,
+    width: float | None = None,
+    smoothness: float = 1.5,
+    orthogonal: bool = True,
+    learn: bool = False,
+    dim: int | None = None,
+    seed: int | None = None,
+) -> Operator:
+    """Tokens as functions: exp(phi(q) . phi(k) / tau) of random Fourier features, or phi(q) . phi(k) of positive ones in linear time; row anchor.
+
+    size: number of features. kappa: the kernel that phi . phi stands for, ``gaussian``, ``laplacian`` or ``matern``. form: ``softmax`` of signed
+    features, or ``linear`` in positive ones. temperature: tau, of softmax. learn: train the frequencies. The rest as in ``features.Stationary`` and ``Features``.
+
+    Raises: ArgumentError for names and sizes that do not fit.
+    """
+    require(form in ("softmax", "linear"), f"rewa_functional: form must be softmax or linear, received {form!r}.")
+    require(temperature > 0, f"rewa_functional: temperature must be > 0, received {temperature}.")
+    signed = form == "softmax"
+    score = Features(
+        Stationary(size, kappa, width, smoothness, orthogonal, learn, signed),
+        dim=dim,
+        seed=seed,
+        temperature=temperature if signed else 1.0,
+    )
+    return Operator(score, Exp() if signed else Identity(), Row(), name="rewa_functional")

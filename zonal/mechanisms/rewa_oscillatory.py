@@ -1,0 +1,46 @@
+"""REWA with waves: log K_ts = sum_k a_k e^(-b_k d) cos(w_k d) of the distance d of ``rewa``, rows divided by their sum.
+
+Cost: as ``rewa``, and eight operations a pair for each wave; memory of a decoder: all keys and values. Paper: REWA (004).
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.link import Oscillatory
+from zonal.algebra.prior import Prior
+from zonal.mechanisms.registry import mechanism
+from zonal.mechanisms.rewa import rewa
+
+
+@mechanism(
+    "REWA oscillatory",
+    "evidence that swings with distance and fades, in a few learnt waves. It keeps every key and value.",
+    weights=r"$e^{\sum_k a_k e^{-b_k d} \cos w_k d}$ of that distance, over row sum",
+    memory="$S(D + P)$",
+    paths="tiled",
+)
+def rewa_oscillatory(
+    amplitudes: tuple[float, ...] = (1.0,),
+    decays: tuple[float, ...] = (0.5,),
+    frequencies: tuple[float, ...] = (3.0,),
+    parts: tuple[int, ...] | None = None,
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """Evidence that swings with distance: log K = sum_k a_k e^(-b_k d) cos(w_k d), d as in ``rewa``, row anchor. Keys at a period of one another agree.
+
+    amplitudes, decays, frequencies: where a (of any sign), b > 0 and w start; learned a head (``link.Oscillatory``). The rest as for ``rewa``.
+
+    Raises: ArgumentError as ``rewa``, and for lists of unequal length.
+    """
+    operator = rewa(parts, weights, None, temperature, None, shared_witness, False, eps, prior)
+    return Operator(
+        operator.score,
+        Oscillatory(amplitudes, decays, frequencies),
+        Row(),
+        prior,
+        name="rewa_oscillatory",
+        qk_dim=operator.qk_dim,
+    )

@@ -1,0 +1,44 @@
+"""REWA on a learned manifold: K_ts = exp(-d(q_t, k_s) / tau) with d of a learned metric tensor g, rows divided by their sum.
+
+g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T. Memory of a decoder: all keys and values. Paper: REWA (004).
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.link import Exp
+from zonal.algebra.metric import Riemannian
+from zonal.algebra.prior import Prior
+from zonal.algebra.score import NegativeDistance
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "REWA Riemannian",
+    "evidence falls with distance on a space whose metric tensor is learnt. It keeps every key and value.",
+    weights=r"$e^{-d(q, k)/\tau}$ with a learned metric tensor, over row sum",
+    memory="$S(D + P + 12n)$",
+    paths="tiled",
+)
+def rewa_riemannian(
+    units: int = 8,
+    floor: float = 0.1,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    seed: int | None = None,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-d(q, k) / tau) for d of a learned metric tensor: g(x) = floor I + sum_j sigmoid(w_j . x + c_j) u_j u_j^T along the straight way, row anchor.
+
+    units: how many j; learned a key head. floor, eps, seed: as in ``metric.Riemannian``. temperature, shared_witness: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    metric = Riemannian(units, floor, eps, seed=seed)
+    return Operator(
+        NegativeDistance(metric, temperature, shared_witness=shared_witness),
+        Exp(),
+        Row(),
+        prior,
+        name="rewa_riemannian",
+    )

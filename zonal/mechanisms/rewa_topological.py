@@ -1,0 +1,53 @@
+"""REWA of shapes: K_ts = exp(-(alpha |q_t - k_s| + beta W_2(A_t, A_s)) / tau), rows divided by their sum.
+
+A_t is the persistence diagram of the neighbourhood of token t. Cost: 5 n^2 operations a pair for n neighbours; memory of a
+decoder: all keys and values. Paper: REWA (004).
+"""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.declaration import require, require_whole
+from zonal.algebra.link import Exp
+from zonal.algebra.metric import Euclidean, Product, Topological
+from zonal.algebra.prior import Prior
+from zonal.algebra.score import NegativeDistance
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism(
+    "REWA topological",
+    "evidence falls with the distance of tokens and of the shapes of their neighbourhoods. It keeps every key and value.",
+    weights=r"$e^{-d/\tau}$, with the distance of neighbourhoods by their persistence diagrams, over row sum",
+    memory="$S(3D + P + 5n^2)$",
+    paths="tiled",
+)
+def rewa_topological(
+    neighbours: int = 4,
+    weights: tuple[float, float] = (1.0, 1.0),
+    gates: tuple[float, float] | None = None,
+    temperature: float = 1.0,
+    shared_witness: bool = False,
+    eps: float = 1e-4,
+    prior: Prior | tuple[Prior, ...] = (),
+) -> Operator:
+    """exp(-(alpha |q - k| + beta W_2(A_q, A_k)) / tau) for the diagrams A of each token's causal neighbourhood, row anchor.
+
+    neighbours: how many earlier tokens make a neighbourhood; in a call the last so many numbers of q and k are its deaths, which a layer puts there
+    (``nn.deaths``). weights, gates: of the two distances, as for ``rewa``. temperature, shared_witness, eps: as for ``rewa``.
+
+    Raises: ArgumentError for numbers out of range.
+    """
+    for name, values in (("weights", weights), ("gates", gates)):
+        require(
+            values is None or len(values) == 2,
+            f"rewa_topological: {name} must be two numbers, for the plane and for diagrams, received {values}.",
+        )
+    require_whole("rewa_topological: neighbours", neighbours)
+    metric = Product((Euclidean(eps), Topological(eps)), (None, neighbours), weights, gates)
+    return Operator(
+        NegativeDistance(metric, temperature, None, shared_witness, neighbours),
+        Exp(),
+        Row(),
+        prior,
+        name="rewa_topological",
+    )
