@@ -31,8 +31,8 @@ from zonal.execution.scan import Job, Rule, Step, block_size, scan
 from zonal.features import feature_map
 from zonal.kernels import transforms
 from zonal.memory import DecayedSums, FadingStatistics, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
-from zonal.memory.base import features_refusal, statistics_refusal
 from zonal.memory.inverse import positive_inverse, with_ridge
+from zonal.memory.refusals import features_refusal, statistics_refusal
 from zonal.memory.ridge import previous_keys, read_out, rows_of
 from zonal.memory.sums import anchored, carried, least_of, with_mass
 from zonal.memory.tokens import joined

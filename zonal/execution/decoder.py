@@ -18,7 +18,8 @@ from zonal.memory import Decoder, Memory, Tokens
 class StepDecoder(Decoder):
     """``Decoder`` with a compiled kernel for the steps that one takes.
 
-    While ``_steps`` is there, it holds the numbers of all tokens, and ``_held`` the record of spans alone; else ``_held`` is the memory.
+    While ``_steps`` is there, it holds the numbers of all tokens, and ``_held`` the record of spans alone; else
+    ``_held`` is the memory.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -90,17 +91,20 @@ class StepDecoder(Decoder):
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if transforms.active():
             raise ArgumentError(
-                "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on all tokens."
+                "Decoder.step: a decoder keeps tensors, and torch.func's transforms cannot. Use zonal.attention on "
+                "all tokens."
             )
         shapes = [x.shape for x in numbers_of(self.operator)]
         if shapes != self._shapes:
             raise ArgumentError(
-                f"Decoder.step: the learned parts of operator {self.operator.name!r} had the shapes {[tuple(s) for s in self._shapes]} and have "
+                f"Decoder.step: the learned parts of operator {self.operator.name!r} had the shapes "
+                f"{[tuple(s) for s in self._shapes]} and have "
                 f"{[tuple(s) for s in shapes]}. Absorb the tokens again into a memory of the operator as it is."
             )
         if q.ndim == k.ndim == 4 and (q.shape[2] != k.shape[2] or q.shape[2] == 0):
             raise ArgumentError(
-                f"Decoder.step: at least one token is required, each with a query, received {q.shape[2]} queries and {k.shape[2]} keys."
+                f"Decoder.step: at least one token is required, each with a query, received {q.shape[2]} queries and "
+                f"{k.shape[2]} keys."
             )
 
 

@@ -1,4 +1,6 @@
-"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into sums over features and read, in one pass over the sums."""
+"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into sums over features and read, in one
+pass over the sums.
+"""
 
 from dataclasses import replace
 
@@ -88,7 +90,9 @@ def numbers_of(operator: Operator) -> list[Tensor]:
 
 
 class Compiled:
-    """What the compiled steps of all memories share: which tensors the next step takes without being prepared and planned again."""
+    """What the compiled steps of all memories share: which tensors the next step takes without being prepared and
+    planned again.
+    """
 
     def __init__(self, call: Call) -> None:
         batch, heads, _, _, _, value_dim = call.shape

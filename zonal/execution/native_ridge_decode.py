@@ -1,4 +1,6 @@
-"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into ridge statistics and read, in O(r^2) each."""
+"""Steps of a decoder by a compiled kernel on the CPU: a few tokens absorbed into ridge statistics and read, in O(r^2)
+each.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -54,7 +56,9 @@ def _unfit(call: Call, kind: str) -> Reason:
 
 
 class Sums(NamedTuple):
-    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r, r), first and last key (B, Hkv, r)."""
+    """float64, contiguous: gram, inverse (B, Hkv, r, r), cross (B, Hkv, P, r), and for powers past 0 shift (B, Hkv, r,
+    r), first and last key (B, Hkv, r).
+    """
 
     gram: Tensor
     cross: Tensor
@@ -68,7 +72,8 @@ class Sums(NamedTuple):
         return Sums(*(None if x is None else x.contiguous() for x in self))  # type: ignore[arg-type]
 
     def updated(self, rows: list[Tensor], begun: Tensor) -> "Sums":
-        """With pending updates: rows (T, B, Hkv, 2 r + P) of key z, value v, and P z / sqrt(1 + z . P z) with the inverse P before z.
+        """With pending updates: rows (T, B, Hkv, 2 r + P) of key z, value v, and P z / sqrt(1 + z . P z) with the
+        inverse P before z.
 
         begun (B,): whether the sums held a token before.
         """
@@ -87,8 +92,9 @@ class Sums(NamedTuple):
 class RidgeSteps(Compiled):
     """Ridge statistics in the hands of the kernel.
 
-    To write all sums at each token takes several times as long as to read them. So the last few tokens stay beside the sums as pending updates,
-    through which a read-out goes as well, and only every 16 tokens they are added to the sums, in a new place.
+    To write all sums at each token takes several times as long as to read them. So the last few tokens stay beside the
+    sums as pending updates, through which a read-out goes as well, and only every 16 tokens they are added to the sums,
+    in a new place.
 
     Raises: BuildError when the kernel does not compile.
     """

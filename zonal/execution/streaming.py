@@ -21,7 +21,7 @@ from zonal.execution.native_decode import SumsSteps
 from zonal.execution.native_ridge_decode import RidgeSteps
 from zonal.kernels.build import BuildError
 from zonal.memory import DecayedSums, FeatureSums, KeyValues, Memory, RidgeStatistics, Tokens
-from zonal.memory.base import features_refusal
+from zonal.memory.refusals import features_refusal
 
 
 def refusal(call: Call) -> str | None:
@@ -78,7 +78,9 @@ def by_torch(call: Call) -> tuple[Tensor, Memory | None]:
 
 
 def streaming(call: Call, memory: Memory | None, *, return_memory: bool) -> tuple[Tensor, Memory | None]:
-    """y (B, H, T, P) by torch, and the memory after the call's tokens. The given memory (None = an empty one) is not changed."""
+    """y (B, H, T, P) by torch, and the memory after the call's tokens. The given memory (None = an empty one) is not
+    changed.
+    """
     if call.q.shape[2] > 1 and call.visibility.packed:
         if memory is not None or return_memory:
             raise ArgumentError(

@@ -1,4 +1,6 @@
-"""Memories: what operators keep of the past, as values that can be absorbed into, read, merged, subtracted, forked and saved."""
+"""Memories: what operators keep of the past, as values that can be absorbed into, read, merged, subtracted, forked and
+saved.
+"""
 
 from zonal.memory.base import Memory
 from zonal.memory.criterion import Criterion

@@ -18,7 +18,9 @@ def declared_alike(operator: Operator, config: Mapping[str, Any]) -> bool:
 
 
 def unlike_draws(a: Operator, b: Operator) -> list[str]:
-    """The names of what two operators drew at random, or were fitted to, where the numbers differ; rows of heads are repeated."""
+    """The names of what two operators drew at random, or were fitted to, where the numbers differ; rows of heads are
+    repeated.
+    """
     if a is b or a.fixed_parts is b.fixed_parts:
         return []
     mine, theirs = (dict(operator.fixed_parts.named_buffers()) for operator in (a, b))
@@ -34,10 +36,13 @@ def equal_rows(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def check_draws(call: str, a: Operator, b: Operator) -> None:
-    """Raises: ArgumentError when two operators declared alike have drawn other numbers, as two layers do: sums over their features do not mix."""
+    """Raises: ArgumentError when two operators declared alike have drawn other numbers, as two layers do: sums over
+    their features do not mix.
+    """
     if same_declaration(a, b) and (unlike := unlike_draws(a, b)):
         raise ArgumentError(
-            f"{call}: both operators are declared as {a.name!r}, but their drawn numbers differ ({', '.join(unlike)}); each layer draws its own. "
+            f"{call}: both operators are declared as {a.name!r}, but their drawn numbers differ "
+            f"({', '.join(unlike)}); each layer draws its own. "
             "Use memories of one layer, or absorb the tokens again into Memory.empty of its operator."
         )
 

@@ -11,81 +11,32 @@ import torch
 from torch import Tensor
 
 from zonal.algebra import Operator
-from zonal.algebra.anchor import Ridge, TopK
 from zonal.algebra.named import operator_of
 from zonal.algebra.operator import Bound, apart
-from zonal.algebra.prior import ALiBi, ChunkCausal, Decay, Prior, Window
+from zonal.algebra.prior import ChunkCausal, Decay
 from zonal.errors import ArgumentError, NonFiniteError, unknown_name
-from zonal.features import SymmetricPowers, feature_map
 from zonal.memory import files
 from zonal.memory.alike import check_draws, declared_alike, equal_rows, same_declaration
 from zonal.memory.decoding import Decoder
 from zonal.memory.form import FLOATS, Form
 from zonal.memory.reading import Readable
+from zonal.memory.refusals import served_by, statistics_refusal
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens
 from zonal.memory.weights import check_weights, weighed
-from zonal.memory.whitened import MAX_STATISTICS, harmonics_of, width_of
 from zonal.names import known_names
 from zonal.store import understood
-
-MAX_FEATURES = 8192
-"""Past this many features a head, keys and values are kept instead."""
-
-
-def features_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
-    """Why sums over features do not carry the past of an operator, or None when they do."""
-    if parts.anchor.solves:
-        return f"anchor {type(parts.anchor).__name__} solves with the kernel among keys, which is no sum over keys"
-    if isinstance(parts.anchor, TopK):
-        return "anchor TopK keeps single keys, which a sum over keys has forgotten"
-    if not parts.score.bilinear:
-        return f"score {type(parts.score).__name__} is no dot product of prepared vectors"
-    for prior in _priors(parts):
-        if isinstance(prior, Window | ALiBi):
-            return f"prior {type(prior).__name__} weighs each past key by its distance, and a sum over keys has forgotten positions"
-    features = feature_map(parts.link)
-    if features is None:
-        return f"link {type(parts.link).__name__} has no finite feature map that is exact"
-    size = features.dimension(parts.score.width(key_dim))
-    if size > MAX_FEATURES:
-        return f"link {type(parts.link).__name__} of degree {features.degree} needs {size} features at head dimension {key_dim}, more than {MAX_FEATURES}"
-    return None
-
-
-def served_by(operator: Operator, key_dim: int) -> SymmetricPowers | None:
-    """The feature map that sums over keys can be kept with, or None."""
-    return None if features_refusal(operator, key_dim) else feature_map(operator.link)
-
-
-def statistics_refusal(parts: Operator | Bound, key_dim: int) -> str | None:
-    """Why the ridge statistics G, M, C do not carry the past of a solving operator, or None when they do."""
-    score, link, anchor = parts.score, parts.link, parts.anchor
-    if not score.plain or not link.linear:
-        what = f"kernel {type(score).__name__}-{type(link).__name__} among keys is not the plain product z.z (Dot(scale=1) or Cosine(temperature=1) with link Identity)"
-        if harmonics_of(parts) is None or key_dim < 2:
-            return f"{what}, nor a polynomial of cosines with exact features"
-        if isinstance(anchor, Ridge) and anchor.moving:
-            return f"{what}, and over features of keys no ridge follows them"
-    if width_of(parts, key_dim) > max(MAX_STATISTICS, key_dim):
-        return f"keys of {width_of(parts, key_dim)} features (head dimension {key_dim}) would make square matrices of that size, and no more than {MAX_STATISTICS} are kept"
-    if any(isinstance(p, Window) for p in _priors(parts)):
-        return "a window forgets keys one by one, and the statistics cannot"
-    return None
-
-
-def _priors(parts: Operator | Bound) -> tuple[Prior, ...]:
-    return parts.priors if isinstance(parts, Bound) else parts.prior
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Memory(Readable):
     """What ``operator`` keeps of ``count`` tokens (padding included).
 
-    A value: ``absorb``, ``merge`` and ``subtract`` return the result and leave this memory as it was; the names that end with
-    an underscore make this object the result. A failed call changes nothing. Learned values of the operator are looked up when
-    they are needed, so a memory follows its operator through training. Gradients flow through absorb and read. What it does
-    with queries is in ``reading``, with named spans in ``spans``, with the sequences of its batch in ``rows``.
+    A value: ``absorb``, ``merge`` and ``subtract`` return the result and leave this memory as it was; the names that
+    end with an underscore make this object the result. A failed call changes nothing. Learned values of the operator
+    are looked up when they are needed, so a memory follows its operator through training. Gradients flow through absorb
+    and read. What it does with queries is in ``reading``, with named spans in ``spans``, with the sequences of its
+    batch in ``rows``.
     """
 
     roundings: ClassVar[int]
@@ -93,7 +44,7 @@ class Memory(Readable):
     double: ClassVar[bool] = False
     """Whether the sums are float64 whatever comes in."""
 
-    # --- making one ----------------------------------------------------------------------------------------------------
+    # --- making one ---------------------------------------------------------------------------------------------------
 
     @staticmethod
     def kind_for(operator: Operator, key_dim: int) -> str:
@@ -123,7 +74,8 @@ class Memory(Readable):
         """The memory of ``batch`` sequences before their first token.
 
         Args:
-            operator: an Operator, or a spec such as "ridge". heads: key heads. dtype: of keys and values; sums are float32 or better (float64 when asked for), ridge statistics always float64.
+            operator: an Operator, or a spec such as "ridge". heads: key heads. dtype: of keys and values; sums are
+            float32 or better (float64 when asked for), ridge statistics always float64.
             kind: "keys" keeps keys and values whatever the operator; None = ``kind_for``.
         """
         operator = operator_of("Memory.empty", operator)
@@ -132,7 +84,8 @@ class Memory(Readable):
         operator.check("Memory.empty", key_dim if isinstance(key_dim, int) else None)
         if operator.anchor.couples:
             raise ArgumentError(
-                f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query by query would give other answers. Use attention on all of them."
+                f"Memory.empty: operator {operator.name!r} reads all queries together, so that a memory read query "
+                "by query would give other answers. Use attention on all of them."
             )
         for name, value in (("batch", batch), ("heads", heads), ("key_dim", key_dim), ("value_dim", value_dim)):
             if not isinstance(value, int) or value < 1:
@@ -145,7 +98,8 @@ class Memory(Readable):
             raise unknown_name("Memory.empty", "kind", kind, Memory._kinds())
         if kind not in (natural, "keys") and not (kind == "decayed" and natural == "features"):
             raise ArgumentError(
-                f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} or 'keys'."
+                f"Memory.empty: operator {operator.name!r} cannot keep its past as {kind!r}; it can as {natural!r} "
+                "or 'keys'."
             )
         form = Form(
             batch,
@@ -161,7 +115,7 @@ class Memory(Readable):
     def _kinds() -> "dict[str, type[Memory]]":
         return {cls.kind: cls for cls in Memory.__subclasses__()}
 
-    # --- what it can do ------------------------------------------------------------------------------------------------
+    # --- what it can do -----------------------------------------------------------------------------------------------
 
     @known_names
     def absorb(
@@ -176,7 +130,8 @@ class Memory(Readable):
         *,
         span: str | None = None,
     ) -> "Memory":
-        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks, priors and weights as in ``zonal.attention``.
+        """The memory after more tokens: k (B, Hkv, n, D), v (B, Hkv, n, P), masks, priors and weights as in
+        ``zonal.attention``.
 
         span: a name that these tokens can be forgotten by.
 
@@ -225,9 +180,11 @@ class Memory(Readable):
 
     @known_names
     def merge(self, other: "Memory", *, span: str | None = None) -> "Memory":
-        """The memory of this one's tokens and then the other's, with the spans of both. Associative; commutative only where order means nothing.
+        """The memory of this one's tokens and then the other's, with the spans of both. Associative; commutative only
+        where order means nothing.
 
-        span: a name for all of the other's tokens. Raises: ArgumentError for unlike memories and for names that are taken.
+        span: a name for all of the other's tokens. Raises: ArgumentError for unlike memories and for names that are
+        taken.
         """
         return self.joined(other, span, ({}, {}))
 
@@ -243,7 +200,8 @@ class Memory(Readable):
         self._same_form("merge", other)
         if span is not None and other.parts:
             raise ArgumentError(
-                f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it with other.unnamed(), or leave span out."
+                f"Memory.merge: the other memory has spans of its own, so {span!r} cannot name all of it. Name it "
+                "with other.unnamed(), or leave span out."
             )
         self._check_new(
             [span] if span is not None else [part.name for part in other.parts if part.name is not None], "merge"
@@ -257,12 +215,14 @@ class Memory(Readable):
 
         What has named spans is taken out by their names, as ``forget`` does.
 
-        Raises: ArgumentError when more would be taken out than was put in, or when the other cannot be a part of this one.
+        Raises: ArgumentError when more would be taken out than was put in, or when the other cannot be a part of this
+        one.
         """
         self._same_form("subtract", other)
         if other.count > self.count:
             raise ArgumentError(
-                f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}. It is no part of it."
+                f"Memory.subtract: the other memory holds {other.count} tokens, this one only {self.count}. It is no "
+                "part of it."
             )
         if not self.parts and not other.parts:
             return self.without(other)
@@ -283,7 +243,8 @@ class Memory(Readable):
                     else f"was never absorbed here (spans: {sorted(mine) or 'none'})"
                 )
                 raise ArgumentError(
-                    f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what was merged."
+                    f"Memory.subtract: span {name!r} {here}; the other memory is no part of this one. Subtract what "
+                    "was merged."
                 )
         if sum(theirs.values()) != other.count:
             raise ArgumentError(
@@ -300,7 +261,9 @@ class Memory(Readable):
         return self._become(self.forget(span))
 
     def decoder(self) -> Decoder:
-        """What goes on from here token by token, in place: ``y = decoder.step(q, k, v)``, ended by ``decoder.memory()``. This memory stays."""
+        """What goes on from here token by token, in place: ``y = decoder.step(q, k, v)``, ended by
+        ``decoder.memory()``. This memory stays.
+        """
         return Decoder.implementation(self)
 
     def fork(self) -> Self:
@@ -319,7 +282,9 @@ class Memory(Readable):
         return dataclasses.replace(whole, parts=parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans, checksum."""
+        """Write to one safetensors file, atomically: operator, what it learned and drew, shapes, dtype, count, spans,
+        checksum.
+        """
         files.save(
             path,
             {"operator": self.operator.config(), **self.about()},
@@ -375,7 +340,9 @@ class Memory(Readable):
     def described(
         about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Operator, device: torch.device
     ) -> "Memory":
-        """The memory that ``about()`` and ``contents()`` described. Raises: KeyError, ValueError and the like when they do not fit."""
+        """The memory that ``about()`` and ``contents()`` described. Raises: KeyError, ValueError and the like when they
+        do not fit.
+        """
         dtype = getattr(torch, about["dtype"])
         numbers = [about[name] for name in ("batch", "heads", "key_dim", "value_dim", "count")]
         if dtype not in FLOATS or not all(isinstance(n, int) and n >= 0 for n in numbers):
@@ -400,7 +367,7 @@ class Memory(Readable):
         whole = Memory._kinds()[about["memory"]].restored(operator, form, numbers[4], own, about["plain"])
         return dataclasses.replace(whole, parts=parts)
 
-    # --- what it is ----------------------------------------------------------------------------------------------------
+    # --- what it is ---------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         spans = [span.name for span in self.spans()]
@@ -413,16 +380,18 @@ class Memory(Readable):
 
     @property
     def drift(self) -> float:
-        """The most that rounding can have moved any number of the sums, as a part of the sum of its terms' absolute values.
+        """The most that rounding can have moved any number of the sums, as a part of the sum of its terms' absolute
+        values.
 
-        u a token, u = 2^-24 in float32 and 2^-53 in float64 (4 u where each token also fades what came before), and 8 u for the
-        terms themselves: the bound of recursive summation, whatever the order of absorbing, merging and forgetting. Errors of
-        many tokens mostly cancel, to about its square root. 0 for kept keys and values.
+        u a token, u = 2^-24 in float32 and 2^-53 in float64 (4 u where each token also fades what came before), and 8 u
+        for the
+        terms themselves: the bound of recursive summation, whatever the order of absorbing, merging and forgetting.
+        Errors of many tokens mostly cancel, to about its square root. 0 for kept keys and values.
         """
         dtype = torch.float64 if self.double else self.form.statistics
         return self.roundings * (self.count + 8) * torch.finfo(dtype).eps / 2
 
-    # --- what a kind of memory provides; used by the execution paths on prepared keys and queries -----------------------
+    # --- what a kind of memory provides; used by the execution paths on prepared keys and queries ---------------------
 
     @abc.abstractmethod
     def extended(self, tokens: Tokens) -> "Memory":
@@ -436,7 +405,7 @@ class Memory(Readable):
     def without(self, other: "Memory") -> "Memory":
         """``subtract`` of a memory of the same form."""
 
-    # --- shared --------------------------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------------------
 
     @property
     def chunk(self) -> int | None:
@@ -446,7 +415,8 @@ class Memory(Readable):
     def _become(self, other: "Memory") -> Self:
         if type(other) is not type(self):
             raise ArgumentError(
-                f"Memory: the result is a memory of kind {other.kind!r} and cannot replace one of kind {self.kind!r} in place; use the form that returns it."
+                f"Memory: the result is a memory of kind {other.kind!r} and cannot replace one of kind {self.kind!r} "
+                "in place; use the form that returns it."
             )
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, getattr(other, field.name))
@@ -467,13 +437,15 @@ class Memory(Readable):
                 )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (form.batch, n)):
             raise ArgumentError(
-                f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with True for real tokens, "
+                f"Memory.absorb: key_padding_mask must be bool of shape (batch, tokens) = {(form.batch, n)} with "
+                "True for real tokens, "
                 f"received {mask.dtype} of shape {tuple(mask.shape)}."
             )
         for name, x in (("log_decay", log_decay), ("key_bias", key_bias)):
             if x is not None and tuple(x.shape) != (form.batch, form.heads, n):
                 raise ArgumentError(
-                    f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = {(form.batch, form.heads, n)}, received {tuple(x.shape)}."
+                    f"Memory.absorb: {name} must have shape (batch, key heads, tokens) = "
+                    f"{(form.batch, form.heads, n)}, received {tuple(x.shape)}."
                 )
             if (
                 x is not None
@@ -481,7 +453,8 @@ class Memory(Readable):
                 and not (name == "log_decay" and self.operator.tags.decays)
             ):
                 raise ArgumentError(
-                    f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must be None{undeclared(name)}."
+                    f"Memory.absorb: operator {self.operator.name!r} solves with the kernel among keys; {name} must "
+                    f"be None{undeclared(name)}."
                 )
         if log_decay is not None and bool((log_decay > 0).any()):
             raise ArgumentError("Memory.absorb: log_decay must be <= 0 (a rate in (0, 1]), received positive values.")
@@ -491,7 +464,8 @@ class Memory(Readable):
             real = x if mask is None else x.masked_fill(~(mask[:, None, :, None] if x.ndim == 4 else mask[:, None]), 0)
             if not bool(torch.isfinite(real).all()):
                 raise NonFiniteError(
-                    f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or mask the token."
+                    f"Memory.absorb: {name} holds NaN or infinity in a real token; nothing was absorbed. Mend it or "
+                    "mask the token."
                 )
         return self.prepared(k, v, mask, log_decay, key_bias)
 
@@ -514,20 +488,25 @@ class Memory(Readable):
             raise ArgumentError(f"Memory.{call}: another Memory is required, received {other!r}.")
         if type(other) is not type(self):
             raise ArgumentError(
-                f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make both with the same kind in Memory.empty."
+                f"Memory.{call}: both memories must be of one kind, received {self.kind!r} and {other.kind!r}. Make "
+                "both with the same kind in Memory.empty."
             )
         if other.form != self.form:
             raise ArgumentError(
-                f"Memory.{call}: both memories must have one form, received {self.form.shown()} and {other.form.shown()}. Gather the rows that belong together, or absorb the tokens again."
+                f"Memory.{call}: both memories must have one form, received {self.form.shown()} and "
+                f"{other.form.shown()}. Gather the rows that belong together, or absorb the tokens again."
             )
         check_draws(f"Memory.{call}", self.operator, other.operator)
         if not self.of_operator(other.operator):
             raise ArgumentError(
-                f"Memory.{call}: both memories must belong to one operator, received {apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
+                f"Memory.{call}: both memories must belong to one operator, received "
+                f"{apart(self.operator, other.operator)}. Absorb the tokens again into Memory.empty of this one."
             )
 
     def check_draws(self, call: str, operator: Operator) -> None:
-        """Raises: ArgumentError, naming the call, when an operator that is declared like this memory's has drawn other numbers."""
+        """Raises: ArgumentError, naming the call, when an operator that is declared like this memory's has drawn other
+        numbers.
+        """
         check_draws(call, self.operator, operator)
 
     def of_operator(self, operator: Operator) -> bool:
@@ -543,7 +522,8 @@ def undeclared(name: str) -> str:
 
 
 def decay_of(bound: Bound, tokens: int, mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-    """log decay of each token, (B or 1, Hkv, n) float64, 0 on padding: what was given, else what the operator declares."""
+    """log decay of each token, (B or 1, Hkv, n) float64, 0 on padding: what was given, else what the operator declares.
+    """
     if given is not None:
         decay = given.double()
     elif bound.log_decay is not None:
@@ -578,12 +558,8 @@ def _part(about: Mapping[str, Any], tensors: Mapping[str, Tensor], operator: Ope
 
 
 __all__ = [
-    "MAX_FEATURES",
     "Form",
     "Memory",
     "decay_of",
-    "features_refusal",
-    "served_by",
-    "statistics_refusal",
     "undeclared",
 ]

@@ -1,4 +1,6 @@
-"""Criterion: what a memory asks of the evidence for a query before it accepts its own answer, and the file it is kept in."""
+"""Criterion: what a memory asks of the evidence for a query before it accepts its own answer, and the file it is kept
+in.
+"""
 
 import math
 import os
@@ -17,8 +19,9 @@ Thresholds = float | tuple[float, ...]
 
 
 class Evidence(NamedTuple):
-    """What a memory knows of queries, (B, H, T) each, in [0, 1]. support: how much of a query the stored keys span. residual: how far the answer is
-    from what it is held against, ``gap``; None where there is nothing to hold it against."""
+    """What a memory knows of queries, (B, H, T) each, in [0, 1]. support: how much of a query the stored keys span.
+    residual: how far the answer is from what it is held against, ``gap``; None where there is nothing to hold it
+    against."""
 
     support: Tensor
     residual: Tensor | None
@@ -26,12 +29,12 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True)
 class Criterion:
-    """A query is decided when its support is more than ``support``: accepted when its residual is at most ``residual`` then, or not known, contradicted
-    when it is more. Everything else is undecided.
+    """A query is decided when its support is more than ``support``: accepted when its residual is at most ``residual``
+    then, or not known, contradicted when it is more. Everything else is undecided.
 
-    support, residual: in [0, 1], one number or one a query head. rate: at most this part of queries that were never stored is decided, in a memory of
-    at most ``tokens`` tokens; None where nothing is stated, as by default. miss: at most this part of right claims is contradicted. ``Memory.calibrate``
-    finds all of them.
+    support, residual: in [0, 1], one number or one a query head. rate: at most this part of queries that were never
+    stored is decided, in a memory of at most ``tokens`` tokens; None where nothing is stated, as by default. miss: at
+    most this part of right claims is contradicted. ``Memory.calibrate`` finds all of them.
 
     Raises: ArgumentError for numbers outside [0, 1].
     """
@@ -53,7 +56,8 @@ class Criterion:
             )
             if not fits or not values:
                 raise ArgumentError(
-                    f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or leave it out."
+                    f"Criterion: {name} must lie in [0, 1], received {given!r}. Let Memory.calibrate find it, or "
+                    "leave it out."
                 )
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 0):
             raise ArgumentError(f"Criterion: tokens must be a whole number >= 0, received {self.tokens!r}.")
@@ -65,14 +69,17 @@ class Criterion:
             values = value if isinstance(value, tuple) else (value,)
             if len(values) not in (1, heads):
                 raise ArgumentError(
-                    f"Memory.read: the criterion has a {name} for {len(values)} heads and the queries have {heads}. Calibrate with queries of as many heads, or give one number."
+                    f"Memory.read: the criterion has a {name} for {len(values)} heads and the queries have {heads}. "
+                    "Calibrate with queries of as many heads, or give one number."
                 )
             return torch.tensor(values, dtype=torch.float64, device=like.device).view(1, -1, 1)
 
         return column("support", self.support), column("residual", self.residual)
 
     def reporter(self, heads: int, like: Tensor) -> Reporter[Evidence]:
-        """The two o-sets of queries. They exclude each other, and what they decide is what has support: stable while support only grows."""
+        """The two o-sets of queries. They exclude each other, and what they decide is what has support: stable while
+        support only grows.
+        """
         support, residual = self.columns(heads, like)
         spanned = OSet[Evidence](lambda evidence: evidence.support > support)
         agrees = OSet[Evidence](
@@ -113,14 +120,18 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b| / (|a| + |b|) over the last axis, in [0, 1]: 0 for equal vectors, 1 for opposite ones and where only one is zero."""
+    """|a - b| / (|a| + |b|) over the last axis, in [0, 1]: 0 for equal vectors, 1 for opposite ones and where only one
+    is zero.
+    """
     return ratio((a - b).norm(dim=-1), a.norm(dim=-1) + b.norm(dim=-1))
 
 
 def bound_of(name: str, found: Tensor, rate: float, least: float = 0.0) -> tuple[float, ...]:
-    """For each head the number that a further value of the same kind exceeds with a probability of at most ``rate``: found (B, H, n) in [0, 1].
+    """For each head the number that a further value of the same kind exceeds with a probability of at most ``rate``:
+    found (B, H, n) in [0, 1].
 
-    Of n values that could come in any order, the next one exceeds the k-th smallest with a probability of at most 1 - k / (n + 1).
+    Of n values that could come in any order, the next one exceeds the k-th smallest with a probability of at most 1 - k
+    / (n + 1).
 
     Raises: ArgumentError for a rate outside [0, 1], and for fewer values than it takes.
     """

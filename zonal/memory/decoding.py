@@ -1,4 +1,6 @@
-"""Decoder: what goes on from a memory token by token, in place. Implemented where the kernels are (``zonal.execution.decoder``)."""
+"""Decoder: what goes on from a memory token by token, in place. Implemented where the kernels are
+(``zonal.execution.decoder``).
+"""
 
 import abc
 from collections.abc import Sequence
@@ -13,8 +15,8 @@ from zonal.memory.form import Form
 class Decoder(abc.ABC):
     """Reads tokens that follow those of a memory, a few at each step; ``memory()`` ends it with a value again.
 
-    Unlike a memory it is changed in place, so that a step allocates little. It looks at the learned numbers of the operator at each step. A step
-    that is refused leaves it as it was. Made by ``Memory.decoder``.
+    Unlike a memory it is changed in place, so that a step allocates little. It looks at the learned numbers of the
+    operator at each step. A step that is refused leaves it as it was. Made by ``Memory.decoder``.
     """
 
     operator: Operator
@@ -42,7 +44,8 @@ class Decoder(abc.ABC):
         key_gate: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """What the queries of new tokens read, as ``zonal.attention`` with ``causal=True`` and the memory so far; the tokens are absorbed.
+        """What the queries of new tokens read, as ``zonal.attention`` with ``causal=True`` and the memory so far; the
+        tokens are absorbed.
 
         Args:
             q, k, v: (B, H, T, D), (B, Hkv, T, D), (B, Hkv, T, P) of T >= 1 tokens.
@@ -50,7 +53,8 @@ class Decoder(abc.ABC):
 
         Returns: y (B, H, T, P) in the type of q.
 
-        Raises: ArgumentError for shapes and types that do not fit, and where a learned part of the operator has another shape than it had.
+        Raises: ArgumentError for shapes and types that do not fit, and where a learned part of the operator has another
+        shape than it had.
         """
 
     @abc.abstractmethod
@@ -58,7 +62,9 @@ class Decoder(abc.ABC):
         """The ``Memory`` of all tokens so far. Later steps do not change it."""
 
     def gather(self, index: Sequence[int] | Tensor) -> Self:
-        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times. This one stays."""
+        """A decoder of the sequences ``index``, in that order; a row may be left out, or come several times. This one
+        stays.
+        """
         return type(self)(self.memory().gather(index))
 
     def fork(self) -> Self:

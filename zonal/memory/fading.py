@@ -1,8 +1,9 @@
-"""FadingStatistics: the sums of ridge and Koopman read-outs whose past fades by a rate a token, and how much of the ridge is left.
+"""FadingStatistics: the sums of ridge and Koopman read-outs whose past fades by a rate a token, and how much of the
+ridge is left.
 
-With the rate l_t = e^{g_t} of token t: G <- l_t G + z z^T, M <- l_t M + z_t z_{t-1}^T, C <- l_t C + v z^T, and for each direction of
-the keys its level, D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1: the ridge is rho diag(D), which each step gives back in one direction
-what has faded. Nothing of it depends on the learned rho.
+With the rate l_t = e^{g_t} of token t: G <- l_t G + z z^T, M <- l_t M + z_t z_{t-1}^T, C <- l_t C + v z^T, and for each
+direction of the keys its level, D <- l_t D + r (1 - l_t) e_{t mod r} from D = 1: the ridge is rho diag(D), which each
+step gives back in one direction what has faded. Nothing of it depends on the learned rho.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ from zonal.memory.tokens import Tokens
 
 
 def directions(mask: Tensor | None, before: Tensor, tokens: int, width: int) -> Tensor:
-    """(B, n): the direction t mod r whose ridge each token gives back, t the number of real tokens before it, ``before`` (B,) ahead of the first."""
+    """(B, n): the direction t mod r whose ridge each token gives back, t the number of real tokens before it,
+    ``before`` (B,) ahead of the first.
+    """
     if mask is None:
         place = torch.arange(tokens, device=before.device)[None]
     else:
@@ -56,11 +59,13 @@ def turned(back: Tensor, steps: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FadingStatistics(Memory):
-    """Sums in float64, (B, Hkv, …): gram G (r, r); cross C (P, r); level D (r); total (), the sum of log decays; for powers past 0 shift M (r, r),
-    last key (r), and first, the first key faded as everything is. padding (B,): tokens that were none, in which no time passes.
+    """Sums in float64, (B, Hkv, …): gram G (r, r); cross C (P, r); level D (r); total (), the sum of log decays; for
+    powers past 0 shift M (r, r), last key (r), and first, the first key faded as everything is. padding (B,): tokens
+    that were none, in which no time passes.
 
-    merge(a, b) fades a by what passed in b and turns the levels of b to where they would have been given back: exact, associative, not
-    commutative. subtract takes out a beginning: subtract(merge(a, b), a) = b; anything else is refused, which ``borders`` tell.
+    merge(a, b) fades a by what passed in b and turns the levels of b to where they would have been given back: exact,
+    associative, not commutative. subtract takes out a beginning: subtract(merge(a, b), a) = b; anything else is
+    refused, which ``borders`` tell.
     """
 
     kind: ClassVar[str] = "fading"
@@ -134,7 +139,8 @@ class FadingStatistics(Memory):
     def solved(self, bound: Bound) -> Tensor:
         """P = (G + rho diag(D))^-1, made from the sums at each read.
 
-        An inverse that is updated token by token is divided by each rate, and so is its rounding: after 30 nats of decay nothing of it is left.
+        An inverse that is updated token by token is divided by each rate, and so is its rounding: after 30 nats of
+        decay nothing of it is left.
         """
         return positive_inverse(self.regularised(bound), "Memory.read")
 
@@ -209,8 +215,10 @@ class FadingStatistics(Memory):
             if found is not None:
                 return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
-            "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
-            "Keep spans that may have to go as memories of their own and merge them; with power 0 a merged beginning can always be subtracted."
+            "Memory.subtract: the border after these tokens is unknown (this memory did not get them by merge), so "
+            "the transition across it cannot be taken out of M. "
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 a merged beginning "
+            "can always be subtracted."
         )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:

@@ -51,7 +51,8 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise FileFormatError(
-                    f"load {KIND}: {name!r} in {path} holds NaN, which no memory takes in. It was not written by this library."
+                    f"load {KIND}: {name!r} in {path} holds NaN, which no memory takes in. It was not written by "
+                    "this library."
                 )
     return about, groups["memory"], groups["operator"]
 

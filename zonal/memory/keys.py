@@ -59,13 +59,17 @@ class KeyValues(Memory):
         return self.buffer.room.span(self.begin, self.end)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(prepared keys (B, Hkv, n, D), values (B, Hkv, n, P), key mask (B, n), log decay (B, Hkv, n), key bias (B, Hkv, n)); None = none."""
+        """(prepared keys (B, Hkv, n, D), values (B, Hkv, n, P), key mask (B, n), log decay (B, Hkv, n), key bias (B,
+        Hkv, n)); None = none.
+        """
         held = self.tokens
         return held.k, held.v, held.mask, held.log_decay, held.key_bias
 
     @property
     def reach(self) -> int | None:
-        """How many of the last tokens can still be seen, or None for all. One more than a window's left: a read stands at the last of them."""
+        """How many of the last tokens can still be seen, or None for all. One more than a window's left: a read stands
+        at the last of them.
+        """
         window = next((p for p in self.operator.prior if isinstance(p, Window)), None)
         return None if window is None or self.chunk is not None else window.left + 1
 
@@ -102,7 +106,9 @@ class KeyValues(Memory):
         return KeyValues(self.operator, self.form, self.count + tokens.length, buffer, begin, end)
 
     def _completed(self, tokens: Tokens) -> Tokens:
-        """The tokens with every entry that the held ones have; decays that are declared need no entry unless some are given."""
+        """The tokens with every entry that the held ones have; decays that are declared need no entry unless some are
+        given.
+        """
         held, shape = self.buffer.room, tokens.k.shape[:3]
         mask = tokens.mask
         if mask is None and held.mask is not None:
@@ -128,8 +134,9 @@ class KeyValues(Memory):
         return self.weighed(q, bound, Visibility(Intervals(whole + self.hidden, whole + n, whole, whole + n - 1), n))
 
     def spanned(self, home: Tensor, bound: Bound) -> Tensor:
-        """In the features of the kernel, K(a, b) = <f(a), f(b)>, which must not be negative unless the anchor solves: 1 - what is left of f(q) when the
-        keys' have been taken out, k_q^T (K + rho I)^-1 k_q / K(q, q), for anchors that solve; for others the largest share that lies along one key."""
+        """In the features of the kernel, K(a, b) = <f(a), f(b)>, which must not be negative unless the anchor
+        solves: 1 - what is left of f(q) when the keys' have been taken out, k_q^T (K + rho I)^-1 k_q / K(q, q), for
+        anchors that solve; for others the largest share that lies along one key."""
         block, own, k = self._block(home, bound)
         if not bound.anchor.solves or not k.shape[2]:
             return self._shares(block, own, k, bound).amax(-1) if k.shape[2] else own.new_zeros(own.shape)
@@ -163,7 +170,9 @@ class KeyValues(Memory):
         )
 
     def _block(self, home: Tensor, bound: Bound) -> tuple[Tensor, Tensor, Tensor]:
-        """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in log space, and those keys (B, H, S, D)."""
+        """K of the queries (B, H, T, D) with the keys that a read sees, K(q, q) (B, H, T), in logarithms for a link in
+        log space, and those keys (B, H, S, D).
+        """
         if bound.anchor.solves and self.operator.tags.decays:
             raise no_evidence(
                 self.kind, self.operator.name, "its past fades, which only sums (kind='fading') keep account of"
@@ -238,7 +247,8 @@ class KeyValues(Memory):
         n = theirs.length
         if self.count != mine.length or other.count != n:
             raise ArgumentError(
-                "Memory.subtract: one of the memories has let go of tokens outside its window, so its tokens cannot be told apart."
+                "Memory.subtract: one of the memories has let go of tokens outside its window, so its tokens cannot "
+                "be told apart."
             )
         for start in (0, mine.length - n):
             part = mine.span(start, start + n)
@@ -246,7 +256,8 @@ class KeyValues(Memory):
                 rest = mine.span(n, mine.length) if start == 0 else mine.span(0, start)
                 return KeyValues(self.operator, self.form, self.count - n, _Buffer(rest, rest.length), 0, rest.length)
         raise ArgumentError(
-            "Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. Merge under a name, merge(other, span=…), what may have to go from the middle."
+            "Memory.subtract: the other memory's keys and values are neither the first nor the last of this one. "
+            "Merge under a name, merge(other, span=…), what may have to go from the middle."
         )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
@@ -256,7 +267,8 @@ class KeyValues(Memory):
             return replace(self, count=self.count - count)
         if gone:
             raise ArgumentError(
-                f"Memory.forget: the window has let go of {gone} tokens before this span's last, which would be seen again without it. "
+                f"Memory.forget: the window has let go of {gone} tokens before this span's last, which would be seen "
+                "again without it. "
                 "Read the tokens again without the span, or keep them with kind='keys' of an operator without a window."
             )
         return self._holding(joined(held.span(0, start), held.span(start + count, held.length)), self.count - count)
@@ -323,7 +335,9 @@ class KeyValues(Memory):
 
 
 def _key_dtype(operator: Operator, form: Form) -> torch.dtype:
-    """Of kept keys: that of the memory, but float32 at least where the score changes keys (a unit vector in bfloat16 is off by 0.4 %)."""
+    """Of kept keys: that of the memory, but float32 at least where the score changes keys (a unit vector in bfloat16 is
+    off by 0.4 %).
+    """
     return form.dtype if operator.score.keeps_keys else form.statistics
 
 

@@ -1,7 +1,8 @@
 """Where memories that fade were merged, so that their beginning can be told from their end.
 
-What such a memory holds of its end is not faded, and of its beginning it is: to take the one out as if it were the other gives sums of nothing.
-Sums alone do not say which is which. So a merge writes down what the tokens before its border came to, as two numbers a head.
+What such a memory holds of its end is not faded, and of its beginning it is: to take the one out as if it were the
+other gives sums of nothing. Sums alone do not say which is which. So a merge writes down what the tokens before its
+border came to, as two numbers a head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,15 @@ from torch import Tensor
 from zonal.errors import ArgumentError
 
 _SAME = 1e-4
-"""Marks that differ by less, relative to the sums, are of the same tokens: float32 sums in another order differ by 1e-6."""
+"""Marks that differ by less, relative to the sums, are of the same tokens: float32 sums in another order differ by
+1e-6.
+"""
 
 
 class Border(NamedTuple):
-    """A border ``at`` tokens from the start. total (B, Hkv): the log decays before it; mark (B, Hkv, 2): of the sums before it."""
+    """A border ``at`` tokens from the start. total (B, Hkv): the log decays before it; mark (B, Hkv, 2): of the sums
+    before it.
+    """
 
     at: int
     total: Tensor
@@ -25,7 +30,9 @@ class Border(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What a memory that fades shows of itself: its tokens, its log decays, the mark of its sums and the largest norm of a head's, its borders."""
+    """What a memory that fades shows of itself: its tokens, its log decays, the mark of its sums and the largest norm
+    of a head's, its borders.
+    """
 
     count: int
     total: Tensor
@@ -67,11 +74,13 @@ def after_subtract(mine: Marked, others: Marked) -> tuple[Border, ...]:
     if not any(b.at == others.count and _same(b.mark, others.mark, size) for b in mine.borders):
         if any(b.at == mine.count - others.count and _same(_between(b, mine), others.mark, size) for b in mine.borders):
             raise ArgumentError(
-                "Memory.subtract: the other memory is the end of this one, and where the past fades only the beginning can be taken out of sums. "
+                "Memory.subtract: the other memory is the end of this one, and where the past fades only the "
+                "beginning can be taken out of sums. "
                 "Keep this memory from before the merge, or merge with a name (span=…) and forget it."
             )
         raise ArgumentError(
-            "Memory.subtract: the border after these tokens is unknown: where the past fades only a beginning that this memory got by merge can be taken out of its sums. "
+            "Memory.subtract: the border after these tokens is unknown: where the past fades only a beginning that "
+            "this memory got by merge can be taken out of its sums. "
             "Merge memories of these tokens and of the later ones, or absorb them with a name (span=…) and forget it."
         )
     kept = (b for b in mine.borders if b.at > others.count)

@@ -16,10 +16,11 @@ from zonal.names import known_names
 
 
 class Reading(NamedTuple):
-    """values (B, H, T, P); verdict (B, H, T) int8, values of ``Verdict``; support and residual (B, H, T) in [0, 1], the evidence.
+    """values (B, H, T, P); verdict (B, H, T) int8, values of ``Verdict``; support and residual (B, H, T) in [0, 1], the
+    evidence.
 
-    residual: None where the answer cannot be held against anything. rate: the most of queries never stored that are decided, as far as that is stated
-    for a memory of so many tokens; else None.
+    residual: None where the answer cannot be held against anything. rate: the most of queries never stored that are
+    decided, as far as that is stated for a memory of so many tokens; else None.
     """
 
     values: Tensor
@@ -33,7 +34,7 @@ class Reading(NamedTuple):
 class Readable(Batched):
     """What a memory does with queries."""
 
-    # --- verbs ---------------------------------------------------------------------------------------------------------
+    # --- verbs --------------------------------------------------------------------------------------------------------
 
     @overload
     def read(self, q: Tensor, *, report: Literal[False] = False, claim: None = None) -> Tensor: ...
@@ -43,11 +44,12 @@ class Readable(Batched):
 
     @known_names
     def read(self, q: Tensor, *, report: bool | Criterion = False, claim: Tensor | None = None) -> Tensor | Reading:
-        """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed position.
+        """What queries (B, H, T, D) get from all absorbed tokens, (B, H, T, P), each standing at the last absorbed
+        position.
 
-        report: with a criterion (True: the default one) a ``Reading``, which says of each query whether its answer is accepted, contradicted, or not
-        known yet. Evidence carries no gradients. claim: values (B, H, T, P) to judge in place of the memory's own, before the anchor's factor a head:
-        contradicted where the memory answers otherwise.
+        report: with a criterion (True: the default one) a ``Reading``, which says of each query whether its answer is
+        accepted, contradicted, or not known yet. Evidence carries no gradients. claim: values (B, H, T, P) to judge in
+        place of the memory's own, before the anchor's factor a head: contradicted where the memory answers otherwise.
 
         Raises: ArgumentError for shapes, and where a memory of this kind holds no evidence.
         """
@@ -72,11 +74,13 @@ class Readable(Batched):
             return Reading(values, verdict, *evidence, criterion.rate if stated else None)
 
     def support(self, q: Tensor) -> Tensor:
-        """How much of each query, taken as a key, the stored keys span, (B, H, T) in [0, 1], from none of it to all. What that is measured by:
+        """How much of each query, taken as a key, the stored keys span, (B, H, T) in [0, 1], from none of it to all.
+        What that is measured by:
 
-        Ridge statistics: 1 - q^T P q / q^T P_0 q, with P = (G + rho I)^-1 and P_0 the same of an empty memory: what the leverage has come down by.
-        Kept keys: the same in the features of the kernel, of one key (the best) or, for anchors that solve, of all. Sums over features: K summed over
-        all keys, which is more than any one's, as a part of K(q, q).
+        Ridge statistics: 1 - q^T P q / q^T P_0 q, with P = (G + rho I)^-1 and P_0 the same of an empty memory: what the
+        leverage has come down by.
+        Kept keys: the same in the features of the kernel, of one key (the best) or, for anchors that solve, of all.
+        Sums over features: K summed over all keys, which is more than any one's, as a part of K(q, q).
 
         Raises: ArgumentError where a memory of this kind cannot know.
         """
@@ -94,17 +98,20 @@ class Readable(Batched):
         stored: tuple[Tensor, Tensor] | None = None,
         miss: float = 0.01,
     ) -> Criterion:
-        """The criterion that decides at most ``rate`` of queries like ``strangers`` (B, H, n, D), none of which was ever stored; n >= 1 / rate - 1.
+        """The criterion that decides at most ``rate`` of queries like ``strangers`` (B, H, n, D), none of which was
+        ever stored; n >= 1 / rate - 1.
 
-        That holds for this memory as full as it is, head by head over all rows of the batch, when further strangers are as these; and for the same
-        memory at any earlier time, where support only grows. least: the support that is asked for in any case. stored: (q, v) of pairs that are stored:
-        at most ``miss`` of claims that are as right as these is contradicted. Without it the residual is the default one.
+        That holds for this memory as full as it is, head by head over all rows of the batch, when further strangers are
+        as these; and for the same memory at any earlier time, where support only grows. least: the support that is
+        asked for in any case. stored: (q, v) of pairs that are stored: at most ``miss`` of claims that are as right as
+        these is contradicted. Without it the residual is the default one.
 
         Raises: ArgumentError for rates outside [0, 1], and for too few strangers or pairs.
         """
         if not isinstance(least, int | float) or isinstance(least, bool) or not 0 <= least <= 1:
             raise ArgumentError(
-                f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which nothing is accepted."
+                f"Memory.calibrate: least must lie in [0, 1], received {least!r}. It is the support below which "
+                "nothing is accepted."
             )
         if not all(bool(torch.isfinite(x).all()) for x in (strangers, *(stored or ()))):
             raise ArgumentError(
@@ -118,7 +125,7 @@ class Readable(Batched):
         assert residual is not None
         return Criterion(support, bound_of("miss", residual, miss), rate, miss, self.count)
 
-    # --- what a kind of memory provides --------------------------------------------------------------------------------
+    # --- what a kind of memory provides -------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def lookup(self, q: Tensor, bound: Bound) -> Tensor:
@@ -129,8 +136,9 @@ class Readable(Batched):
         raise no_evidence(self.kind, self.operator.name, "it holds sums that have forgotten single keys")
 
     def differing(self, q: Tensor, home: Tensor, bound: Bound, y: Tensor, support: Tensor) -> Tensor | None:
-        """The largest ``gap`` (B, H, T) between what the whole answers prepared queries and what those of its spans do that support the query by themselves, with more
-        than ``support`` (1, H, 1). 0 where none does; None for a memory without spans."""
+        """The largest ``gap`` (B, H, T) between what the whole answers prepared queries and what those of its spans
+        do that support the query by themselves, with more than ``support`` (1, H, 1). 0 where none does; None for a
+        memory without spans."""
         if not self.parts:
             return None
         worst = y.new_zeros(y.shape[:3])
@@ -142,7 +150,7 @@ class Readable(Batched):
                 )
         return worst
 
-    # --- shared --------------------------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------------------
 
     def _judged(
         self, q: Tensor, y: Tensor, home: Tensor, bound: Bound, criterion: Criterion, claim: Tensor | None
@@ -150,7 +158,8 @@ class Readable(Batched):
         """Verdicts of prepared queries whose answers are y, and the evidence."""
         if not isinstance(criterion, Criterion):
             raise ArgumentError(
-                f"Memory.read: report must be True, False or a Criterion, received {criterion!r}. Memory.calibrate makes one."
+                f"Memory.read: report must be True, False or a Criterion, received {criterion!r}. Memory.calibrate "
+                "makes one."
             )
         reporter = criterion.reporter(bound.heads, y)
         if claim is None:
@@ -158,7 +167,8 @@ class Readable(Batched):
         else:
             if claim.shape != y.shape:
                 raise ArgumentError(
-                    f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received {tuple(claim.shape)}."
+                    f"Memory.read: claim must have the shape of what is read, {tuple(y.shape)}, received "
+                    f"{tuple(claim.shape)}."
                 )
             if not bool(torch.isfinite(claim).all()):
                 raise ArgumentError(
@@ -178,7 +188,8 @@ class Readable(Batched):
             or q.shape[3] != form.key_dim
         ):
             raise ArgumentError(
-                f"Memory.{call}: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, any, {form.key_dim}), received {tuple(q.shape)}."
+                f"Memory.{call}: q must be (batch, heads, queries, dim) = ({form.batch}, a multiple of {form.heads}, "
+                f"any, {form.key_dim}), received {tuple(q.shape)}."
             )
         if q.dtype not in FLOATS or q.device != form.device:
             raise ArgumentError(
@@ -196,7 +207,8 @@ def no_evidence(kind: str, operator: str, why: str) -> ArgumentError:
     """The error of a memory that cannot say what it has seen."""
     return ArgumentError(
         f"Memory.read: a memory of kind {kind!r} of operator {operator!r} has no evidence for a verdict: {why}. "
-        "Read without report, keep keys and values (kind='keys') of a positive kernel, or use an operator that solves, such as ridge."
+        "Read without report, keep keys and values (kind='keys') of a positive kernel, or use an operator that "
+        "solves, such as ridge."
     )
 
 

@@ -1,8 +1,8 @@
 """RidgeStatistics: G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T, all of the past of ridge and Koopman read-outs.
 
-They are float64 whatever comes in. A read-out divides by what keys have left unseen: rounding of G enters relative to rho, and that
-of C times 1 / rho. In float32, 1e4 tokens along few directions are enough to lose every digit, and soon G + rho I is no longer
-positive; in float64 the same error is 1e-16 |G| / rho.
+They are float64 whatever comes in. A read-out divides by what keys have left unseen: rounding of G enters relative to
+rho, and that of C times 1 / rho. In float32, 1e4 tokens along few directions are enough to lose every digit, and soon G
++ rho I is no longer positive; in float64 the same error is 1e-16 |G| / rho.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,9 @@ REMAKE = 1024
 
 
 class Inverse(NamedTuple):
-    """P = (G + rho I)^-1, the tokens it was updated by since it was made from G, and the values of rho it was made with."""
+    """P = (G + rho I)^-1, the tokens it was updated by since it was made from G, and the values of rho it was made
+    with.
+    """
 
     matrix: Tensor
     age: int
@@ -45,8 +47,8 @@ def anchor_of(operator: Operator) -> Ridge:
 
 
 def ridge_version(operator: Operator) -> tuple[float, ...] | None:
-    """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written through ``.data``. Elsewhere that would wait
-    for the device, and what is counted has to do."""
+    """Changes whenever the learned ridge or kernel does: on the CPU its numbers, as nobody counts what is written
+    through ``.data``. Elsewhere that would wait for the device, and what is counted has to do."""
     # the ridge, and the weights of features
     values = [
         value
@@ -64,7 +66,8 @@ def ridge_version(operator: Operator) -> tuple[float, ...] | None:
 
 
 def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]], Tensor]) -> Inverse | None:
-    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho."""
+    """The inverse of rows of memories that have these, or None when some have none or they were made with unlike rho.
+    """
     found = [inverse for inverse in given if inverse is not None]
     if len(found) < len(given) or any(inverse.version != found[0].version for inverse in found):
         return None
@@ -72,7 +75,9 @@ def kept_inverse(given: Sequence[Inverse | None], rows: Callable[[list[Tensor]],
 
 
 def previous_keys(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
-    """The key of the real token before each token: z (B, Hkv, n, r), zero on padding; before (B, Hkv, r) comes first of all."""
+    """The key of the real token before each token: z (B, Hkv, n, r), zero on padding; before (B, Hkv, r) comes first of
+    all.
+    """
     shifted = torch.cat([before.unsqueeze(2).to(z), z], 2)
     if mask is None:
         return shifted[:, :, :-1]
@@ -102,7 +107,9 @@ def last_key(z: Tensor, mask: Tensor | None, before: Tensor) -> Tensor:
 def read_out(
     q: Tensor, bound: Bound, inverse: Tensor, shift: Tensor | None, cross: Tensor, contracted: Tensor | None = None
 ) -> Tensor:
-    """C P (M P)^power q: prepared q (B, H, T, r); P, M (B, Hkv, r, r), C (B, Hkv, P, r); contracted (B, Hkv): a factor on each step. In the type of q."""
+    """C P (M P)^power q: prepared q (B, H, T, r); P, M (B, Hkv, r, r), C (B, Hkv, P, r); contracted (B, Hkv): a factor
+    on each step. In the type of q.
+    """
     anchor, (batch, heads, queries, dim) = bound.anchor, q.shape
     assert isinstance(anchor, Ridge)
     x = q.to(inverse).reshape(batch, bound.kv_heads, bound.groups * queries, dim) @ inverse
@@ -117,7 +124,8 @@ def read_out(
 
 
 def spanned(q: Tensor, bound: Bound, inverse: Tensor, level: Tensor) -> Tensor:
-    """1 - q^T P q / q^T diag(level)^-1 q, (B, H, T) in [0, 1]: prepared q (B, H, T, r), P (B, Hkv, r, r), level (B or 1, Hkv, r or 1). 0 for q = 0.
+    """1 - q^T P q / q^T diag(level)^-1 q, (B, H, T) in [0, 1]: prepared q (B, H, T, r), P (B, Hkv, r, r), level (B or
+    1, Hkv, r or 1). 0 for q = 0.
 
     P only shrinks (in the order of definite matrices) as keys come, so that this only grows while the ridge stays.
     """
@@ -134,15 +142,18 @@ def rows_of(which: Tensor, groups: int, queries: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RidgeStatistics(Memory):
-    """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale, gain or weights of features. z: prepared keys, or their features.
+    """Raw sums in float64, (B, Hkv, …): nothing in them depends on the learned ridge, scale, gain or weights of
+    features. z: prepared keys, or their features.
 
-    gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv), the largest
-    z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no token at all).
-    The inverse is derived and made when it is first read; absorbing a few tokens updates it in O(r^2) each.
+    gram G (r, r); cross C (P, r); shift M (r, r), first and last key (r) for powers past 0, else None; peak (B, Hkv),
+    the largest z.z, when the ridge follows it. padding (B,): how many of ``count`` tokens were padding (passed over: no
+    token at all). The inverse is derived and made when it is first read; absorbing a few tokens updates it in O(r^2)
+    each.
 
-    merge(a, b) adds b.first a.last^T to M and takes the larger peak: associative, not commutative. subtract takes the sums apart
-    exactly, up to rounding; the peak stays (it cannot be known again); the transition across the border is known, and taken
-    out, where ``merge`` made that border or at the very start, and refused elsewhere for powers past 0.
+    merge(a, b) adds b.first a.last^T to M and takes the larger peak: associative, not commutative. subtract takes the
+    sums apart exactly, up to rounding; the peak stays (it cannot be known again); the transition across the border is
+    known, and taken out, where ``merge`` made that border or at the very start, and refused elsewhere for powers past
+    0.
     """
 
     kind: ClassVar[str] = "ridge"
@@ -342,7 +353,8 @@ class RidgeStatistics(Memory):
             if other.count < (self.chunk or 0):
                 return self if other.pending is None else self.extended(other.pending)
             raise ArgumentError(
-                f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), which would move the borders of the second. "
+                f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), "
+                "which would move the borders of the second. "
                 "Absorb the second one's tokens instead."
             )
         merged = replace(
@@ -380,7 +392,8 @@ class RidgeStatistics(Memory):
         assert isinstance(other, RidgeStatistics)
         if other.pending is not None:
             raise ArgumentError(
-                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out."
+                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of "
+                f"{self.chunk}); only whole chunks can be taken out."
             )
         if bool((other.padding > self.padding).any()):
             raise ArgumentError(
@@ -424,8 +437,10 @@ class RidgeStatistics(Memory):
                 if found is not None:
                     return replace(rest, shift=found.shift, first=found.first, last=found.last, seams=found.seams)
         raise ArgumentError(
-            "Memory.subtract: the border of these tokens is unknown (this memory did not get them by merge), so the transition across it cannot be taken out of M. "
-            "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be subtracted."
+            "Memory.subtract: the border of these tokens is unknown (this memory did not get them by merge), so the "
+            "transition across it cannot be taken out of M. "
+            "Keep spans that may have to go as memories of their own and merge them; with power 0 any span can be "
+            "subtracted."
         )
 
     def without_span(self, start: int, count: int, kept: Sequence[Part]) -> Self:
@@ -434,7 +449,8 @@ class RidgeStatistics(Memory):
     def preceded(self, n: int) -> Self:
         if self.chunk is not None and n % self.chunk:
             raise ArgumentError(
-                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come."
+                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the "
+                "shorter sequences (key_padding_mask) as they come."
             )
         seams = tuple(seam._replace(at=seam.at + n) for seam in self.seams)
         return replace(self, count=self.count + n, padding=self.padding + n, seams=seams)

@@ -1,4 +1,6 @@
-"""A batch of memories: rows of one memory gathered and scattered, memories stacked and taken apart, for serving many sequences at once."""
+"""A batch of memories: rows of one memory gathered and scattered, memories stacked and taken apart, for serving many
+sequences at once.
+"""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ AnyMemory = TypeVar("AnyMemory", bound="Batched")
 class Batched(Spanned):
     """What a memory does with the sequences of its batch. Rows never mix, so each does as it would alone."""
 
-    # --- verbs ---------------------------------------------------------------------------------------------------------
+    # --- verbs --------------------------------------------------------------------------------------------------------
 
     def gather(self, index: Sequence[int] | Tensor) -> Self:
         """The memory of the sequences ``index``, in that order; a row may be left out, or come several times."""
@@ -33,7 +35,8 @@ class Batched(Spanned):
     def scatter(self, index: Sequence[int] | Tensor, other: Self) -> Self:
         """This memory with the sequences ``index`` replaced by those of ``other``, one each.
 
-        Raises: ArgumentError where ``stack`` would, for rows that are not there, twice there, or as many as the other has not.
+        Raises: ArgumentError where ``stack`` would, for rows that are not there, twice there, or as many as the other
+        has not.
         """
         places = checked_index("Memory.scatter", index, self.form.batch)
         if places.unique().numel() != places.numel():
@@ -41,7 +44,8 @@ class Batched(Spanned):
         both = concatenated("scatter", [self, other])
         if other.form.batch != places.numel():
             raise ArgumentError(
-                f"Memory.scatter: the other memory holds {other.form.batch} sequences for {places.numel()} rows. Gather those that are meant."
+                f"Memory.scatter: the other memory holds {other.form.batch} sequences for {places.numel()} rows. "
+                "Gather those that are meant."
             )
         order = torch.arange(self.form.batch)
         order[places] = self.form.batch + torch.arange(places.numel())
@@ -49,9 +53,11 @@ class Batched(Spanned):
 
     @staticmethod
     def stack(memories: "Sequence[AnyMemory]") -> "AnyMemory":
-        """One memory of the sequences of several, one after another. Those that hold fewer tokens get padding before their first.
+        """One memory of the sequences of several, one after another. Those that hold fewer tokens get padding before
+        their first.
 
-        Raises: ArgumentError for unlike memories, for spans that are not the same in all, and for chunks that do not end together.
+        Raises: ArgumentError for unlike memories, for spans that are not the same in all, and for chunks that do not
+        end together.
         """
         return concatenated("stack", memories)
 
@@ -59,7 +65,7 @@ class Batched(Spanned):
         """A memory for each sequence, without the padding that ``stack`` gave it."""
         return tuple(self.picked(torch.tensor([row], dtype=torch.int64)).trimmed() for row in range(self.form.batch))
 
-    # --- what a kind of memory provides --------------------------------------------------------------------------------
+    # --- what a kind of memory provides -------------------------------------------------------------------------------
 
     @classmethod
     @abc.abstractmethod
@@ -80,7 +86,7 @@ class Batched(Spanned):
         """This memory, made of rows of ``sources``, with what can be kept of what they had derived."""
         return self
 
-    # --- rows ----------------------------------------------------------------------------------------------------------
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def picked(self, index: Tensor) -> Self:
         """``gather`` of checked rows."""
@@ -113,12 +119,14 @@ def concatenated(verb: str, memories: "Sequence[AnyMemory]") -> "AnyMemory":
     if any([part.name for part in memory.parts] != names for memory in memories):
         shown = "; ".join(str([span.name for span in memory.spans()]) for memory in memories)
         raise ArgumentError(
-            f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call unnamed() on those that need not forget any more."
+            f"Memory.{verb}: all rows of a memory have the same spans in the same order, received {shown}. Call "
+            "unnamed() on those that need not forget any more."
         )
     lengths = [[part.count for part in memory.parts] for memory in memories]
     if first.by_rows and any(found != lengths[0] for found in lengths):
         raise ArgumentError(
-            f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} tokens. Pad them to one length, or call unnamed()."
+            f"Memory.{verb}: kept keys have their spans in the same places in all rows, received spans of {lengths} "
+            "tokens. Pad them to one length, or call unnamed()."
         )
     count = (
         sum(max(found) for found in zip(*lengths, strict=True)) if names else max(memory.count for memory in memories)
@@ -141,21 +149,26 @@ def _check_alike(verb: str, memories: Sequence[Any]) -> None:
     for other in memories[1:]:
         if type(other) is not type(first):
             raise ArgumentError(
-                f"Memory.{verb}: all memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make both with Memory.empty(kind=…)."
+                f"Memory.{verb}: all memories must be of one kind, received {first.kind!r} and {other.kind!r}. Make "
+                "both with Memory.empty(kind=…)."
             )
         if other.form._replace(batch=1) != first.form._replace(batch=1):
             raise ArgumentError(
-                f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} and {other.form.shown()}."
+                f"Memory.{verb}: all memories must have one form but for the batch, received {first.form.shown()} "
+                f"and {other.form.shown()}."
             )
         first.check_draws(f"Memory.{verb}", other.operator)
         if not first.of_operator(other.operator):
             raise ArgumentError(
-                f"Memory.{verb}: all memories must belong to one operator, received {apart(first.operator, other.operator)}."
+                f"Memory.{verb}: all memories must belong to one operator, received "
+                f"{apart(first.operator, other.operator)}."
             )
 
 
 def _joined_rows(groups: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of equal names one after another along the batch; masks, decays and biases that only some have are filled in."""
+    """Tensors of equal names one after another along the batch; masks, decays and biases that only some have are filled
+    in.
+    """
     like = {name: x for group in groups for name, x in group.items()}
 
     def found(group: dict[str, Tensor], name: str) -> Tensor:

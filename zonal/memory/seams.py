@@ -1,7 +1,9 @@
-"""Where memories of ridge statistics were merged: what M holds across these borders, so that a span can be taken out again.
+"""Where memories of ridge statistics were merged: what M holds across these borders, so that a span can be taken out
+again.
 
-M = sum z_t z_{t-1}^T holds, besides what each span has of its own, one product right left^T a seam: the first key after it and the last real key
-before it, wherever that was. A span in which a row has no real token leaves no key, and the row's next span goes on from the same left key.
+M = sum z_t z_{t-1}^T holds, besides what each span has of its own, one product right left^T a seam: the first key after
+it and the last real key before it, wherever that was. A span in which a row has no real token leaves no key, and the
+row's next span goes on from the same left key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +14,9 @@ from torch import Tensor
 
 
 class Seam(NamedTuple):
-    """A border ``at`` tokens from the start. left (B, Hkv, r): the last real key before it. right (B, Hkv, r): the first real key of the span that
-    follows it. before (B,): how many real tokens come before it. after (B,) bool: whether the span that follows had a real token when it was merged.
-    Keys are zero where there is none."""
+    """A border ``at`` tokens from the start. left (B, Hkv, r): the last real key before it. right (B, Hkv, r): the
+    first real key of the span that follows it. before (B,): how many real tokens come before it. after (B,) bool:
+    whether the span that follows had a real token when it was merged. Keys are zero where there is none."""
 
     at: int
     left: Tensor
@@ -50,8 +52,8 @@ def bordered(
     first: Tensor,
     other_real: Tensor,
 ) -> tuple[Seam, ...]:
-    """The seams of a memory of ``count`` tokens, ``real`` (B,) of them real, that ends with the key ``last``, and of one that follows it: its seams,
-    its first key, its real tokens."""
+    """The seams of a memory of ``count`` tokens, ``real`` (B,) of them real, that ends with the key ``last``, and of
+    one that follows it: its seams, its first key, its real tokens."""
     present = (others[0].before if others else other_real) > 0
     border = Seam(count, last, torch.where(_rows(present), first, 0), real, present)
     moved = (
@@ -64,9 +66,11 @@ def bordered(
 def taken_out(
     seams: Sequence[Seam], real: Tensor, start: int, stop: int, shift: Tensor, first: Tensor, last: Tensor, gone: Tensor
 ) -> Rest | None:
-    """What is left without the tokens [start, stop), which begin and end at seams or with the memory; None where a key beside them is unknown.
+    """What is left without the tokens [start, stop), which begin and end at seams or with the memory; None where a key
+    beside them is unknown.
 
-    real (B,): tokens in the sums; gone (B,): those of the span. shift: M without what the span has of its own. first and last: of the whole.
+    real (B,): tokens in the sums; gone (B,): those of the span. shift: M without what the span has of its own. first
+    and last: of the whole.
     """
     left = next((seam for seam in seams if seam.at == start), None) if start else None
     key, begun = (
@@ -115,8 +119,8 @@ def holds(
     stop: int,
     given: tuple[Tensor | None, Tensor, Tensor],
 ) -> bool:
-    """Whether the tokens [start, stop) can be those of a memory with the first and last key and the number of real tokens ``given``; its first key
-    may be None, unknown."""
+    """Whether the tokens [start, stop) can be those of a memory with the first and last key and the number of real
+    tokens ``given``; its first key may be None, unknown."""
     ends = {seam.at: seam for seam in seams}
     before = ends[start].before if start else torch.zeros_like(real)
     until, final = (ends[stop].before, ends[stop].left) if stop in ends else (real, last)

@@ -1,8 +1,9 @@
 """Spans: stretches of tokens that a memory knows by name, and can forget as if they had never come.
 
-A memory with named spans keeps, beside the whole that is read, its parts in order: named ones and the nameless stretches between
-them. To forget one is to put the others together again, so nothing is subtracted and no rounding is left behind. A part is
-kept as tokens while these take less than its sums would; a memory of keys and values needs no more than the parts' lengths.
+A memory with named spans keeps, beside the whole that is read, its parts in order: named ones and the nameless
+stretches between them. To forget one is to put the others together again, so nothing is subtracted and no rounding is
+left behind. A part is kept as tokens while these take less than its sums would; a memory of keys and values needs no
+more than the parts' lengths.
 """
 
 import abc
@@ -23,7 +24,9 @@ _FRESH = 32
 
 
 class Span(NamedTuple):
-    """A named stretch: it begins after ``start`` tokens of the memory and has ``count``, padding included. nbytes: kept for it."""
+    """A named stretch: it begins after ``start`` tokens of the memory and has ``count``, padding included. nbytes: kept
+    for it.
+    """
 
     name: str
     start: int
@@ -32,9 +35,11 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A stretch of a memory. held: its own memory, or its tokens while these take less; None where nothing or the whole has them.
+    """A stretch of a memory. held: its own memory, or its tokens while these take less; None where nothing or the whole
+    has them.
 
-    mark: what a reader beyond the memory needs to go on after this part, each (B, …): the layers' convolution tails and positions.
+    mark: what a reader beyond the memory needs to go on after this part, each (B, …): the layers' convolution tails and
+    positions.
     fresh: in the open part, tokens of a decoder's last steps, which are put into ``held`` together.
     """
 
@@ -71,7 +76,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spanned(abc.ABC):
-    """What a memory does with named spans. parts: () while no span was ever named; else all tokens in order, the last part still open."""
+    """What a memory does with named spans. parts: () while no span was ever named; else all tokens in order, the last
+    part still open.
+    """
 
     kind: ClassVar[str]
     by_rows: ClassVar[bool] = False
@@ -82,7 +89,7 @@ class Spanned(abc.ABC):
     count: int
     parts: tuple[Part, ...] = field(default=(), kw_only=True)
 
-    # --- verbs ---------------------------------------------------------------------------------------------------------
+    # --- verbs --------------------------------------------------------------------------------------------------------
 
     def spans(self) -> tuple[Span, ...]:
         """The named spans, oldest first."""
@@ -132,7 +139,7 @@ class Spanned(abc.ABC):
         whole = self.without_span(start, parts[index].count, kept)
         return replace(whole, parts=tuple(kept) if any(part.name is not None for part in kept) else ())
 
-    # --- what a kind of memory provides --------------------------------------------------------------------------------
+    # --- what a kind of memory provides -------------------------------------------------------------------------------
 
     @classmethod
     @abc.abstractmethod
@@ -170,10 +177,12 @@ class Spanned(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is held, all sequences and heads and spans together (spare room in growing buffers is not counted)."""
+        """Bytes of what is held, all sequences and heads and spans together (spare room in growing buffers is not
+        counted).
+        """
         return self.bytes_at(self.count) + sum(part.nbytes for part in self.settled_parts())
 
-    # --- parts ---------------------------------------------------------------------------------------------------------
+    # --- parts --------------------------------------------------------------------------------------------------------
 
     def recorded(self, after: Any, tokens: Tokens) -> Any:
         """``after``, which is this memory after more tokens, with these as tokens of the open part."""
@@ -235,7 +244,8 @@ class Spanned(abc.ABC):
     def together(
         self, other: "Spanned", whole: Any, span: str | None, marks: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     ) -> Any:
-        """``whole``, which is this memory and then the other, with the parts of both; ``span`` names all of the other."""
+        """``whole``, which is this memory and then the other, with the parts of both; ``span`` names all of the other.
+        """
         if not self.parts and not other.parts and span is None:
             return whole
         parts = list(self._closed(marks[0]))
@@ -247,7 +257,9 @@ class Spanned(abc.ABC):
         return replace(whole, parts=(*parts, _nothing()))
 
     def _closed(self, mark: Mapping[str, Tensor]) -> tuple[Part, ...]:
-        """The parts, the open one closed; it is left out when nothing came into it. The first is nameless: what was there before any span."""
+        """The parts, the open one closed; it is left out when nothing came into it. The first is nameless: what was
+        there before any span.
+        """
         if not self.parts:
             # a copy of the object: the verbs that work in place replace what this one holds
             return (Part(None, self.count, replace(self) if self.count and not self.by_rows else None, mark),)
@@ -278,7 +290,8 @@ class Spanned(abc.ABC):
             known = [name for name in names if name is not None]
             if not known:
                 raise ArgumentError(
-                    f"Memory.forget: no span was ever named here, so {span!r} cannot be found. Name spans as they come: absorb(k, v, span={span!r})."
+                    f"Memory.forget: no span was ever named here, so {span!r} cannot be found. Name spans as they "
+                    f"come: absorb(k, v, span={span!r})."
                 )
             raise unknown_name("Memory.forget", "span", span, known)
         return names.index(span)
@@ -292,15 +305,19 @@ class Spanned(abc.ABC):
                 )
             if span in known:
                 raise ArgumentError(
-                    f"Memory.{verb}: there is a span {span!r} already, of {known[span].count} tokens. Forget it first, or choose another name."
+                    f"Memory.{verb}: there is a span {span!r} already, of {known[span].count} tokens. Forget it "
+                    "first, or choose another name."
                 )
 
     def _at_border(self, verb: str) -> None:
-        """With whole chunks a span begins and ends at a border of chunks: else its tokens would move those of the others."""
+        """With whole chunks a span begins and ends at a border of chunks: else its tokens would move those of the
+        others.
+        """
         named = verb == "open" or (self.parts and self.parts[-1].name is not None)
         if self.chunk is not None and named and self.count % self.chunk:
             raise ArgumentError(
-                f"Memory.{verb}: a span holds whole chunks of {self.chunk} tokens, and the memory stands at {self.count}. Fill the chunk up with padding (key_padding_mask)."
+                f"Memory.{verb}: a span holds whole chunks of {self.chunk} tokens, and the memory stands at "
+                f"{self.count}. Fill the chunk up with padding (key_padding_mask)."
             )
 
 

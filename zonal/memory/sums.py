@@ -1,4 +1,6 @@
-"""FeatureSums and DecayedSums: S = sum phi(k) [v, 1]^T, all of the past of an operator whose kernel is a polynomial in a dot product."""
+"""FeatureSums and DecayedSums: S = sum phi(k) [v, 1]^T, all of the past of an operator whose kernel is a polynomial in
+a dot product.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +16,11 @@ from zonal.algebra.operator import Bound
 from zonal.errors import ArgumentError
 from zonal.features import SymmetricPowers, moments
 from zonal.memory import marks
-from zonal.memory.base import Form, Memory, served_by
+from zonal.memory.base import Form, Memory
 from zonal.memory.criterion import ratio
 from zonal.memory.marks import Border
 from zonal.memory.reading import no_evidence
+from zonal.memory.refusals import served_by
 from zonal.memory.spans import Part
 from zonal.memory.tokens import Tokens, joined
 
@@ -30,7 +33,9 @@ def features_of(operator: Operator, key_dim: int) -> SymmetricPowers:
 
 
 def with_mass(normalises: bool, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(k, [v, 1] e^bias) in ``dtype``, padding as zeros; the column of ones is there for anchors that divide by the row's sum."""
+    """(k, [v, 1] e^bias) in ``dtype``, padding as zeros; the column of ones is there for anchors that divide by the
+    row's sum.
+    """
     silent = tokens.silent()
     k, v = silent.k.to(dtype), silent.v.to(dtype)
     if normalises:
@@ -57,10 +62,13 @@ def total_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) 
 
 @torch.no_grad()
 def least_of(q: Tensor, state: Tensor, features: SymmetricPowers, bound: Bound) -> Tensor:
-    """The sum over keys from which on a row of a positive link is known, (B, H, T, 1): below it a tenth or more may be rounding. 0 where no terms cancel.
+    """The sum over keys from which on a row of a positive link is known, (B, H, T, 1): below it a tenth or more may be
+    rounding. 0 where no terms cancel.
 
-    The sizes of a row's terms sum_a w_a psi_a(q) M_a add up to at most |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz), of which a sum over features is
-    known to some units in the last place: 1e-6 in float32, where 2^-16 of it is asked for. The chunked path's kernel for the CPU has the same rule.
+    The sizes of a row's terms sum_a w_a psi_a(q) M_a add up to at most |sqrt w psi(q)| |sqrt w M| (Cauchy and Schwarz),
+    of which a sum over features is
+    known to some units in the last place: 1e-6 in float32, where 2^-16 of it is asked for. The chunked path's kernel
+    for the CPU has the same rule.
     """
     if not bound.link.positive or features.degree == 1:
         return q.new_zeros(())
@@ -84,7 +92,8 @@ def _plus(state: Tensor, k: Tensor, v: Tensor, features: SymmetricPowers) -> Ten
 def anchored(total: Tensor, bound: Bound, count: Tensor, least: Tensor | None = None) -> Tensor:
     """y from the sum over visible keys. count: how many they are, broadcastable to (B, H, T, 1).
 
-    Rows of a positive link whose sum is below ``least`` (``least_of`` the state that they read; negative, without one) have cancelled to rounding: they are NaN.
+    Rows of a positive link whose sum is below ``least`` (``least_of`` the state that they read; negative, without one)
+    have cancelled to rounding: they are NaN.
     """
     name = type(bound.anchor).__name__
     if name == "Row":
@@ -136,9 +145,11 @@ def _fewer(mine: Tensor, theirs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeatureSums(Memory):
-    """state (B, Hkv, m, P or P + 1) in float32 or better: a plain sum over tokens, so merging is associative and commutative.
+    """state (B, Hkv, m, P or P + 1) in float32 or better: a plain sum over tokens, so merging is associative and
+    commutative.
 
-    padding: (B,) how many of ``count`` tokens were padding. pending: with a ChunkCausal prior, the tokens past the last whole chunk.
+    padding: (B,) how many of ``count`` tokens were padding. pending: with a ChunkCausal prior, the tokens past the last
+    whole chunk.
     """
 
     kind: ClassVar[str] = "features"
@@ -225,7 +236,8 @@ class FeatureSums(Memory):
         if other.chunk is not None and other.count < other.chunk:
             return self if other.pending is None else self.extended(other.pending)
         raise ArgumentError(
-            f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), which would move the borders of the second. "
+            f"Memory.merge: the first memory ends inside a chunk ({self.count} tokens, chunks of {self.chunk}), "
+            "which would move the borders of the second. "
             "Absorb the second one's tokens instead."
         )
 
@@ -233,7 +245,8 @@ class FeatureSums(Memory):
         assert isinstance(other, FeatureSums)
         if other.pending is not None:
             raise ArgumentError(
-                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of {self.chunk}); only whole chunks can be taken out."
+                f"Memory.subtract: the other memory ends inside a chunk ({other.count} tokens, chunks of "
+                f"{self.chunk}); only whole chunks can be taken out."
             )
         return replace(
             self,
@@ -248,7 +261,8 @@ class FeatureSums(Memory):
     def preceded(self, n: int) -> Self:
         if self.chunk is not None and n % self.chunk:
             raise ArgumentError(
-                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the shorter sequences (key_padding_mask) as they come."
+                f"Memory.stack: {n} tokens of padding would move the borders of chunks of {self.chunk}. Pad the "
+                "shorter sequences (key_padding_mask) as they come."
             )
         return replace(self, count=self.count + n, padding=self.padding + n)
 
@@ -281,7 +295,9 @@ class FeatureSums(Memory):
 
 
 def carried(memory: "FeatureSums | DecayedSums", state: Tensor, tokens: Tokens) -> "FeatureSums | DecayedSums":
-    """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a memory that decays."""
+    """The memory after more tokens, when the state after them is known. Sums that begin to fade are from then on a
+    memory that decays.
+    """
     common = {
         "count": memory.count + tokens.length,
         "state": state.to(memory.state),
@@ -320,8 +336,8 @@ def _no_decay(form: Form) -> Tensor:
 class DecayedSums(Memory):
     """S_t = e^{g_t} S_{t-1} + phi(k_t) [v_t, 1]^T with log decays g <= 0 a token, and their total.
 
-    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out a beginning: subtract(merge(a, b), a) = b; anything else is
-    refused, which ``borders`` tell.
+    merge(a, b) = e^{total of b} a + b: associative, not commutative. subtract takes out a beginning: subtract(merge(a,
+    b), a) = b; anything else is refused, which ``borders`` tell.
     """
 
     kind: ClassVar[str] = "decayed"
@@ -346,7 +362,8 @@ class DecayedSums(Memory):
             return self
         if self.chunk is not None:
             raise ArgumentError(
-                "Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with kind='keys'."
+                "Memory.absorb: a decay together with whole chunks is kept as keys and values; make the memory with "
+                "kind='keys'."
             )
         k, v = with_mass(self.operator.tags.normalises, tokens, self.form.statistics)
         earlier = self

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """k (B, Hkv, n, D) prepared by the score; v (B, Hkv, n, P); mask (B, n) bool, True = real; log_decay, key_bias (B, Hkv, n); None = none."""
+    """k (B, Hkv, n, D) prepared by the score; v (B, Hkv, n, P); mask (B, n) bool, True = real; log_decay, key_bias (B,
+    Hkv, n); None = none.
+    """
 
     k: Tensor
     v: Tensor

@@ -16,7 +16,8 @@ def check_weights(
     real: Tensor | None,
     past: int,
 ) -> None:
-    """Raise ArgumentError, beginning with ``call``, unless the weights fit keys of (batch, key heads, tokens) that follow ``past`` tokens.
+    """Raise ArgumentError, beginning with ``call``, unless the weights fit keys of (batch, key heads, tokens) that
+    follow ``past`` tokens.
 
     real: the padding mask. A mask that stores no token of a sequence is refused, but for a single token after others.
     """
@@ -25,25 +26,29 @@ def check_weights(
         plain = operator.anchor.solves and operator.score.plain and operator.link.linear
         if given is not None and not plain:
             raise ArgumentError(
-                f"{call}: {name} weighs the keys of ridge and Koopman read-outs of the plain product (mechanisms.ridge, ska), and operator {operator.name!r} "
+                f"{call}: {name} weighs the keys of ridge and Koopman read-outs of the plain product "
+                f"(mechanisms.ridge, ska), and operator {operator.name!r} "
                 f"is none; leave it out, or hide tokens with key_padding_mask."
             )
     if key_gate is not None and (tuple(key_gate.shape) != shape or not key_gate.dtype.is_floating_point):
         raise ArgumentError(
-            f"{call}: key_gate must be floating, of shape (batch, key heads, tokens) = {shape}, received {key_gate.dtype} of shape {tuple(key_gate.shape)}."
+            f"{call}: key_gate must be floating, of shape (batch, key heads, tokens) = {shape}, received "
+            f"{key_gate.dtype} of shape {tuple(key_gate.shape)}."
         )
     if action_mask is None:
         return
     if action_mask.dtype != torch.bool or tuple(action_mask.shape) != (batch, tokens):
         raise ArgumentError(
-            f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens that are stored, "
+            f"{call}: action_mask must be bool of shape (batch, tokens) = {(batch, tokens)} with True for tokens "
+            "that are stored, "
             f"received {action_mask.dtype} of shape {tuple(action_mask.shape)}."
         )
     stored = (action_mask if real is None else action_mask & real).any(-1)
     if not past and tokens > 1 and not bool(stored.all()):
         row = int((~stored).nonzero()[0])
         raise ArgumentError(
-            f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least one, or leave the mask out."
+            f"{call}: action_mask stores no token of sequence {row}, so every read-out of it is zero. Store at least "
+            "one, or leave the mask out."
         )
 
 

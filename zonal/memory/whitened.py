@@ -14,7 +14,9 @@ MAX_STATISTICS = 1200
 
 
 def harmonics_of(parts: Operator | Bound) -> Harmonics | None:
-    """The map that serves the kernel among keys of unit vectors, or None: where there is no finite one, and where keys serve as they are."""
+    """The map that serves the kernel among keys of unit vectors, or None: where there is no finite one, and where keys
+    serve as they are.
+    """
     fits = parts.anchor.solves and parts.score.plain and parts.score.bound is not None
     return harmonics(parts.link) if fits else None
 
@@ -26,7 +28,9 @@ def width_of(parts: Operator | Bound, key_dim: int) -> int:
 
 
 class WhitenedFeatures(NamedTuple):
-    """features and, of each, the root of the weight of its harmonics: (Hkv or 1, m) float64. Weights are learned; sums over keys are of features alone."""
+    """features and, of each, the root of the weight of its harmonics: (Hkv or 1, m) float64. Weights are learned; sums
+    over keys are of features alone.
+    """
 
     features: Harmonics
     root: Tensor
@@ -42,7 +46,9 @@ class WhitenedFeatures(NamedTuple):
         return cls(features, features.scale(torch.where(some, torch.where(some, weights, 1).sqrt(), 0), key_dim))
 
     def whitened(self, x: Tensor) -> Tensor:
-        """Features (B, H, T, m) of queries or keys (B, H, T, D) times the root of their weights, so that dot products are the kernel."""
+        """Features (B, H, T, m) of queries or keys (B, H, T, D) times the root of their weights, so that dot products
+        are the kernel.
+        """
         root = self.root.to(x)
         if root.shape[0] > 1:
             root = root.repeat_interleave(x.shape[1] // root.shape[0], 0)
