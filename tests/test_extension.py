@@ -1,0 +1,160 @@
+"""Adding to the library: a mechanism takes three files, a link two, a task two. A copy is run with all of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = '''"""The square of one plus the score."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zonal.algebra.declaration import Move
+from zonal.algebra.link.base import Link
+from zonal.formula import Formula
+
+_FORMULA = Formula("bump", "(1.f + x) * (1.f + x)", "2.f * (1.f + x)")
+
+
+@dataclass(frozen=True)
+class Bump(Link):
+    """l(x) = (1 + x)^2."""
+
+    @property
+    def positive(self) -> bool:
+        return True
+
+    @property
+    def degree(self) -> int:
+        return 2
+
+    @property
+    def formula(self) -> Formula:
+        return _FORMULA
+
+    def indefinite_reason(self, unit: bool, dim: int | None) -> None:
+        return None
+
+    def monomials(self, c: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64, device=c.device).view(3, 1, 1, 1)
+
+    def value(self, x: Tensor, c: Tensor) -> Tensor:
+        return (1 + x).square()
+
+    def moves(self) -> tuple[Move, ...]:
+        return (Move("restriction", "link", "bump", "evidence is (1 + x)^2"),)
+'''
+MECHANISM = '''"""Bell attention: K = exp(3 cos(q, k)), rows divided by their sum."""
+
+from zonal.algebra import Operator
+from zonal.algebra.anchor import Row
+from zonal.algebra.link import Exp
+from zonal.algebra.score import Cosine
+from zonal.mechanisms.registry import mechanism
+
+
+@mechanism("Bell", "a sharp cosine.", weights="$e^{3 x}$ over row sum", memory="$S(D + P)$", paths="tiled")
+def bell() -> Operator:
+    """exp(3 cos(q, k)), row-normalised."""
+    return Operator(Cosine(temperature=1 / 3, learn_temperature=False), Exp(), Row(), name="bell")
+'''
+TASK = '''"""Say a sequence again."""
+
+from zonal.tasks.mqar import MQAR
+
+
+class Echoed(MQAR):
+    """Associative recall under another name."""
+'''
+SUITE = """
+import torch, zonal
+from matrix import CASES, OPERATORS, inputs, paths
+from tools import pages
+from zonal import link, mechanisms, tasks
+from zonal.algebra.declaration import declared
+from zonal.cli.app import main
+from zonal.formula import FORMULAS
+from zonal.report import style
+
+assert "Bump" in declared("link") and isinstance(mechanisms.regime(score="cosine", link="bump").link, link.Bump)
+assert "bump" in FORMULAS  # a wheel carries it compiled
+assert "bell" in mechanisms.names() and style.label("bell") == "Bell" and style.explanation("bell") == "a sharp cosine."
+assert "(mechanisms/bell.md)" in pages.operators("| operator | weights | memory | fast paths |\\n|---|---|---|---|\\n")
+assert zonal.Memory.empty(OPERATORS["bump"](), batch=1, heads=2, key_dim=5, value_dim=5).kind == "features"
+case = CASES["causal-gqa-odd"]
+for name in ("bell", "bump"):
+    operator = OPERATORS[name]().double()
+    assert zonal.Operator.from_config(operator.config()).config() == operator.config()
+    for path in ("dense", *paths(name, case)):
+        data = inputs(case)
+        found = [y := data.run(operator, path), *torch.autograd.grad(y.square().sum(), data.leaves)]
+        exact = found if path == "dense" else exact
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a, b)
+assert "echoed" in tasks.names() and tasks.resolve("echoed").train_batch(0, 2, 0).tokens.shape[0] == 2
+assert main(["explain", "--operator", "bell", "--shape", "1,2,64,16"]) == 0
+print("good")
+"""
+
+
+def put(root: Path, path: str, text: str) -> str:
+    """A new file; its path."""
+    assert not (root / path).exists()
+    (root / path).write_text(text, encoding="utf-8")
+    return path
+
+
+def put_in(root: Path, path: str, *edits: tuple[str, str]) -> str:
+    """Lines put in front of lines of a file; its path."""
+    text = (root / path).read_text(encoding="utf-8")
+    for before, line in edits:
+        assert text.count(before) >= 1, (path, before)
+        text = text.replace(before, line + before, 1)
+    (root / path).write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_mechanism_a_link_and_a_task(tmp_path: Path) -> None:
+    for folder in ("zonal", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs" / "mechanisms").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    for name in ("matrix.py", "pairwise.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests" / name)
+    row, runs = '    "cosine": m.cosine,\n', '"sko-chebyshev",'
+    mechanism = {
+        put(tmp_path, "zonal/mechanisms/bell.py", MECHANISM),
+        put_in(tmp_path, "tests/matrix.py", (row, '    "bell": m.bell,\n'), (runs, '"bell", ')),
+        put(tmp_path, "docs/mechanisms/bell.md", "# Bell attention\n"),
+    }
+    assert len(mechanism) == 3
+    made = '    "bump": lambda: Operator(score.Cosine(), link.Bump(), anchor.Row()),\n'
+    added = {
+        put(tmp_path, "zonal/algebra/link/bump.py", LINK),
+        put_in(tmp_path, "tests/matrix.py", (row, made), ('"linear", "retention"', '"bump", ')),
+    }
+    assert len(added) == 2
+    task = {
+        put(tmp_path, "zonal/tasks/echoed.py", TASK),
+        put_in(
+            tmp_path,
+            "zonal/tasks/registry.py",
+            ("from zonal.tasks.expressions import", "from zonal.tasks.echoed import Echoed\n"),
+            ('    "mqar": _Entry(', '    "echoed": _Entry("say it again", (), lambda name, given: Echoed()),\n'),
+        ),
+    }
+    assert len(task) == 2
+    done = subprocess.run(
+        [sys.executable, "-c", SUITE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip().endswith("good"), done.stderr[-3000:]
