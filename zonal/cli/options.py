@@ -80,10 +80,7 @@ class TaskOptions:
             raise ArgumentError(f"{command}: --task is required. Tasks: {listed}.")
         if self.data is not None and not self.data.strip():
             raise FileFormatError(f"{command}: --data is empty; a file or folder of text was required.")
-        arguments = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "task"
-        }
-        return tasks.resolve(self.task, **arguments)
+        return tasks.resolve(self.task, **{name: value for name, value in vars(self).items() if name != "task"})
 
 
 @dataclass(frozen=True)
@@ -127,27 +124,9 @@ class ModelOptions:
 
     def config(self, task: tasks.Task, layers: tuple[str, ...]) -> ModelConfig:
         """The model for ``task`` with these operators, one a layer."""
-        return ModelConfig(
-            vocab_size=task.vocab_size,
-            dim=self.dim,
-            layers=layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            qk_dim=self.qk_dim,
-            mlp=self.mlp,
-            mlp_ratio=self.mlp_ratio,
-            experts=self.experts,
-            experts_per_token=self.experts_per_token,
-            conv=self.conv,
-            rotary=self.rotary,
-            qk_norm=self.qk_norm,
-            residual=self.residual,
-            init_std=self.init_std,
-            silent_tokens=() if self.silent_tokens is None else parse.tokens(self.silent_tokens),
-            tie_embeddings=self.tie_embeddings,
-            max_len=task.length,
-        )
+        silent = () if self.silent_tokens is None else parse.tokens(self.silent_tokens)
+        changes = {"layers": layers, "silent_tokens": silent, "vocab_size": task.vocab_size, "max_len": task.length}
+        return ModelConfig(**{**vars(self), **changes})
 
 
 @dataclass(frozen=True)
@@ -189,26 +168,9 @@ class TrainingOptions:
 
     def config(self, steps: int, learning_rate: float, seed: int) -> TrainConfig:
         """The settings of one run."""
-        return TrainConfig(
-            steps=steps,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            learning_rate=learning_rate,
-            min_lr_ratio=self.min_lr_ratio,
-            warmup_ratio=self.warmup_ratio,
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-            curriculum=None if self.curriculum is None else parse.parts(self.curriculum),
-            dtype=self.dtype,
-            eval_every=self.eval_every,
-            eval_batch_size=self.eval_batch_size,
-            stop_at_accuracy=self.stop_at_accuracy,
-            transfer_piece=self.transfer_piece,
-            checkpoint_seconds=self.checkpoint_seconds,
-            keep_best=self.keep_best,
-            tensorboard=self.tensorboard,
-            seed=seed,
-        )
+        curriculum = None if self.curriculum is None else parse.parts(self.curriculum)
+        changes = {"steps": steps, "learning_rate": learning_rate, "seed": seed, "curriculum": curriculum}
+        return TrainConfig(**{**vars(self), **changes})
 
 
 def device(name: str) -> torch.device:
