@@ -1,7 +1,8 @@
-"""The command line: ``zonal compare``, ``train``, ``generate``, ``explain``, ``influence``, ``build``, ``bench`` and ``demo``.
+"""The command line: ``zonal compare``, ``train``, ``generate``, ``explain``, ``influence``, ``build``,
+``report``, ``search``, ``bench`` and ``demo``.
 
-Exit codes: 0 done; 1 some runs failed; 2 a mistake in the call or the data, told in one line; 130 stopped by Ctrl-C, with a
-line on how to go on; 141 when the reader of the output has gone.
+Exit codes: 0 done; 1 some runs failed; 2 a mistake in the call or the data, told in one line; 130 stopped by Ctrl-C,
+with a line on how to go on; 141 when the reader of the output has gone.
 """
 
 from zonal.cli.app import main

@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        # what the operating system refuses lies outside of the program: a folder without rights, a file system that is read only
+        # what the operating system refuses lies outside of the program: a folder without rights, a file system that is
+        # read only
         return _mistake(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
     except MemoryError as error:
         return _mistake(f"out of memory ({error}). Ask for less at a time.")
@@ -132,7 +133,8 @@ def _split(name: str, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_options(kind: type, prog: str, description: str, words: list[str], defaults: Any = None) -> Any:
-    """``words`` as a value of the options class ``kind``; what they leave out is as in ``defaults``, or as the class has it. --help prints and exits.
+    """``words`` as a value of the options class ``kind``; what they leave out is as in ``defaults``, or as the class
+    has it. --help prints and exits.
 
     Raises: ArgumentError in one line for anything that does not fit; an unknown option with the nearest.
     """

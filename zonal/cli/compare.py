@@ -84,7 +84,10 @@ class Compare:
 
 
 def defaults(words: Sequence[str]) -> Compare | None:
-    """The options that a preset named among ``words`` stands for. Raises: ArgumentError when there is none of that name."""
+    """The options that a preset named among ``words`` stands for.
+
+    Raises: ArgumentError when there is none of that name.
+    """
     name = presets.named(words, "compare")
     if name is None:
         return None
@@ -150,7 +153,10 @@ def _given(options: Compare) -> bool:
 
 
 def named_model(options: Compare) -> ModelConfig | None:
-    """The model of --model-preset. Raises: ArgumentError for an unknown name, and when it comes with options of the model."""
+    """The model of --model-preset.
+
+    Raises: ArgumentError for an unknown name, and when it comes with options of the model.
+    """
     if options.model_preset is None:
         return None
     expected = ModelOptions() if options.preset is None else presets.find(options.preset, "compare").model

@@ -1,7 +1,7 @@
 """``zonal demo``: five operators on two real tasks in about four minutes on two cores, ended by one report page.
 
-The settings are ``PARTS``: a fixed number of steps each, so that every machine gets the same numbers and a slow one only takes
-longer. Everything else is machinery of ``zonal compare``. Each part is the value of a `zonal compare`
+The settings are ``PARTS``: a fixed number of steps each, so that every machine gets the same numbers and a slow one
+only takes longer. Everything else is machinery of ``zonal compare``. Each part is the value of a `zonal compare`
 command, which the report prints, so that a reader can run one part alone.
 """
 

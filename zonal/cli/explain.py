@@ -78,7 +78,10 @@ class Explain:
 
 
 def explained(options: Explain) -> Explanation:
-    """What the library says of the options. Raises: ArgumentError for a shape that does not fit, an unknown operator or device."""
+    """What the library says of the options.
+
+    Raises: ArgumentError for a shape that does not fit, an unknown operator or device.
+    """
     if options.shape is None:
         raise ArgumentError("explain: --shape is required: batch,heads,tokens,head dimension, such as 1,8,4096,64.")
     operator = mechanisms.resolve(options.operator)

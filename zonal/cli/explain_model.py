@@ -1,4 +1,6 @@
-"""``zonal explain --model``: how much of what the heads of a trained model score is row field, column field, and a dot product of few numbers, and how much of it weights see."""
+"""``zonal explain --model``: how much of what the heads of a trained model score is row field, column field, and a dot
+product of few numbers, and how much of it weights see.
+"""
 
 import itertools
 from dataclasses import asdict, dataclass

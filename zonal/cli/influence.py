@@ -64,7 +64,9 @@ class Found:
         return int(self.depths.max())
 
     def reached(self, layers: int) -> tuple[float, int]:
-        """Of the pairs of a token and an earlier one the part that so many layers join, and how far back the last token sees."""
+        """Of the pairs of a token and an earlier one the part that so many layers join, and how far back the last token
+        sees.
+        """
         joined = (self.depths >= 0) & (self.depths <= layers)
         tokens = len(joined)
         earlier = tokens * (tokens - 1) // 2
@@ -72,7 +74,9 @@ class Found:
         return share, tokens - 1 - int(joined[-1].nonzero().min())
 
     def picture(self) -> list[str]:
-        """Blocks of tokens as cells: the most layers that a pair in a cell needs; a dot where some pair is out of reach, nothing where all are later."""
+        """Blocks of tokens as cells: the most layers that a pair in a cell needs; a dot where some pair is out of
+        reach, nothing where all are later.
+        """
         tokens = len(self.depths)
         edges = [tokens * index // min(_CELLS, tokens) for index in range(min(_CELLS, tokens) + 1)]
         width = len(str(self.layers))

@@ -1,4 +1,6 @@
-"""What an option may be: limits of its numbers, and names of files that a file system can hold; asked before anything is made."""
+"""What an option may be: limits of its numbers, and names of files that a file system can hold; asked before anything
+is made.
+"""
 
 import dataclasses
 import typing
@@ -47,7 +49,9 @@ def limits_of(kind: type) -> dict[str, Between]:
 
 
 def check(call: str, options: Any) -> None:
-    """Raise ArgumentError, naming call and option, for a number outside its limits and for a name that no file can have."""
+    """Raise ArgumentError, naming call and option, for a number outside its limits and for a name that no file can
+    have.
+    """
     hints = dict(_declared(type(options)))
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)

@@ -16,7 +16,9 @@ _LARGEST_AXIS = 2**40
 
 
 def operators(text: str, option: str = "--operators") -> tuple[str, ...]:
-    """``"softmax,sko(degrees=(2,3)),[mamba2*3, ska]"`` → its three entries: commas inside brackets and quotes do not separate."""
+    """``"softmax,sko(degrees=(2,3)),[mamba2*3, ska]"`` → its three entries: commas inside brackets and quotes do not
+    separate.
+    """
     return split(text, option)
 
 

@@ -1,8 +1,8 @@
 """Presets: settings of ``zonal compare`` and ``zonal train`` in a file.
 
-Those that ship with the package are ``zonal/experiments/*.toml``: experiments of papers, scaled to a small machine where
-they say so, with what the papers print. A file of one's own is named by its path: a TOML file of the same form, or the
-recipe.json that ``zonal search`` wrote.
+Those that ship with the package are ``zonal/experiments/*.toml``: experiments of papers, scaled to a small machine
+where they say so, with what the papers print. A file of one's own is named by its path: a TOML file of the same form,
+or the recipe.json that ``zonal search`` wrote.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ _KEYS = ("about", "seeds", "learning_rates", "operators", *_OPTIONS, "published"
 class Preset:
     """What a preset fills in where the command line says nothing.
 
-    about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model and the first rate.
+    about: one line. models: label → spec of the model's layers; ``zonal train`` takes the first model and the first
+    rate.
     published: what a paper prints. shapes: spec → options of the model in which that operator differs from the others.
     """
 
@@ -81,7 +82,8 @@ def named(words: Sequence[str], command: str) -> str | None:
 def find(name: str, command: str) -> Preset:
     """The preset of that name, or the one in the file of that name.
 
-    Raises: ArgumentError for an unknown name. FileFormatError for a file that is missing, damaged or of another version.
+    Raises: ArgumentError for an unknown name. FileFormatError for a file that is missing, damaged or of another
+    version.
     """
     if name.endswith(".json"):
         return _recipe(Path(name), command)

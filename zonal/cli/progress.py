@@ -1,7 +1,8 @@
-"""What a person sees while training: bars, an estimate of the time left and a live table, or plain lines where no terminal is.
+"""What a person sees while training: bars, an estimate of the time left and a live table, or plain lines where no
+terminal is.
 
-``Board`` adds up the events and knows nothing of screens. ``watching`` picks the display: a live one on a terminal, otherwise
-one line for each thing that happened.
+``Board`` adds up the events and knows nothing of screens. ``watching`` picks the display: a live one on a terminal,
+otherwise one line for each thing that happened.
 """
 
 import contextlib

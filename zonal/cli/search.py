@@ -1,4 +1,6 @@
-"""``zonal search``: a walk among operators and parameters on one task, shown while it runs, ended by a page and a recipe."""
+"""``zonal search``: a walk among operators and parameters on one task, shown while it runs, ended by a page and a
+recipe.
+"""
 
 import dataclasses
 import hashlib
@@ -170,7 +172,10 @@ def run(options: SearchOptions, command: str) -> int:
 
 
 def _asked(search: Search) -> SearchOptions:
-    """The options of the command that began a search. Raises: ArgumentError when it was begun from Python, which has no options."""
+    """The options of the command that began a search.
+
+    Raises: ArgumentError when it was begun from Python, which has no options.
+    """
     words = shlex.split(search.spec.command)
     if words[:2] != ["zonal", "search"]:
         raise ArgumentError(

@@ -68,7 +68,10 @@ class Train:
 
 
 def defaults(words: Sequence[str]) -> Train | None:
-    """The options that a preset named among ``words`` stands for, with its first model. Raises: ArgumentError when there is none of that name."""
+    """The options that a preset named among ``words`` stands for, with its first model.
+
+    Raises: ArgumentError when there is none of that name.
+    """
     name = presets.named(words, "train")
     if name is None:
         return None
@@ -85,7 +88,10 @@ def defaults(words: Sequence[str]) -> Train | None:
 
 
 def layers_of(text: str, layers: int) -> tuple[str, ...]:
-    """The operator of each layer. Raises: ArgumentError when a list has another length than an asked-for number of layers."""
+    """The operator of each layer.
+
+    Raises: ArgumentError when a list has another length than an asked-for number of layers.
+    """
     operators = layer_list(text, "--operator")
     if len(operators) == 1:
         return operators * layers
@@ -97,7 +103,10 @@ def layers_of(text: str, layers: int) -> tuple[str, ...]:
 
 
 def model_of(options: Train, task: tasks.Task) -> ModelConfig:
-    """The model of the options, with the vocabulary of the task. Raises: ArgumentError when a model by name comes with options of the model."""
+    """The model of the options, with the vocabulary of the task.
+
+    Raises: ArgumentError when a model by name comes with options of the model.
+    """
     if options.model_preset is None:
         return options.model.config(task, layers_of(options.operator, options.model.layers))
     if options.operator != Train.operator or options.model != ModelOptions():

@@ -1,4 +1,6 @@
-"""Texts to learn from: the embedded novel, files and folders of UTF-8 text, data sets of the hub, pre-tokenised corpora."""
+"""Texts to learn from: the embedded novel, files and folders of UTF-8 text, data sets of the hub, pre-tokenised
+corpora.
+"""
 
 import codecs
 import hashlib
@@ -108,7 +110,9 @@ class TextFiles(Source):
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    """The files under ``folder`` in the order of their paths with / between parts; names that begin with a dot are passed over."""
+    """The files under ``folder`` in the order of their paths with / between parts; names that begin with a dot are
+    passed over.
+    """
 
     def failed(error: OSError) -> None:
         raise FileFormatError(f"text source: {error.filename} cannot be read ({error.strerror}).") from error
@@ -122,10 +126,12 @@ def _folder_files(folder: Path) -> list[Path]:
 
 
 def open_source(spec: str | os.PathLike[str]) -> Source:
-    """The source that ``spec`` names: "novel", "hub:…" (see ``zonal.data.hub``), a file, a folder, or a pattern with * or ?.
+    """The source that ``spec`` names: "novel", "hub:…" (see ``zonal.data.hub``), a file, a folder, or a pattern with *
+    or ?.
 
-    A folder is read with its subfolders, files in the order of their paths; hidden files are passed over, and so are empty ones as long as
-    some other has text. Every other file must be UTF-8 text. The result depends on names and contents only, not on the file system's order.
+    A folder is read with its subfolders, files in the order of their paths; hidden files are passed over, and so are
+    empty ones as long as some other has text. Every other file must be UTF-8 text. The result depends on names and
+    contents only, not on the file system's order.
     Raises: FileFormatError when there is no such place or no file in it; ArgumentError when ``spec`` is not understood.
     """
     text = os.fspath(spec)

@@ -1,11 +1,12 @@
-"""Hugging Face data sets as a source of text, by the optional package ``datasets``; rows are streamed, one document each.
+"""Hugging Face data sets as a source of text, by the optional package ``datasets``; rows are streamed, one document
+each.
 
     hub:<name>[@<subset>][:<split>[:<column>]]      hub:HuggingFaceFW/fineweb-edu@sample-10BT:train:text
 
-``name`` is a data set of the hub or a local folder of JSON, Parquet, CSV or text files. The split is "train" unless stated; the column is "text"
-if there is one, else the only column of strings. No code of a data set is ever run. What was prepared is found again by
-the revision of the data set (for a local folder: its files and their times), which needs the hub to answer; to work
-without it, keep the result of ``zonal.data.pretokenise``.
+``name`` is a data set of the hub or a local folder of JSON, Parquet, CSV or text files. The split is "train" unless
+stated; the column is "text" if there is one, else the only column of strings. No code of a data set is ever run. What
+was prepared is found again by the revision of the data set (for a local folder: its files and their times), which needs
+the hub to answer; to work without it, keep the result of ``zonal.data.pretokenise``.
 """
 
 import hashlib

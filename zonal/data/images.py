@@ -43,9 +43,11 @@ class Images:
 
 
 def fashion_mnist(folder: str | os.PathLike[str] = FASHION_MNIST) -> tuple[Images, Images]:
-    """60,000 pictures to learn from and 10,000 to test, 28 x 28, of ten kinds of clothing (Xiao, Rasul, Vollgraf 2017, MIT licence).
+    """60,000 pictures to learn from and 10,000 to test, 28 x 28, of ten kinds of clothing (Xiao, Rasul, Vollgraf 2017,
+    MIT licence).
 
-    folder: with the four files of the data set, or of another one laid out as MNIST: ``train-images-idx3-ubyte.gz``, ``t10k-labels-idx1-ubyte.gz`` …
+    folder: with the four files of the data set, or of another one laid out as MNIST: ``train-images-idx3-ubyte.gz``,
+    ``t10k-labels-idx1-ubyte.gz`` …
 
     Raises: FileFormatError for files that are not there or damaged, and parts that do not fit together.
     """

@@ -1,8 +1,9 @@
 """Pseudo-random permutations of 0 … n-1 that are evaluated point by point, in O(1) memory.
 
 A balanced Feistel network permutes the smallest power of four that holds n; points that land outside 0 … n-1 are sent
-through again until they land inside (cycle walking), which keeps it a bijection (Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", 2002). A data order that is a function of (key, position) needs no state to resume and no table for a large corpus.
+through again until they land inside (cycle walking), which keeps it a bijection (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002). A data order that is a function of (key, position) needs no state to resume and no
+table for a large corpus.
 """
 
 import numpy as np

@@ -1,4 +1,6 @@
-"""From a text source to a token stream, once: the result is kept in the cache folder under a name made of contents and tokeniser."""
+"""From a text source to a token stream, once: the result is kept in the cache folder under a name made of contents and
+tokeniser.
+"""
 
 import hashlib
 import json
@@ -27,7 +29,8 @@ def cached_corpus(source: corpora.Source, tokenizer: Tokenizer, *, max_bytes: in
     """The tokens of ``source``, from the cache folder when the same contents were prepared before.
 
     max_bytes: only so many bytes of UTF-8 from the start; None reads all.
-    Raises: FileFormatError when the text cannot be read or the cached corpus is damaged; InsufficientSpaceError when the disk is full.
+    Raises: FileFormatError when the text cannot be read or the cached corpus is damaged; InsufficientSpaceError when
+    the disk is full.
     """
     _checked_limit(max_bytes)
     recipe = json.dumps([_RECIPE, source.fingerprint(), tokenizer.fingerprint, max_bytes])

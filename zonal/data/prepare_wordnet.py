@@ -2,9 +2,10 @@
 
     python -m zonal.data.prepare_wordnet /usr/share/wordnet/data.noun zonal/data/assets/wordnet/nouns.txt
 
-The noun file is that of WordNet 3.0 (Debian: ``apt-get download wordnet-base``, ``dpkg -x wordnet-base_*.deb .``). One line a synset, in the order
-of a walk that visits a synset before what is below it: its depth, its first word, and the numbers of the lines (from 0) of the groups that it is
-a member of, in order. A synset with several hypernyms stands below the first. The format is read by ``zonal.data.wordnet``.
+The noun file is that of WordNet 3.0 (Debian: ``apt-get download wordnet-base``, ``dpkg -x wordnet-base_*.deb .``). One
+line a synset, in the order of a walk that visits a synset before what is below it: its depth, its first word, and the
+numbers of the lines (from 0) of the groups that it is a member of, in order. A synset with several hypernyms stands
+below the first. The format is read by ``zonal.data.wordnet``.
 """
 
 import sys

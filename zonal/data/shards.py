@@ -1,15 +1,17 @@
-"""Token streams on disk: a folder of memory-mapped shards, each with a checked description, and an index that is written last.
+"""Token streams on disk: a folder of memory-mapped shards, each with a checked description, and an index that is
+written last.
 
 A corpus folder holds
 
     corpus.json         {"magic": "zonal-corpus", "version": 1, "tokenizer", "tokenizer_sha256", "vocab_size", "dtype",
                          "tokens", "bytes", "documents", "source", "shards": [names of .bin files in order]}
     shard-00000.bin     the tokens, little-endian unsigned integers, nothing else
-    shard-00000.json    {"magic": "zonal-tokens", "version": 1, "dtype": "<u2", "count", "sha256", "tokenizer", "vocab_size"}
-    …
+    shard-00000.json    {"magic": "zonal-tokens", "version": 1, "dtype": "<u2", "count", "sha256", "tokenizer",
+    "vocab_size"} …
 
-``dtype`` is the smallest of u1, <u2 and <u4 that holds the vocabulary; ``bytes`` counts the UTF-8 the tokens stand for. The folder is built under
-a temporary name and renamed when whole, so it is complete or absent, and processes that build the same one do not meet.
+``dtype`` is the smallest of u1, <u2 and <u4 that holds the vocabulary; ``bytes`` counts the UTF-8 the tokens stand for.
+The folder is built under a temporary name and renamed when whole, so it is complete or absent, and processes that build
+the same one do not meet.
 """
 
 import errno
@@ -42,8 +44,8 @@ def _dtype_for(vocab_size: int) -> str:
 class Corpus:
     """A verified, read-only token stream. Made by ``open_corpus``.
 
-    tokenizer: its name; count: tokens; bytes: UTF-8 bytes they stand for; documents: texts that were joined by separators.
-    sha256: of the shards' checksums in order.
+    tokenizer: its name; count: tokens; bytes: UTF-8 bytes they stand for; documents: texts that were joined by
+    separators. sha256: of the shards' checksums in order.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], shards: list[np.ndarray], sha256: str) -> None:
@@ -137,10 +139,12 @@ def write_corpus(
 ) -> None:
     """Tokenise ``documents`` into the new corpus folder ``folder``.
 
-    documents: texts, each an iterable of pieces cut where the tokeniser cuts anyway (see ``zonal.data.corpora``); documents without text
-    are passed over, and ``tokenizer.separator`` stands between two documents. source: words for people, kept in the index.
-    When a whole corpus is at ``folder`` by the time this one is whole, as when two processes prepare the same text, that one stays.
-    Raises: ArgumentError when the folder exists as something else; FileFormatError when there is no text; InsufficientSpaceError when the disk is full.
+    documents: texts, each an iterable of pieces cut where the tokeniser cuts anyway (see ``zonal.data.corpora``);
+    documents without text are passed over, and ``tokenizer.separator`` stands between two documents. source: words for
+    people, kept in the index. When a whole corpus is at ``folder`` by the time this one is whole, as when two processes
+    prepare the same text, that one stays.
+    Raises: ArgumentError when the folder exists as something else; FileFormatError when there is no text;
+    InsufficientSpaceError when the disk is full.
     """
     target = Path(folder)
     if target.exists() and not is_corpus(target):
@@ -243,7 +247,8 @@ def _open_shard(path: Path, dtype: str, vocab_size: int, tokenizer: str) -> tupl
 
 
 def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
-    """Open a corpus folder: every shard's description, size, checksum and token range is verified, then mapped into memory.
+    """Open a corpus folder: every shard's description, size, checksum and token range is verified, then mapped into
+    memory.
 
     Raises: FileFormatError in one line when something is missing, truncated, foreign or damaged.
     """

@@ -1,8 +1,9 @@
 """What every source of text has in common.
 
-A source gives documents, and each document as pieces of about a megabyte, so that no text need fit in memory. Pieces are
-cut only before a space or line end that follows a visible character. GPT-2's tokeniser reads from left to right and begins
-a new token there whatever follows. The tokens of the pieces are therefore those of the whole text, as the tests check.
+A source gives documents, and each document as pieces of about a megabyte, so that no text need fit in memory. Pieces
+are cut only before a space or line end that follows a visible character. GPT-2's tokeniser reads from left to right and
+begins a new token there whatever follows. The tokens of the pieces are therefore those of the whole text, as the tests
+check.
 """
 
 from abc import ABC, abstractmethod

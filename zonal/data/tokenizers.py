@@ -1,7 +1,7 @@
 """Text to token numbers and back: bytes, or GPT-2's byte-level byte-pair encoding.
 
-Every tokeniser states how many bytes of UTF-8 each of its tokens stands for, so that losses per token can be compared across
-tokenisers as bits per byte. ``separator`` is the token put between two documents; it counts as one byte.
+Every tokeniser states how many bytes of UTF-8 each of its tokens stands for, so that losses per token can be compared
+across tokenisers as bits per byte. ``separator`` is the token put between two documents; it counts as one byte.
 """
 
 import hashlib

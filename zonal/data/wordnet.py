@@ -1,7 +1,8 @@
-"""The nouns of WordNet that are shipped: animals, the groups of zoology that they belong to, and artifacts, as three trees.
+"""The nouns of WordNet that are shipped: animals, the groups of zoology that they belong to, and artifacts, as three
+trees.
 
-A node is the number of its line. The lines are in the order of a walk that visits a node before what is below it, so what is below a node
-are the nodes that follow it. ``zonal.data.prepare_wordnet`` writes them.
+A node is the number of its line. The lines are in the order of a walk that visits a node before what is below it, so
+what is below a node are the nodes that follow it. ``zonal.data.prepare_wordnet`` writes them.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ _SHA256 = "bd26da4db67108ed4ed41ebc9e749555c9b0882e6fdf084752daacc4637cf4a1"
 
 @dataclass(frozen=True)
 class Nouns:
-    """words: the first of each synset. above: its hypernym, None for a root. ends: where what is below it ends. groups: what it is a member of."""
+    """words: the first of each synset. above: its hypernym, None for a root. ends: where what is below it ends. groups:
+    what it is a member of.
+    """
 
     words: tuple[str, ...]
     above: tuple[int | None, ...]
@@ -45,7 +48,8 @@ class Nouns:
 def nouns() -> Nouns:
     """WordNet 3.0's animals, their groups, and artifacts: 16,987 synsets, each below its first hypernym.
 
-    Source: Miller, *WordNet: a lexical database for English*, 1995; Princeton University, 2006, whose licence is shipped beside the file.
+    Source: Miller, *WordNet: a lexical database for English*, 1995; Princeton University, 2006, whose licence is
+    shipped beside the file.
     Raises: FileFormatError when the shipped file is damaged.
     """
     data = (resources.files("zonal.data") / "assets" / "wordnet" / "nouns.txt").read_bytes()

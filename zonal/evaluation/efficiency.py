@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 
 def tokens_to(curve: Sequence[tuple[int, float]], target: float) -> float | None:
-    """Tokens until the loss first is at most ``target``, on straight lines between the evaluations; None when it never is.
+    """Tokens until the loss first is at most ``target``, on straight lines between the evaluations; None when it never
+    is.
 
-    curve: (tokens trained, held-out loss) of each evaluation, in order. Losses that rise and fall count from their first fall below the target on.
+    curve: (tokens trained, held-out loss) of each evaluation, in order. Losses that rise and fall count from their
+    first fall below the target on.
     """
     before: tuple[int, float] | None = None
     for tokens, loss in curve:

@@ -1,4 +1,6 @@
-"""What a model is worth by other means than its next token: what a task finds when it examines a finished model, in means by cell."""
+"""What a model is worth by other means than its next token: what a task finds when it examines a finished model, in
+means by cell.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -118,7 +118,9 @@ class Accumulator:
                     entry[1] += 1
 
     def result(self) -> dict[str, Any]:
-        """``loss``, ``accuracy``, ``slices``, ``positions``, ``examples`` and, where bytes are known, ``bits_per_byte``."""
+        """``loss``, ``accuracy``, ``slices``, ``positions``, ``examples`` and, where bytes are known,
+        ``bits_per_byte``.
+        """
         if not self.positions:
             raise ArgumentError("evaluate: the evaluation batches hold no supervised position (every target is -100).")
         loss = self._loss / self.positions
@@ -135,7 +137,9 @@ class Accumulator:
 
 
 class Cells:
-    """Adds up batches by what their rows have in common, such as task, pairs and length; ``result`` has one entry for each such cell."""
+    """Adds up batches by what their rows have in common, such as task, pairs and length; ``result`` has one entry for
+    each such cell.
+    """
 
     def __init__(self):
         self._found: dict[tuple[tuple[str, int | str], ...], Accumulator] = {}
@@ -150,7 +154,9 @@ class Cells:
         return self._found.setdefault(tuple((name, values[0]) for name, values in batch.slices.items()), Accumulator())
 
     def result(self) -> list[dict[str, Any]]:
-        """One flat object a cell, in the order of first appearance: its slices, ``accuracy``, ``loss`` and ``examples``."""
+        """One flat object a cell, in the order of first appearance: its slices, ``accuracy``, ``loss`` and
+        ``examples``.
+        """
         found = []
         for key, total in self._found.items():
             values = total.result()
@@ -167,7 +173,9 @@ def accumulate(model: Predictor, batch: EvaluationBatch, into: Accumulator, devi
 def accumulate_in_pieces(
     model: PieceReader, batch: EvaluationBatch, into: Accumulator, device: torch.device, piece: int | None
 ) -> None:
-    """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them whole."""
+    """``accumulate``, of sequences that are read ``piece`` tokens at a time where they are longer; None reads them
+    whole.
+    """
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
     into.add(*model.predict(tokens, targets, piece=piece), tokens.shape[0], batch.slices)
 
@@ -175,10 +183,12 @@ def accumulate_in_pieces(
 def evaluate_transfer(
     model: PieceReader, task: TransferTask, *, batch_size: int, piece: int | None = None
 ) -> list[dict[str, Any]]:
-    """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see ``Cells.result``.
+    """Accuracy of ``model`` on the transfer batches of ``task``: other tasks, other lengths; one object a cell, see
+    ``Cells.result``.
 
-    piece: sequences that are longer are read so many tokens at a time from the model's memory, as a decoder would; None reads them whole.
-    The model runs in evaluation mode on the device of its parameters and is put back into the mode it was in.
+    piece: sequences that are longer are read so many tokens at a time from the model's memory, as a decoder would; None
+    reads them whole. The model runs in evaluation mode on the device of its parameters and is put back into the mode it
+    was in.
     """
     cells = Cells()
     with evaluating(model) as device:

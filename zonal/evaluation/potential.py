@@ -54,8 +54,10 @@ class CycleSum:
 
 @dataclass(frozen=True)
 class Circulation:
-    """What seeds say of a form. ``cycles``: one for each edge beyond a spanning forest, which together decide; ``verdict``: "exact" where no sum exceeds
-    rounding, else whether any interval excludes 0 at ``level``, corrected for their number (Bonferroni)."""
+    """What seeds say of a form. ``cycles``: one for each edge beyond a spanning forest, which together decide;
+    ``verdict``: "exact" where no sum exceeds rounding, else whether any interval excludes 0 at ``level``, corrected for
+    their number (Bonferroni).
+    """
 
     mean: Hodge
     share_by_seed: tuple[float, ...]
@@ -111,7 +113,9 @@ def triangles(nodes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, i
 
 
 def cycles(nodes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """A basis of the cycles: for each edge beyond a spanning forest of shortest paths, that edge and the way back through the forest."""
+    """A basis of the cycles: for each edge beyond a spanning forest of shortest paths, that edge and the way back
+    through the forest.
+    """
     found = _edges("cycles", nodes, edges)
     beside: list[list[int]] = [[] for _ in range(nodes)]
     for a, b in found:
@@ -143,7 +147,8 @@ def cycles(nodes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]
 
 
 def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
-    """The decomposition of ``form`` (E, …) on a graph of ``nodes`` nodes, by least squares of smallest norm, in float64.
+    """The decomposition of ``form`` (E, …) on a graph of ``nodes`` nodes, by least squares of smallest norm, in
+    float64.
 
     Raises: ArgumentError for edges that are none, come twice, or are not as many as the form has rows.
     """
@@ -167,7 +172,8 @@ def hodge(nodes: int, edges: Sequence[tuple[int, int]], form: Tensor) -> Hodge:
 
 
 def circulation(nodes: int, edges: Sequence[tuple[int, int]], forms: Tensor, *, level: float = 0.95) -> Circulation:
-    """What ``forms`` (E, seeds), one 1-form a seed, say of exactness: the decomposition of their mean, and every basic cycle's sum with its interval.
+    """What ``forms`` (E, seeds), one 1-form a seed, say of exactness: the decomposition of their mean, and every basic
+    cycle's sum with its interval.
 
     Raises: ArgumentError as ``hodge``, and without a seed.
     """

@@ -10,8 +10,10 @@ from zonal.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Coverage:
-    """Means over rows. recall: how many of a row's exact top K are among those kept. mass: the part of the row's whole sum of K that is kept, and
-    exact_mass that of the exact top K, the most there is to be had. met: keys that a row met; seen: keys that it may see; rows: how many were looked at."""
+    """Means over rows. recall: how many of a row's exact top K are among those kept. mass: the part of the row's whole
+    sum of K that is kept, and exact_mass that of the exact top K, the most there is to be had. met: keys that a row
+    met; seen: keys that it may see; rows: how many were looked at.
+    """
 
     recall: float
     mass: float
@@ -30,8 +32,8 @@ class Coverage:
 def coverage(log_kernel: Tensor, met: Tensor, k: int) -> dict[str, Tensor]:
     """Of each row with a visible key, flat, in float64: recall, mass, exact_mass, met, seen.
 
-    log_kernel: log K (…, S), -inf where a key is forbidden. met: bool (…, S), the keys that were looked at, of which the k largest are kept. Ties of
-    the k-th largest are kept, too, as ``anchor.TopK`` does.
+    log_kernel: log K (…, S), -inf where a key is forbidden. met: bool (…, S), the keys that were looked at, of which
+    the k largest are kept. Ties of the k-th largest are kept, too, as ``anchor.TopK`` does.
 
     Raises: ArgumentError for shapes that differ, or k < 1.
     """

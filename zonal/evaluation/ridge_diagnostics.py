@@ -1,4 +1,6 @@
-"""What the statistics of a ridge or Koopman read-out say of it: how well it is conditioned, how full it is, and what its dynamics keep."""
+"""What the statistics of a ridge or Koopman read-out say of it: how well it is conditioned, how full it is, and what
+its dynamics keep.
+"""
 
 from dataclasses import dataclass
 
@@ -63,7 +65,9 @@ def diagnose(gram: Tensor, regular: Tensor, shift: Tensor | None = None) -> Ridg
 
 @torch.no_grad()
 def leverage(keys: Tensor, regular: Tensor) -> Tensor:
-    """z A^-1 z of keys (…, n, r), (…, n) in [0, 1) for keys that are in A: near one where a direction is a key's own, near zero where many share it."""
+    """z A^-1 z of keys (…, n, r), (…, n) in [0, 1) for keys that are in A: near one where a direction is a key's own,
+    near zero where many share it.
+    """
     lower = torch.linalg.cholesky(regular.double())
     return torch.linalg.solve_triangular(lower, keys.double().mT, upper=False).square().sum(-2)
 

@@ -105,7 +105,8 @@ def spread(values: Sequence[float], *, level: float = 0.95) -> Spread:
 
 
 def difference_within_spread(a: Mapping[int, float], b: Mapping[int, float], *, level: float = 0.95) -> Difference:
-    """Is the difference between two operators larger than the spread over seeds? ``a`` and ``b`` map seed → final value.
+    """Is the difference between two operators larger than the spread over seeds? ``a`` and ``b`` map seed → final
+    value.
 
     The rule, on the differences a - b of the seeds that both have:
 

@@ -9,7 +9,8 @@ from zonal.errors import ArgumentError
 
 
 def auroc(positive: Tensor, negative: Tensor) -> float:
-    """The probability that evidence drawn from ``positive`` is above one drawn from ``negative``, ties counted half: 1 tells them apart, 0.5 not at all.
+    """The probability that evidence drawn from ``positive`` is above one drawn from ``negative``, ties counted half: 1
+    tells them apart, 0.5 not at all.
 
     Raises: ArgumentError without any of either, or with NaN.
     """
@@ -23,7 +24,8 @@ def auroc(positive: Tensor, negative: Tensor) -> float:
 
 
 def risk_curve(evidence: Tensor, right: Tensor, shares: Sequence[float]) -> list[float]:
-    """The part of wrong answers among the ``shares`` of queries that have the most evidence; of queries that tie, all in the same proportion.
+    """The part of wrong answers among the ``shares`` of queries that have the most evidence; of queries that tie, all
+    in the same proportion.
 
     evidence, right (bool) of one shape. Raises: ArgumentError for shapes that differ, shares outside (0, 1], or NaN.
     """

@@ -1,7 +1,7 @@
 """The report of a comparison: one self-contained HTML page, its Markdown twin and ``summary.json``, from files alone.
 
-``load(directory)`` reads, ``summarise(data)`` computes, ``write(directory)`` does both and writes the three files into the
-same folder; ``write_many(directories, out)`` puts several comparisons on one page.
+``load(directory)`` reads, ``summarise(data)`` computes, ``write(directory)`` does both and writes the three files into
+the same folder; ``write_many(directories, out)`` puts several comparisons on one page.
 """
 
 import os

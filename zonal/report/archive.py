@@ -107,7 +107,9 @@ def unpack(folder: Path) -> None:
 
 
 def _beside(folder: Path) -> bool:
-    """Whether the runs of the archive also lie in folders beside it, as a process leaves them that is killed while it unpacks."""
+    """Whether the runs of the archive also lie in folders beside it, as a process leaves them that is killed while it
+    unpacks.
+    """
     if not any((folder / tree).exists() for tree in TREES):
         return False
     with _archive(folder / NAME) as archive:

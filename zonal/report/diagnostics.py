@@ -4,10 +4,10 @@ The file is plain numbers, so that whatever measures a trained model can write i
 
 ``{"schema": 1, "layers": [{"layer": 0, "heads": [head, …]}, …]}``, every key of a head optional:
 
-- ``smallest_eigenvalue``, ``condition``, ``effective_rank``: of the regularised statistics G + ρI. ``size``: how many directions there are.
-- ``spectrum``: [[re, im], …], eigenvalues of the whitened operator.
-- ``leverage``: one number in [0, 1] a key: how much of its own value a key would return.
-- ``capacity``: ``{"stored": [n, …], "estimate": [c, …]}``, how many of n stored keys are estimated to be recalled.
+- ``smallest_eigenvalue``, ``condition``, ``effective_rank``: of the regularised statistics G + ρI. ``size``: how many
+directions there are. - ``spectrum``: [[re, im], …], eigenvalues of the whitened operator. - ``leverage``: one number in
+[0, 1] a key: how much of its own value a key would return. - ``capacity``: ``{"stored": [n, …], "estimate": [c, …]}``,
+how many of n stored keys are estimated to be recalled.
 """
 
 import math
@@ -69,7 +69,10 @@ def load(folder: Traversable) -> Diagnostics | None:
 
 
 def record_of(path: Traversable, schema: int) -> dict[str, Any] | None:
-    """The object in a file beside a run, None where there is no such file. Raises: FileFormatError when it is none of that schema."""
+    """The object in a file beside a run, None where there is no such file.
+
+    Raises: FileFormatError when it is none of that schema.
+    """
     if not path.is_file():
         return None
     record = read_json(path)
@@ -129,7 +132,8 @@ def _numbers(value: Any, key: str, path: Traversable) -> tuple[float, ...]:
     return tuple(_number(each, key, path) for each in _list(value, key, path))
 
 
-# --- pictures ----------------------------------------------------------------------------------------------------------
+# --- pictures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def spectra(heads: Sequence[Head]) -> list[dict[str, Any]]:
@@ -143,7 +147,9 @@ def spectra(heads: Sequence[Head]) -> list[dict[str, Any]]:
 
 
 def bars(heads: Sequence[Head]) -> dict[str, dict[str, Any]]:
-    """For each of ``NUMBERS`` that is there: x names of heads, y values, and the most that y can be, where that is known."""
+    """For each of ``NUMBERS`` that is there: x names of heads, y values, and the most that y can be, where that is
+    known.
+    """
     found = {}
     for key in NUMBERS:
         with_it = [head for head in heads if key in head.numbers]

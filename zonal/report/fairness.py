@@ -1,6 +1,8 @@
-"""What a reader must know before believing a ranking: each flag is a sentence beside the headline, and an entry of ``summary.json``.
+"""What a reader must know before believing a ranking: each flag is a sentence beside the headline, and an entry of
+``summary.json``.
 
-A model whose number is not better than a guess on what it was trained on has not learned its task: it is not ranked, whatever others reach.
+A model whose number is not better than a guess on what it was trained on has not learned its task: it is not ranked,
+whatever others reach.
 """
 
 import math
@@ -21,8 +23,9 @@ _DIVERGED = re.compile(r"(loss|gradient norm) became")
 
 @dataclass(frozen=True)
 class Flag:
-    """kind: "not learned", "some seeds not learned", "edge", "one rate", "one seed", "parameters", "steps" or "failed". operators: whom it is about, by
-    their specs; empty where it is about all."""
+    """kind: "not learned", "some seeds not learned", "edge", "one rate", "one seed", "parameters", "steps" or "failed".
+    operators: whom it is about, by their specs; empty where it is about all.
+    """
 
     kind: str
     operators: tuple[str, ...]
@@ -30,7 +33,9 @@ class Flag:
 
 
 class Operator(Protocol):
-    """What is needed of an operator's row in the summary: its runs at the rate it is shown with, and whether it learned the task."""
+    """What is needed of an operator's row in the summary: its runs at the rate it is shown with, and whether it learned
+    the task.
+    """
 
     @property
     def operator(self) -> str: ...

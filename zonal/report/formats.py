@@ -36,7 +36,9 @@ def margin(value: float, half: float) -> str:
 
 
 def told_apart(a: float, b: float) -> tuple[str, str]:
-    """Two numbers with three decimals, or with as many (up to 6) as it takes to tell them apart, and from the one they are short of."""
+    """Two numbers with three decimals, or with as many (up to 6) as it takes to tell them apart, and from the one they
+    are short of.
+    """
 
     def plain(decimals: int) -> bool:
         texts = f"{a:.{decimals}f}", f"{b:.{decimals}f}"

@@ -1,4 +1,6 @@
-"""The page of `zonal explain --model`: what the heads of a trained model score, as shares, singular values and maps, from plain numbers."""
+"""The page of `zonal explain --model`: what the heads of a trained model score, as shares, singular values and maps,
+from plain numbers.
+"""
 
 import base64
 import math
@@ -27,7 +29,8 @@ _TITLES = {
 class Heads:
     """What the page is made of.
 
-    found: what ``zonal explain --model --json`` prints. shares, nats: its tables. maps: by "layer.head", then by name, (T, T), -inf where a pair is forbidden.
+    found: what ``zonal explain --model --json`` prints. shares, nats: its tables. maps: by "layer.head", then by name,
+    (T, T), -inf where a pair is forbidden.
     tokens: T texts. ledgers: one a operator, by its spec. command: what made it.
     """
 

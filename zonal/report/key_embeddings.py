@@ -1,14 +1,18 @@
-"""Where the keys of a run that attends by distance lie, from its ``witnesses.json``, and what its heads made of the distances while they trained.
+"""Where the keys of a run that attends by distance lie, from its ``witnesses.json``, and what its heads made of the
+distances while they trained.
 
 The file is plain numbers, so that whatever looks at a trained model can write it:
 
-``{"schema": 1, "groups": [name, …], "group": [g, …], "tokens": [text, …], "layers": [{"layer": 0, "heads": [[space, …], …]}, …]}``
+``{"schema": 1, "groups": [name, …], "group": [g, …], "tokens": [text, …], "layers": [{"layer": 0, "heads": [[space, …],
+…]}, …]}``
 
 - ``group``, ``tokens``: of each token that is drawn, the number of its group and what to call it.
-- a space: ``{"space": name, "curvature": 1, 0, -1 or null, "share": s, "points": [[x, y], …]}``, a point a token; share in [0, 1]: how much of
+- a space: ``{"space": name, "curvature": 1, 0, -1 or null, "share": s, "points": [[x, y], …]}``, a point a token; share
+in [0, 1]: how much of
   the points is seen in two numbers. Curvature 1 and -1 are drawn in the unit disk.
 
-While a run trains, each evaluation's line in ``metrics.jsonl`` may hold ``"geometry": [{"layer": 0, "weights": {space: [one a head]}, "curvature": [one a head]}, …]``.
+While a run trains, each evaluation's line in ``metrics.jsonl`` may hold ``"geometry": [{"layer": 0, "weights": {space:
+[one a head]}, "curvature": [one a head]}, …]``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +83,8 @@ def load(folder: Traversable) -> KeyEmbeddings | None:
     return KeyEmbeddings(groups, group, tokens, spaces)
 
 
-# --- pictures ----------------------------------------------------------------------------------------------------------
+# --- pictures
+# ----------------------------------------------------------------------------------------------------------
 
 
 def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
@@ -97,7 +102,9 @@ def payload(found: KeyEmbeddings, seed: int) -> dict[str, Any]:
 
 
 def over_training(lines: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], seed: int) -> dict[str, Any]:
-    """Weights and curvature by step, from (step, geometry at it) in order, one at least: for each layer the lists of each head, one number a step."""
+    """Weights and curvature by step, from (step, geometry at it) in order, one at least: for each layer the lists of
+    each head, one number a step.
+    """
     lines = [(step, found) for step, found in lines if found]
     layers = []
     for place, first in enumerate(lines[0][1]):

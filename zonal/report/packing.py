@@ -16,7 +16,8 @@ ENDED = ("done", "failed")
 
 
 def write_pages(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write report.html and report.md into the folder of a comparison (with summary.json) or of a search; returns the two.
+    """Write report.html and report.md into the folder of a comparison (with summary.json) or of a search; returns the
+    two.
 
     Raises: FileFormatError when the folder holds neither, or a file in it is damaged; InsufficientSpaceError.
     """

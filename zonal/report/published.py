@@ -14,8 +14,10 @@ from zonal.errors import FileFormatError
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row of a table. select: which of our cells stand beside it, by slice, one value or several, such as {"task": "needle", "length": [64, 128]};
-    values: what is printed, in [0, 1]."""
+    """One row of a table. select: which of our cells stand beside it, by slice, one value or several, such as {"task":
+    "needle", "length": [64, 128]};
+    values: what is printed, in [0, 1].
+    """
 
     label: str
     select: Mapping[str, int | str | list[int]]
@@ -30,7 +32,9 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table of accuracies with a column for each model of the paper. A row without values is one that the paper does not have."""
+    """A table of accuracies with a column for each model of the paper. A row without values is one that the paper does
+    not have.
+    """
 
     title: str
     columns: tuple[str, ...]

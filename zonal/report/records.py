@@ -29,8 +29,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Point:
-    """One line of ``metrics.jsonl``: a mean over the steps since the last line (train) or over the held-out data (eval), with the weights of distances
-    at that step."""
+    """One line of ``metrics.jsonl``: a mean over the steps since the last line (train) or over the held-out data
+    (eval), with the weights of distances at that step.
+    """
 
     step: int
     tokens: int
@@ -50,7 +51,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Examined:
-    """What a task found of a finished run in one cell: ``values`` by name, such as {"exact match": 0.5}, of the rows with these ``slices``."""
+    """What a task found of a finished run in one cell: ``values`` by name, such as {"exact match": 0.5}, of the rows
+    with these ``slices``.
+    """
 
     slices: Mapping[str, int | str]
     values: Mapping[str, float]
@@ -58,8 +61,9 @@ class Examined:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks and lengths; ``examined``:
-    what the task measures by other means."""
+    """Numbers of one evaluation. ``slices`` maps "pairs" or "length" to {value: accuracy}; ``transfer``: other tasks
+    and lengths; ``examined``: what the task measures by other means.
+    """
 
     loss: float
     accuracy: float | None
@@ -111,7 +115,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Guess:
-    """The headline number of who has not learned the task. trained: (slice, its values) that were trained, where an evaluation holds more."""
+    """The headline number of who has not learned the task. trained: (slice, its values) that were trained, where an
+    evaluation holds more.
+    """
 
     value: float
     trained: tuple[str, tuple[str, ...]] | None = None

@@ -1,4 +1,6 @@
-"""The page of a search: the move graph as a picture, rounds, regimes, what circulates, the winner's recipe; from search.json, findings.json and recipe.json."""
+"""The page of a search: the move graph as a picture, rounds, regimes, what circulates, the winner's recipe; from
+search.json, findings.json and recipe.json.
+"""
 
 import os
 from collections import Counter, deque

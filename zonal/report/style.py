@@ -1,7 +1,7 @@
 """One name, one colour and one marker for each operator, the same in every chart, table and page.
 
-The colours start from Okabe and Ito's palette, which people with colour-blindness tell apart; each has a darker value for
-a light page and a lighter one for a dark page. Markers and dashes repeat the distinction without colour.
+The colours start from Okabe and Ito's palette, which people with colour-blindness tell apart; each has a darker value
+for a light page and a lighter one for a dark page. Markers and dashes repeat the distinction without colour.
 """
 
 import ast
@@ -143,7 +143,9 @@ def _canonical(spec: str) -> tuple[str, dict[str, object]]:
 
 
 def label(spec: str) -> str:
-    """``softmax`` → Softmax, ``ska(power=0)`` → Ridge, ``sko(degrees=(2, 3))`` → SKO (degrees=(2, 3)); a new name as it is."""
+    """``softmax`` → Softmax, ``ska(power=0)`` → Ridge, ``sko(degrees=(2, 3))`` → SKO (degrees=(2, 3)); a new name as it
+    is.
+    """
     key, rest = _canonical(spec)
     words = _words(key)
     name = words[0] if words else spec if not rest else parse(spec)[0]
@@ -165,7 +167,9 @@ def _words(key: str) -> tuple[str, str] | None:
 
 
 def looks(specs: Sequence[str]) -> dict[str, Look]:
-    """A look for every spec: a known operator has its own; variants and new names take what the page leaves free, in order."""
+    """A look for every spec: a known operator has its own; variants and new names take what the page leaves free, in
+    order.
+    """
     chosen: dict[str, Look] = {}
     taken: set[int] = set()
     unique = list(dict.fromkeys(specs))

@@ -1,8 +1,9 @@
-"""From runs to a table and to sentences: means and spreads over seeds, who is ahead, and whether that can be told apart.
+"""From runs to a table and to sentences: means and spreads over seeds, who is ahead, and whether that can be told
+apart.
 
-The spread of one operator is the sample standard deviation over its seeds. Operators are compared seed by seed (the same
-seed means the same data in the same order and the same initial values of shared parameters); a difference is *within the
-spread* when the 95% interval of the paired differences contains zero (``zonal.evaluation.statistics``).
+The spread of one operator is the sample standard deviation over its seeds. Operators are compared seed by seed (the
+same seed means the same data in the same order and the same initial values of shared parameters); a difference is
+*within the spread* when the 95% interval of the paired differences contains zero (``zonal.evaluation.statistics``).
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from zonal.report.records import ComparisonData, Metrics, Run
 
 @dataclass(frozen=True)
 class Verdict:
-    """The leader against one other operator. ``behind`` is the mean difference over common seeds in favour of the leader,
-    ``margin`` half the width of its 95% interval; ``within`` is None where fewer than two seeds are common."""
+    """The leader against one other operator. ``behind`` is the mean difference over common seeds in favour of the
+    leader, ``margin`` half the width of its 95% interval; ``within`` is None where fewer than two seeds are common.
+    """
 
     other: str
     behind: float
@@ -30,8 +32,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that is better than a guess, None where
-    nobody knows."""
+    """One operator at its chosen learning rate. trained: the headline number on what was trained; learned: whether that
+    is better than a guess, None where nobody knows.
+    """
 
     operator: str
     label: str
@@ -61,8 +64,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """The comparison in one table and a few sentences. ``ranking`` lists the operators that learned their task, the best first, ``unlearned`` those with
-    results that did not; ``flags`` say what makes the comparison less than fair."""
+    """The comparison in one table and a few sentences. ``ranking`` lists the operators that learned their task, the
+    best first, ``unlearned`` those with results that did not; ``flags`` say what makes the comparison less than fair.
+    """
 
     data: ComparisonData
     rows: tuple[Row, ...]
@@ -342,7 +346,9 @@ def _costs(rows: Sequence[Row], labels: Mapping[str, str]) -> list[str]:
 
 
 def _told_apart_in_speed(rows: Sequence[Row], fastest: Row) -> bool:
-    """Whether the fastest is faster than each other operator beyond the spread over seeds; one run a side has no spread to exceed."""
+    """Whether the fastest is faster than each other operator beyond the spread over seeds; one run a side has no spread
+    to exceed.
+    """
 
     def speeds(row: Row) -> dict[int, float]:
         return {run.seed: run.tokens_per_second for run in row.runs if run.tokens_per_second}

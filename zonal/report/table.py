@@ -236,7 +236,9 @@ def slice_names(summary: Summary) -> tuple[str, ...]:
 
 
 def examined(summary: Summary) -> list[tuple[str, Table]]:
-    """(what was measured, table) of everything that the task found by other means than the next token: one row an operator, one column a cell."""
+    """(what was measured, table) of everything that the task found by other means than the next token: one row an
+    operator, one column a cell.
+    """
     cells = [cell for row in summary.rows for run in row.runs if run.final for cell in run.final.examined]
     columns = list(dict.fromkeys(tuple(cell.slices.items()) for cell in cells))
     found = []
@@ -330,7 +332,9 @@ _DIAGNOSED = (
 
 
 def diagnostics(found: Sequence[tuple[str, str, Diagnostics]]) -> Table:
-    """What is inside the memories, by layer, from (operator, label, diagnostics): the worst head for the first two, means after them."""
+    """What is inside the memories, by layer, from (operator, label, diagnostics): the worst head for the first two,
+    means after them.
+    """
     rows = []
     for operator, label, about in found:
         for layer in dict.fromkeys(head.layer for head in about.heads):

@@ -80,7 +80,9 @@ def _ours(values: Iterable[Spread | None]) -> list[Cell]:
 
 
 def tables(summary: Summary) -> list[tuple[str, Table]]:
-    """(title, table): the paper's tables with ours beside them, or the means by task; nothing where nothing was measured."""
+    """(title, table): the paper's tables with ours beside them, or the means by task; nothing where nothing was
+    measured.
+    """
     if not slices(summary, "task"):
         return []
     published = summary.data.published

@@ -1,4 +1,6 @@
-"""Tasks to train and measure on: associative recall, retrieval, hierarchies, relations, signals and language modelling. Tasks are found by ``resolve``."""
+"""Tasks to train and measure on: associative recall, retrieval, hierarchies, relations, signals and language modelling.
+Tasks are found by ``resolve``.
+"""
 
 from zonal.tasks.expressions import Expressions
 from zonal.tasks.grid import Retrieval, Shape, Stage, grid

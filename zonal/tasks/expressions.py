@@ -1,18 +1,21 @@
-"""S-expressions with a missing subtree, which the rest of the sequence determines: a tree, the same tree read by the rules of its heads, and a gap.
+"""S-expressions with a missing subtree, which the rest of the sequence determines: a tree, the same tree read by the
+rules of its heads, and a gap.
 
-    ( = L R ) ? S .          L = ( f a ( g b c ) )     R = ( f a ( g c b ) )  with  ( g c b )  put out:  ( f a _ )     S = ( g c b )
+    ( = L R ) ? S .     L = ( f a ( g b c ) )     R = ( f a ( g c b ) )  with  ( g c b )  put out:  ( f a _ )
+                        S = ( g c b )
 
-A node is ( head X Y ) with two arguments, an atom or a node each. Heads are typed, and nothing in the sequence says how: a head of even number keeps the
-order of its arguments in R, one of odd number turns it. So R is a function of L that is learned once and holds at every level; the subtree put out of R is
-that function of one subtree of L, and which one is said by the way there from the root. To complete it a model must find its counterpart, whose place
-depends on all the heads above it, and write it down by the same rule.
+A node is ( head X Y ) with two arguments, an atom or a node each. Heads are typed, and nothing in the sequence says
+how: a head of even number keeps the order of its arguments in R, one of odd number turns it. So R is a function of L
+that is learned once and holds at every level; the subtree put out of R is that function of one subtree of L, and which
+one is said by the way there from the root. To complete it a model must find its counterpart, whose place depends on all
+the heads above it, and write it down by the same rule.
 
-Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node beside the next instead of an atom.
-No atom stands twice in a tree; heads do.
-The subtree put out is any node of at most two levels but the root. In training heads and atoms of R are to be told from L, too, not the subtree alone: they
-follow by the same rules, and are what a model learns them from (of brackets, which are easy, it learns the brackets first and nothing else for a
-long while). Only the subtree is measured. Prompts of one depth are filled from the left to one length, so that all answers
-begin at the same place.
+Depth is that of L: a chain of ``depth`` nodes, each inside the last, on either side; every third node has a small node
+beside the next instead of an atom. No atom stands twice in a tree; heads do. The subtree put out is any node of at most
+two levels but the root. In training heads and atoms of R are to be told from L, too, not the subtree alone: they follow
+by the same rules, and are what a model learns them from (of brackets, which are easy, it learns the brackets first and
+nothing else for a long while). Only the subtree is measured. Prompts of one depth are filled from the left to one
+length, so that all answers begin at the same place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,10 +115,12 @@ def height(tree: Tree) -> int:
 
 
 class Expressions(Task):
-    """Completing a subtree of S-expressions, tested at ``depths`` and trained at all from 2 on: up to 3, and one more every 50 steps, to the largest of them.
+    """Completing a subtree of S-expressions, tested at ``depths`` and trained at all from 2 on: up to 3, and one more
+    every 50 steps, to the largest of them.
 
-    test_examples: sequences of each depth. Slices: "depth". Metric: the share of right tokens of the subtree (and of the stop after it), each given the right
-    ones before. ``examine`` lets the model write, always the most likely token, and measures ``exact match`` and ``parse errors``, texts that are
+    test_examples: sequences of each depth. Slices: "depth". Metric: the share of right tokens of the subtree (and of
+    the stop after it), each given the right ones before. ``examine`` lets the model write, always the most likely
+    token, and measures ``exact match`` and ``parse errors``, texts that are
     no expression: brackets that do not close, a head where an argument belongs, no stop in time.
 
     Raises: ArgumentError when a depth is not from 2 to ``DEEPEST`` or a number is out of range.
@@ -137,7 +142,9 @@ class Expressions(Task):
         self.length = max(prompt_length(depth) for depth in self.depths) + LONGEST
 
     def row(self, depth: int, key: tuple[int, ...], *, reading: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: heads and atoms of R are targets, too."""
+        """(tokens, targets), int64, of the sequence of a depth that is named by ``key``. reading: heads and atoms of R
+        are targets, too.
+        """
         chance = stream(*key)
         tree = self._tree(depth, chance)
         other = turned(tree)
@@ -214,7 +221,9 @@ class Expressions(Task):
             yield Examined({"exact match": exact, "parse errors": broken}, batch.slices)
 
     def guess(self) -> Guess:
-        """Brackets and the stop are right, which are easy; any head is named where a head belongs, and any atom of the tree where an atom does."""
+        """Brackets and the stop are right, which are easy; any head is named where a head belongs, and any atom of the
+        tree where an atom does.
+        """
         scores = []
         for batch in self.evaluation_batches(self.test_examples):
             for tokens, targets in zip(batch.tokens.numpy(), batch.targets.numpy(), strict=True):
@@ -237,7 +246,9 @@ class Expressions(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
         return cls(config["depths"], test_examples=config["test_examples"], seed=config["seed"], name=config["name"])
 
     def describe(self) -> str:

@@ -1,8 +1,9 @@
-"""Training on some kinds of retrieval, and measuring on others and at other lengths: mixtures, their curriculum, and grids.
+"""Training on some kinds of retrieval, and measuring on others and at other lengths: mixtures, their curriculum, and
+grids.
 
-A mixture is a list of shapes; a curriculum is a list of stages, each a mixture from one step on. All rows of a batch have one length, since a
-model reads them together; within it each row draws its shape. Every sequence is a function of (seed, its number), so any batch is found from
-its number alone, whatever came before.
+A mixture is a list of shapes; a curriculum is a list of stages, each a mixture from one step on. All rows of a batch
+have one length, since a model reads them together; within it each row draws its shape. Every sequence is a function of
+(seed, its number), so any batch is found from its number alone, whatever came before.
 """
 
 import zlib
@@ -56,9 +57,10 @@ def grid(kinds: Iterable[str], pairs: Iterable[int], lengths: Iterable[int]) -> 
 class Retrieval(Task):
     """Retrieval of facts from noise, of one kind or of several (``zonal.tasks.retrieval``).
 
-    stages: the curriculum, from step 0 on. test_shapes: what is evaluated while training, ``test_examples`` sequences of each; None takes
-    the shapes of the last stage. transfer_shapes: what a finished run is also measured on, other kinds or other lengths, ``transfer_examples``
-    of each. seed: of everything here; test and transfer sequences are the same for every run. Slices: "task", "pairs" and "length".
+    stages: the curriculum, from step 0 on. test_shapes: what is evaluated while training, ``test_examples`` sequences
+    of each; None takes the shapes of the last stage. transfer_shapes: what a finished run is also measured on, other
+    kinds or other lengths, ``transfer_examples`` of each. seed: of everything here; test and transfer sequences are the
+    same for every run. Slices: "task", "pairs" and "length".
     Metric: the share of right answers of a sequence, averaged over sequences; all shapes weigh the same.
 
     Raises: ArgumentError when a kind is unknown, a shape cannot be made, or the stages are not in order.
@@ -156,7 +158,9 @@ class Retrieval(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
 
         def shapes(values: list[dict[str, Any]]) -> tuple[Shape, ...]:
             return tuple(Shape(**value) for value in values)

@@ -1,14 +1,17 @@
-"""Recall by relation: a context names candidates, each with a label; a question names an entity, and asks the label of the candidate it is related to.
+"""Recall by relation: a context names candidates, each with a label; a question names an entity, and asks the label of
+the candidate it is related to.
 
     c1 a c2 b c3 c c4 d ? e1 ? e2 r1 r2 ? e3 …          candidates c1 … c4, labels a b c d, entities e, relations r
 
-This is associative recall whose keys match by what was learned of them instead of being equal: labels are drawn anew for each sequence, so nothing can
-be answered but by finding the candidate that the question belongs to, which is what the score of query and key decides.
+This is associative recall whose keys match by what was learned of them instead of being equal: labels are drawn anew
+for each sequence, so nothing can be answered but by finding the candidate that the question belongs to, which is what
+the score of query and key decides.
 
-Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence belong to a question. So how common a
-candidate is says nothing, and who names any label in the context is right once in as many times as there are candidates. Answers are not written down: what was named
-before would rule labels out, which models learn instead of relations. A label stands after its
-candidate, as values of associative recall do: a key there is of the candidate, by the short convolution or a layer below, and no question meets itself.
+Each question has its own candidate, which is the only one related to its entity, and all candidates of a sequence
+belong to a question. So how common a candidate is says nothing, and who names any label in the context is right once in
+as many times as there are candidates. Answers are not written down: what was named before would rule labels out, which
+models learn instead of relations. A label stands after its candidate, as values of associative recall do: a key there
+is of the candidate, by the short convolution or a layer below, and no question meets itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +34,14 @@ _TRIES = 200
 
 
 class Lookup(Task):
-    """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another candidate.
+    """Questions of ``source`` about ``pairs`` candidates a sequence, ``questions`` of them a sequence, each of another
+    candidate.
 
-    test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices: those of the source, such as
-    "pairs" and "distance". Rows of a training batch draw their cells; those with questions of other lengths come in batches of their own.
-    ``examine`` measures, at each question of tests and controls, among the labels of the context alone, ``accuracy`` and ``average precision``: one over the place of the right label, most likely first (one candidate is right, so this is its mean over questions, MAP).
+    test_examples: sequences of each cell of the evaluation. seed: of everything but what the source divides. Slices:
+    those of the source, such as "pairs" and "distance". Rows of a training batch draw their cells; those with questions
+    of other lengths come in batches of their own. ``examine`` measures, at each question of tests and controls, among
+    the labels of the context alone, ``accuracy`` and ``average precision``: one over the place of the right label, most
+    likely first (one candidate is right, so this is its mean over questions, MAP).
 
     Raises: ArgumentError when a number is out of range or no context of so many candidates can be drawn.
     """
@@ -171,7 +177,9 @@ class Lookup(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
         return cls(
             relations.source(config["source"]), pairs=config["pairs"], questions=config["questions"], test_examples=config["test_examples"],
             seed=config["seed"], name=config["name"],

@@ -3,10 +3,11 @@
     tokens    k1 v1 k2 v2 · ·  k2 · · ·  k1 ·          keys in [1, V/2), values in [V/2, V), · is 0 or a random token
     targets   -  -  -  -  - -  v2 - - -  v1 -          - is -100
 
-The gap between the pairs and a query is drawn with probability proportional to n^(a-1) for the n-th place, without replacement within a row.
-``multiquery_ar`` gives the same arrays from the same seeds as the function of that name in zoology (github.com/HazyResearch/zoology),
-the field's reference. Sources: Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", ICLR 2024;
-Arora et al., "Simple linear attention language models balance the recall-throughput tradeoff" (Based), 2024.
+The gap between the pairs and a query is drawn with probability proportional to n^(a-1) for the n-th place, without
+replacement within a row. ``multiquery_ar`` gives the same arrays from the same seeds as the function of that name in
+zoology (github.com/HazyResearch/zoology), the field's reference. Sources: Arora et al., "Zoology: Measuring and
+Improving Recall in Efficient Language Models", ICLR 2024; Arora et al., "Simple linear attention language models
+balance the recall-throughput tradeoff" (Based), 2024.
 """
 
 import math
@@ -29,7 +30,9 @@ _MANY_PAIRS = 64
 
 @dataclass(frozen=True)
 class Examples:
-    """Generated sequences, kept small: tokens (n, T) of uint16 or int32; places and values (n, pairs): where values are to be named."""
+    """Generated sequences, kept small: tokens (n, T) of uint16 or int32; places and values (n, pairs): where values are
+    to be named.
+    """
 
     tokens: np.ndarray
     places: np.ndarray
@@ -87,7 +90,9 @@ def _gap_probabilities(places: int, power_a: float, call: str) -> np.ndarray:
 
 
 def _draw_subsets(stream: np.random.RandomState, rows: int, choices: int, size: int, dtype: type) -> np.ndarray:
-    """(rows, size): for each row ``size`` different numbers below ``choices``; row-wise ``stream.choice(choices, size, replace=False)``."""
+    """(rows, size): for each row ``size`` different numbers below ``choices``; row-wise ``stream.choice(choices, size,
+    replace=False)``.
+    """
     drawn = np.empty((rows, size), dtype=dtype)
     for row in drawn:
         row[:] = stream.permutation(choices)[:size]
@@ -97,9 +102,9 @@ def _draw_subsets(stream: np.random.RandomState, rows: int, choices: int, size: 
 def _draw_gaps(stream: np.random.RandomState, rows: int, p: np.ndarray, size: int) -> np.ndarray:
     """(rows, size): row-wise ``stream.choice(len(p), size, replace=False, p=p)``, draw for draw.
 
-    That call draws as many uniforms as numbers are missing, inverts the cumulative distribution of what is left, keeps first
-    occurrences, and repeats. Most of its time goes into setting up tiny arrays, so for few pairs the first inversion of many rows
-    is done at once and the rest on plain lists.
+    That call draws as many uniforms as numbers are missing, inverts the cumulative distribution of what is left, keeps
+    first occurrences, and repeats. Most of its time goes into setting up tiny arrays, so for few pairs the first
+    inversion of many rows is done at once and the rest on plain lists.
     """
     if np.count_nonzero(p) < size:
         raise ArgumentError(
@@ -179,15 +184,18 @@ def multiquery_ar(
     vocab_size: int, num_examples: int, input_seq_len: int, seed: int, power_a: float = 0.01, num_kv_pairs: int = 8, num_passes: int = 1,
     random_non_queries: bool = True, noise_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(inputs, labels), int64 (num_examples, input_seq_len), bit for bit those of zoology's function from the same arguments.
+    """(inputs, labels), int64 (num_examples, input_seq_len), bit for bit those of zoology's function from the same
+    arguments.
 
     seed: of a legacy NumPy stream (``RandomState``); NumPy's global state is neither read nor changed.
-    random_non_queries: put a uniformly drawn token wherever the input would be 0. It may be 0 again or repeat a key, as in zoology.
-    noise_seed: of the torch generator those come from; None takes ``seed``. Zoology draws them from torch's global generator unseeded:
-    equal arrays need ``torch.manual_seed(noise_seed)`` right before its call.
-    num_passes: how often the pairs are shown before the queries, in the same order each time. Zoology fails for more than 1; here the stream of
-    keys, values and gaps is read as for 1, and the gaps count from the end of the last pass.
-    Raises: ArgumentError when the length is odd or too short for the pairs, the vocabulary is not larger than the length, or a number is out of range.
+    random_non_queries: put a uniformly drawn token wherever the input would be 0. It may be 0 again or repeat a key, as
+    in zoology.
+    noise_seed: of the torch generator those come from; None takes ``seed``. Zoology draws them from torch's global
+    generator unseeded: equal arrays need ``torch.manual_seed(noise_seed)`` right before its call.
+    num_passes: how often the pairs are shown before the queries, in the same order each time. Zoology fails for more
+    than 1; here the stream of keys, values and gaps is read as for 1, and the gaps count from the end of the last pass.
+    Raises: ArgumentError when the length is odd or too short for the pairs, the vocabulary is not larger than the
+    length, or a number is out of range.
     """
     examples = generate(
         vocab_size, num_examples, input_seq_len, seed, power_a, num_kv_pairs, num_passes, random_non_queries, noise_seed
@@ -196,7 +204,9 @@ def multiquery_ar(
 
 
 def segment_seeds(seed: int, train: int, test: int) -> tuple[list[int], list[int]]:
-    """The seeds of ``train`` and ``test`` segments that zoology derives from ``seed``: the lower half of 32 bits for training, the upper for testing."""
+    """The seeds of ``train`` and ``test`` segments that zoology derives from ``seed``: the lower half of 32 bits for
+    training, the upper for testing.
+    """
     stream = np.random.RandomState(seed)
     lower = stream.randint(0, 2**31, size=train, dtype=np.int64).tolist()
     return lower, stream.randint(2**31, 2**32, size=test, dtype=np.int64).tolist()
@@ -215,11 +225,12 @@ class Segment:
 class MQAR(Task):
     """Recall on fixed sets of training and test sequences, in segments of one length and number of pairs each.
 
-    Either one segment (length, pairs, train_examples, test_examples) or lists of them (train_segments, test_segments). A batch never mixes
-    segments. Seeds of segments derive from ``seed`` as in zoology; noise has the segment's own seed. A segment is generated when first asked for.
-    Order of training: every segment's rows are read in a new pseudo-random order each time around, without a short batch at the end of a round;
-    an epoch has ceil(n/B) batches of a segment of n rows, and those of all segments come mixed. (Zoology reads its batches in the same order
-    every epoch.) Slices: "pairs" and "length".
+    Either one segment (length, pairs, train_examples, test_examples) or lists of them (train_segments, test_segments).
+    A batch never mixes segments. Seeds of segments derive from ``seed`` as in zoology; noise has the segment's own
+    seed. A segment is generated when first asked for.
+    Order of training: every segment's rows are read in a new pseudo-random order each time around, without a short
+    batch at the end of a round; an epoch has ceil(n/B) batches of a segment of n rows, and those of all segments come
+    mixed. (Zoology reads its batches in the same order every epoch.) Slices: "pairs" and "length".
     """
 
     metric = "accuracy"
@@ -331,7 +342,9 @@ class MQAR(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
         return cls(
             config["vocab_size"],
             train_segments=[Segment(**segment) for segment in config["train_segments"]],

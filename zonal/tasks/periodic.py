@@ -1,13 +1,16 @@
 """The next value of a signal made of K waves whose frequencies have no common period, told from the values so far.
 
-    x_t = K^(-1/2) sum_k cos(2 pi f_k t + p_k),   f_k and p_k drawn anew for each sequence,   token_t = floor(V (1 + x_t / reach) / 2)
+    x_t = K^(-1/2) sum_k cos(2 pi f_k t + p_k),   f_k and p_k drawn anew for each sequence,   token_t = floor(V (1 + x_t
+    / reach) / 2)
 
-with x clipped at its reach, 1 for one wave and 3 standard deviations (2.1) for more. The frequencies are drawn from a continuous range, so that no two
-have a common period but by chance of measure zero: the signal never repeats, and what has been seen must be matched nearly, not exactly.
+with x clipped at its reach, 1 for one wave and 3 standard deviations (2.1) for more. The frequencies are drawn from a
+continuous range, so that no two have a common period but by chance of measure zero: the signal never repeats, and what
+has been seen must be matched nearly, not exactly.
 
-The answer is in the context: 2 K past values determine the next one (a sum of K cosines obeys a linear recurrence of order 2 K), up to the rounding of
-values to tokens. So only places after ``warm_up`` values are asked. A model that finds the past window most like the present one and names what
-came after it is kernel regression, with the kernel of its attention; the windows lie on a torus of K dimensions, of which K grows thin fast.
+The answer is in the context: 2 K past values determine the next one (a sum of K cosines obeys a linear recurrence of
+order 2 K), up to the rounding of values to tokens. So only places after ``warm_up`` values are asked. A model that
+finds the past window most like the present one and names what came after it is kernel regression, with the kernel of
+its attention; the windows lie on a torus of K dimensions, of which K grows thin fast.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +28,12 @@ SLOWEST, FASTEST = 0.02, 0.25
 
 
 class Periodic(Task):
-    """Signals of each number of ``frequencies``, in ``vocab_size`` levels and ``length`` tokens, of which the first half is not asked.
+    """Signals of each number of ``frequencies``, in ``vocab_size`` levels and ``length`` tokens, of which the first
+    half is not asked.
 
-    test_examples: sequences of each number of frequencies. Slices: "frequencies". ``examine`` measures ``within one level``, the share of
-    predictions that are at most one level off. Raises: ArgumentError when a number is out of range.
+    test_examples: sequences of each number of frequencies. Slices: "frequencies". ``examine`` measures ``within one
+    level``, the share of predictions that are at most one level off. Raises: ArgumentError when a number is out of
+    range.
     """
 
     metric = "accuracy"
@@ -124,7 +129,9 @@ class Periodic(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
         return cls(
             config["frequencies"], vocab_size=config["vocab_size"], length=config["length"], test_examples=config["test_examples"], seed=config["seed"],
             name=config["name"],

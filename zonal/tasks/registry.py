@@ -61,7 +61,9 @@ NEEDLE_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def _mixed(name: str, given: Given) -> Retrieval:
-    """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs, then with up to eight."""
+    """Training as the Echo paper's section 4.1 has it: system prompts and tool traces, 64 tokens, first with few pairs,
+    then with up to eight.
+    """
     kinds, length = ("system-prompt", "system-prompt-distractors", "tool-trace"), NEEDLE_LENGTHS[0]
     needle = grid(("needle",), (1,), NEEDLE_LENGTHS)
     several = grid(TRANSFER_KINDS, (1, 4, 8), MIXED_LENGTHS)
@@ -77,7 +79,8 @@ def _mixed(name: str, given: Given) -> Retrieval:
 
 
 def _mqar_grid(name: str, given: Given) -> Retrieval:
-    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of cell by cell.
+    """The Echo paper's grid, 4 to 32 pairs by gaps of up to 4096 tokens, learned at short gaps by one model instead of
+    cell by cell.
 
     It begins with few pairs in 64 tokens: from many pairs alone, models of this size learn nothing for a long while.
     """
@@ -134,7 +137,9 @@ def _based_figure_2(name: str, given: Given) -> MQAR:
 
 
 def _iclr24_figure_2(name: str, given: Given) -> MQAR:
-    """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64 epochs)."""
+    """The data of figure 2 at zoology's tag iclr24, whose generators are seeded with 0 and 10 (trained there for 64
+    epochs).
+    """
     length = given.get("length", 64)
     if length not in _ICLR24_ROWS:
         raise ArgumentError(
@@ -252,9 +257,11 @@ def resolve(
     questions: int | None = None,
     frequencies: int | None = None,
 ) -> Task:
-    """The task called ``name`` with its own settings, except where an argument is given. See the classes of the tasks for their meaning.
+    """The task called ``name`` with its own settings, except where an argument is given. See the classes of the tasks
+    for their meaning.
 
-    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what the task itself raises.
+    Raises: ArgumentError when the name is unknown or an argument does not belong to that task; what the task itself
+    raises.
     """
     if name not in _TASKS:
         raise unknown_name("tasks.resolve", "task", name, _TASKS)

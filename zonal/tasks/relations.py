@@ -1,8 +1,8 @@
 """Questions about WordNet for ``Lookup``: what is an ancestor of what, and what lies at the end of a path of relations.
 
-Entities are fixed and learned, not given in the context: a relation is then one thing for all of them, and so is a chain of relations, and a chain
-that was never trained can be asked. With the edges in the context each sequence would be its own graph, a chain of hops a search that takes a
-layer each, and nothing would be composed that was learned.
+Entities are fixed and learned, not given in the context: a relation is then one thing for all of them, and so is a
+chain of relations, and a chain that was never trained can be asked. With the edges in the context each sequence would
+be its own graph, a chain of hops a search that takes a layer each, and nothing would be composed that was learned.
 """
 
 import functools
@@ -29,7 +29,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Question:
-    """words: (an entity, relations …). answers: what may not stand among the candidates but for ``answer``, the entity itself included."""
+    """words: (an entity, relations …). answers: what may not stand among the candidates but for ``answer``, the entity
+    itself included.
+    """
 
     entity: int
     relations: tuple[int, ...]
@@ -40,7 +42,8 @@ class Question:
 class Source(ABC):
     """Where questions come from. Entities are numbers from 0 on.
 
-    name: as ``source`` rebuilds it. slices: what group and size of a cell are called. training, tests: cells to train and to measure on;
+    name: as ``source`` rebuilds it. slices: what group and size of a cell are called. training, tests: cells to train
+    and to measure on;
     controls: cells that were trained, measured beside.
     """
 
@@ -80,9 +83,10 @@ FARTHEST = 6
 class Ancestors(Source):
     """Is a candidate above the entity in the tree of hypernyms of ``subset``, a word of WordNet such as "mammal"?
 
-    Pairs (node, ancestor): all at distance 1 are trained, and ``closure`` of those farther apart; the rest is tested. Every entity of a tested pair is
-    in trained ones, so that the pair follows from those: an ancestor's ancestor is an ancestor. Left out are ancestors of more than an eighth of
-    all nodes, which a model could name without reading the question. Distances run to ``FARTHEST``.
+    Pairs (node, ancestor): all at distance 1 are trained, and ``closure`` of those farther apart; the rest is tested.
+    Every entity of a tested pair is in trained ones, so that the pair follows from those: an ancestor's ancestor is an
+    ancestor. Left out are ancestors of more than an eighth of all nodes, which a model could name without reading the
+    question. Distances run to ``FARTHEST``.
 
     Raises: ArgumentError when the word is unknown or closure is not between 0 and 1.
     """
@@ -148,11 +152,13 @@ _LEAST_STARTS = 8
 
 
 class Paths(Source):
-    """What lies at the end of a path of one to ``most`` relations among the animals of ``subset`` and the groups of zoology that they belong to?
+    """What lies at the end of a path of one to ``most`` relations among the animals of ``subset`` and the groups of
+    zoology that they belong to?
 
-    Relations: kind of (the hypernym), has kind, member of (a genus, family, order …), has member; a step may lead to several entities. A composition
-    is a sequence of relations. A quarter of those of each length from 2 on is never trained ("unseen"). The others are ("seen"), but for an eighth
-    of the entities they could start from, and are tested there. All single relations are trained everywhere ("trained").
+    Relations: kind of (the hypernym), has kind, member of (a genus, family, order …), has member; a step may lead to
+    several entities. A composition is a sequence of relations. A quarter of those of each length from 2 on is never
+    trained ("unseen"). The others are ("seen"), but for an eighth of the entities they could start from, and are tested
+    there. All single relations are trained everywhere ("trained").
 
     Raises: ArgumentError when the word is unknown or most is not from 1 to 4.
     """

@@ -1,27 +1,31 @@
-"""Retrieval from a context of facts and noise, in one small vocabulary, so that a model trained on some kinds can be asked others.
+"""Retrieval from a context of facts and noise, in one small vocabulary, so that a model trained on some kinds can be
+asked others.
 
     fact       k v               a key, then its value
     call       a : t > r         an agent, its tool, the result
-    question   ? k               the answer is named at the last token of a question, and follows it when there are more questions
+    question   ? k               the answer is named at the last token of a question, and follows it when there are more
+    questions
                ? a : t =
 
-A sequence has exactly ``length`` tokens and ends with its questions; what facts and questions leave is noise, words that mean nothing.
-``pairs`` is the number of things to remember:
+A sequence has exactly ``length`` tokens and ends with its questions; what facts and questions leave is noise, words
+that mean nothing. ``pairs`` is the number of things to remember:
 
-    mqar                        k1 v1 k2 v2 · · · · ? k2 v2 ? k1                 every key is asked, after a gap of length - 5 pairs + 1
-    system-prompt               [ k1 v1 k2 v2 ] · · · · ? k2 v2 ? k1             up to four questions
-    system-prompt-distractors   [ k1 v1 k2 v2 ] · k8 v5 · · k9 v3 ? k2 v2 ? k1   as many assignments of other keys among the noise
-    tool-trace                  a1 : t1 > r1 · a1 : t2 > r2 · ? a1 : t2 =        up to four questions; agents and tools come again
-    needle                      · · k1 v1 · k2 v2 · · ? k1                       facts at any depth, one question
-    two-hop                     · b c · d e · a b · f d ? a                      pairs chains, the answer is c
-    two-hop-written             the same, ending with ? a b ? b                  the first hop is written out, the second is asked
-    common-word                 # w · # u · # w · # w ? #                        w stands three times, pairs - 1 other words once
-    offset-j                    x1 x2 x3 x4 x5 … ? x2                            pairs different words without noise; the answer stands j after
+    mqar                        k1 v1 k2 v2 · · · · ? k2 v2 ? k1                 every key is asked, after a gap of
+    length - 5 pairs + 1 system-prompt               [ k1 v1 k2 v2 ] · · · · ? k2 v2 ? k1             up to four
+    questions system-prompt-distractors   [ k1 v1 k2 v2 ] · k8 v5 · · k9 v3 ? k2 v2 ? k1   as many assignments of other
+    keys among the noise tool-trace                  a1 : t1 > r1 · a1 : t2 > r2 · ? a1 : t2 =        up to four
+    questions; agents and tools come again needle                      · · k1 v1 · k2 v2 · · ? k1
+    facts at any depth, one question two-hop                     · b c · d e · a b · f d ? a                      pairs
+    chains, the answer is c two-hop-written             the same, ending with ? a b ? b                  the first hop
+    is written out, the second is asked common-word                 # w · # u · # w · # w ? #                        w
+    stands three times, pairs - 1 other words once offset-j                    x1 x2 x3 x4 x5 … ? x2
+    pairs different words without noise; the answer stands j after
 
-What is whose: the Echo paper states "Agent:Tool→Result", "?Agent:Tool=", four or six system variables before a noisy scratchpad or "confusing
-distractors", two hops, a vocabulary of 128, and one to eight pairs; no other format. Pairs side by side and the answer named at the key are
-zoology's. Needles with several keys, chains of names that lead to a value (variable tracking) and words that stand more often than others
-(common words) follow the tasks of these names in RULER (Hsieh et al., 2024), in tokens instead of sentences. offset-j is this project's.
+What is whose: the Echo paper states "Agent:Tool→Result", "?Agent:Tool=", four or six system variables before a noisy
+scratchpad or "confusing distractors", two hops, a vocabulary of 128, and one to eight pairs; no other format. Pairs
+side by side and the answer named at the key are zoology's. Needles with several keys, chains of names that lead to a
+value (variable tracking) and words that stand more often than others (common words) follow the tasks of these names in
+RULER (Hsieh et al., 2024), in tokens instead of sentences. offset-j is this project's.
 """
 
 import math
@@ -133,9 +137,11 @@ def mark(sign: str) -> int:
 class Kind:
     """One kind of sequence.
 
-    about: one line. size: tokens that facts and questions of so many pairs take, without noise. compose: (draw, pairs, length) → the context,
-    of the length that the questions leave, and the questions. needs: distinct keys and distinct values that must exist for so many pairs.
-    guess: the chance of a right answer for who names any of the answers that the context offers, as often as each stands there.
+    about: one line. size: tokens that facts and questions of so many pairs take, without noise. compose: (draw, pairs,
+    length) → the context, of the length that the questions leave, and the questions. needs: distinct keys and distinct
+    values that must exist for so many pairs.
+    guess: the chance of a right answer for who names any of the answers that the context offers, as often as each
+    stands there.
     """
 
     about: str
@@ -281,7 +287,9 @@ def check(kind: str, pairs: int, length: int, words: Words) -> None:
 
 
 def example(kind: str, pairs: int, length: int, words: Words, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, targets), int64 (length,), of the sequence named by ``key``: a pure function of the arguments, which ``check`` has passed."""
+    """(tokens, targets), int64 (length,), of the sequence named by ``key``: a pure function of the arguments, which
+    ``check`` has passed.
+    """
     context, questions = KINDS[kind].compose(Draw(stream(*key), words), pairs, length)
     tokens, targets = np.empty(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
     end = len(context)

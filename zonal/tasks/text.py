@@ -1,9 +1,10 @@
 """Language modelling of text: predict each token from those before it, on any UTF-8 source.
 
-The token stream is split once: validation is its last part, training all before it, and no token is in both. The split is
-set in bytes of text, at the first token that begins after (1 - validation_fraction) of them, so that every tokeniser is validated
-on the same text. Training reads windows of ``length`` + 1 tokens (inputs and targets overlap by all but one), which never reach into the
-validation part; evaluation reads windows of the validation part one after another without overlap.
+The token stream is split once: validation is its last part, training all before it, and no token is in both. The split
+is set in bytes of text, at the first token that begins after (1 - validation_fraction) of them, so that every tokeniser
+is validated on the same text. Training reads windows of ``length`` + 1 tokens (inputs and targets overlap by all but
+one), which never reach into the validation part; evaluation reads windows of the validation part one after another
+without overlap.
 """
 
 import math
@@ -44,17 +45,21 @@ def _split(corpus: Corpus, token_bytes: np.ndarray, validation_fraction: float) 
 
 
 class Text(Task):
-    """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…" (``zonal.data.open_source``).
+    """Language modelling of ``source``: "novel", a UTF-8 file, a folder, a pattern, a pre-tokenised corpus, or "hub:…"
+    (``zonal.data.open_source``).
 
     tokenizer: "byte" or "gpt2"; None takes the corpus's own, or "byte" for text. length: tokens of a sequence.
-    validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from the start of the validation part (rounded to
-    whole windows, at least one); None takes all of it. max_bytes: read only so much of the source. train_fraction: learn from so much of the training part,
-    in bytes from its start, in (0, 1]; the validation part stays the same. content: SHA-256 that
-    the prepared tokens must have, as ``config`` records it, so that a run is never resumed on a text that has changed.
+    validation_fraction: of the bytes, in (0, 1). evaluation_bytes: evaluate on so many bytes from the start of the
+    validation part (rounded to whole windows, at least one); None takes all of it. max_bytes: read only so much of the
+    source. train_fraction: learn from so much of the training part, in bytes from its start, in (0, 1]; the validation
+    part stays the same. content: SHA-256 that the prepared tokens must have, as ``config`` records it, so that a run is
+    never resumed on a text that has changed.
 
-    Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the epoch, and visits them in
-    a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its number.
-    Raises: FileFormatError when the source is missing, empty, binary or too short; ArgumentError when a number is out of range.
+    Order of training: an epoch cuts the training part into windows that do not overlap, from a phase drawn for the
+    epoch, and visits them in a pseudo-random order; both are functions of (seed, epoch), so any batch is found from its
+    number.
+    Raises: FileFormatError when the source is missing, empty, binary or too short; ArgumentError when a number is out
+    of range.
     """
 
     metric = "loss"
@@ -125,7 +130,9 @@ class Text(Task):
         return max(1, int(np.searchsorted(reached, self.evaluation_bytes, side="right")))
 
     def train_starts(self, step: int, batch_size: int, seed: int) -> np.ndarray:
-        """(batch_size,) the stream positions at which the windows of batch ``step`` begin; a window is the ``length`` + 1 tokens from there."""
+        """(batch_size,) the stream positions at which the windows of batch ``step`` begin; a window is the ``length`` +
+        1 tokens from there.
+        """
         check_batch("Text.train_batch", batch_size, step, seed)
         fitting = (self.train_end - 1) // self.length
         # one window less leaves room for every phase
@@ -153,7 +160,9 @@ class Text(Task):
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), {})
 
     def guess(self) -> Guess:
-        """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens, each token once more than it stands there)."""
+        """The loss of the frequencies of tokens alone, counted in the training part (in its first 16 million tokens,
+        each token once more than it stands there).
+        """
         counts = np.ones(self.vocab_size, dtype=np.int64)
         for begin in range(0, min(self.train_end, _COUNTED), _BLOCK):
             counts += np.bincount(
@@ -176,7 +185,9 @@ class Text(Task):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in words."""
+        """Raises: KeyError or TypeError when ``config`` is not one of ``config()``; ``tasks.from_config`` says so in
+        words.
+        """
         return cls(
             config["source"],
             config["tokenizer"],

@@ -1,9 +1,9 @@
 """Checkpoints: one safetensors file with the weights, the optimiser, the random numbers and where the run stood.
 
-Names in the file: ``model/<name>``, ``optimiser/<parameter>/<state>``, ``random/cpu``, ``random/cuda``. The header has the
-configuration of model, task and training with a fingerprint of them, and ``progress``. The position in the data is the
-step, since a batch is a pure function of step and seed. The file is replaced atomically (``zonal.store``): the previous
-checkpoint stands until the new one is whole and on the disk.
+Names in the file: ``model/<name>``, ``optimiser/<parameter>/<state>``, ``random/cpu``, ``random/cuda``. The header has
+the configuration of model, task and training with a fingerprint of them, and ``progress``. The position in the data is
+the step, since a batch is a pure function of step and seed. The file is replaced atomically (``zonal.store``): the
+previous checkpoint stands until the new one is whole and on the disk.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ _LATER = frozenset({"metrics_sha256"})
 class Progress:
     """Where a run stands: everything of its state that is not a tensor.
 
-    ``evaluated`` is the last evaluated step; ``metrics_bytes`` the length of metrics.jsonl and ``metrics_sha256`` its digest ("" in files that have
-    none); ``unlogged`` the losses since its
-    last line; times in seconds; ``threads`` and ``environment`` tell what the bits depend on besides.
+    ``evaluated`` is the last evaluated step; ``metrics_bytes`` the length of metrics.jsonl and ``metrics_sha256`` its
+    digest ("" in files that have none); ``unlogged`` the losses since its last line; times in seconds; ``threads`` and
+    ``environment`` tell what the bits depend on besides.
     """
 
     step: int = 0
@@ -66,8 +66,8 @@ def fingerprint(config: dict[str, Any]) -> str:
 def save_checkpoint(
     path: Path, model: nn.Module, optimiser: Optimizer, progress: Progress, config: dict[str, Any]
 ) -> None:
-    """Write a checkpoint. ``config`` is JSON: what must agree when it is loaded, under "identity", and what else should be
-    known, beside it.
+    """Write a checkpoint. ``config`` is JSON: what must agree when it is loaded, under "identity", and what else should
+    be known, beside it.
 
     Raises: InsufficientSpaceError when the disk is full; the previous checkpoint then still stands.
     """
@@ -140,8 +140,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimiser: Optimizer, config: 
 
 
 def load_model(path: str | Path) -> tuple[CausalLM, dict[str, Any]]:
-    """The model of a checkpoint (or of best.safetensors), in evaluation mode on the CPU, and the stored configuration with
-    the keys "identity" (model, task, training) and "operator".
+    """The model of a checkpoint (or of best.safetensors), in evaluation mode on the CPU, and the stored configuration
+    with the keys "identity" (model, task, training) and "operator".
 
     Raises: FileFormatError when the file is not a whole checkpoint of this library.
     """

@@ -1,9 +1,9 @@
 """Many runs that differ in one thing only: a comparison, planned once, run in any number of sittings.
 
 The same settings in the same folder go on where it stood: finished runs are kept, the interrupted one goes on from its
-checkpoint, the number of updates stays what was planned first. All runs of a seed see the same batches in the same order
-and start with the same values of shared parameters, since a batch is a function of (step, seed) and an initial value of
-(seed, name of the parameter).
+checkpoint, the number of updates stays what was planned first. All runs of a seed see the same batches in the same
+order and start with the same values of shared parameters, since a batch is a function of (step, seed) and an initial
+value of (seed, name of the parameter).
 """
 
 import dataclasses
@@ -104,18 +104,18 @@ class Comparison:
 
         Args:
             on_event: called with ``zonal.training.events``, in this process and thread.
-            should_stop: asked often; True stops after the current update, with a checkpoint. By default Ctrl-C does that
-                (a second one interrupts at once).
-            jobs: runs at a time, each in a process of its own when more than one. Times are then not comparable with those
-                of one run at a time.
-            threads: of each run, when the comparison is new; by default torch's number, divided by ``jobs``. It is stored,
-                since sums depend on it.
+            should_stop: asked often; True stops after the current update, with a checkpoint. By default Ctrl-C does
+                that (a second one interrupts at once).
+            jobs: runs at a time, each in a process of its own when more than one. Times are then not comparable with
+                those of one run at a time.
+            threads: of each run, when the comparison is new; by default torch's number, divided by ``jobs``. It is
+                stored, since sums depend on it.
             retry_failed: run failed runs again, from their last good checkpoint.
 
         Returns: where the comparison stands. One run that fails does not stop the others.
 
-        Raises: FileWriteError when the disk is full or the folder cannot be written. ArgumentError when an operator cannot run in this model, the
-        budget is too small, or another process works in the folder.
+        Raises: FileWriteError when the disk is full or the folder cannot be written. ArgumentError when an operator
+        cannot run in this model, the budget is too small, or another process works in the folder.
         """
         if jobs < 1:
             raise ArgumentError(f"Comparison.run: jobs must be at least 1, got {jobs}.")
@@ -259,7 +259,9 @@ class Comparison:
         return ComparisonResult(self.directory, status, records, best)
 
     def best_learning_rates(self, records: tuple[RunResult, ...]) -> dict[str, float | None]:
-        """Operator → learning rate with the best mean final headline metric over seeds (``zonal.evaluation.selection``)."""
+        """Operator → learning rate with the best mean final headline metric over seeds
+        (``zonal.evaluation.selection``).
+        """
         metric = self.spec.task.metric
         return {
             operator: best_learning_rate(

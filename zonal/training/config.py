@@ -31,8 +31,9 @@ class TrainConfig:
         weight_decay: decoupled; see ``zonal.training.optimiser`` for what decays.
         betas: of AdamW.
         clip: largest global gradient norm; None does not clip.
-        curriculum: the parts of the run after which the second, the third and the last stage of ``zonal.training.curriculum`` begin, three rising
-            numbers from 0 to 1; None opens all gates at once. Layers without gates learn as ever.
+        curriculum: the parts of the run after which the second, the third and the last stage of
+            ``zonal.training.curriculum`` begin, three rising numbers from 0 to 1; None opens all gates at once. Layers
+            without gates learn as ever.
         dtype: "float32"; "bfloat16" keeps parameters and optimiser in float32 and runs the model under autocast;
             "float64" runs everything in double precision.
     Evaluation
@@ -40,8 +41,8 @@ class TrainConfig:
         eval_batch_size: sequences at a time; None takes ``batch_size // accumulate``.
         thresholds: accuracies whose first evaluation is recorded as ``steps_to`` (tasks measured by accuracy).
         stop_at_accuracy: end the run at the first evaluation with at least this accuracy; None runs all steps.
-        transfer_piece: what a finished run is measured on once more, other tasks and lengths, is read so many tokens at a time from the
-            model's memory where it is longer; None reads it whole.
+        transfer_piece: what a finished run is measured on once more, other tasks and lengths, is read so many tokens at
+            a time from the model's memory where it is longer; None reads it whole.
     Files
         checkpoint_every: updates between checkpoints; None leaves it to ``checkpoint_seconds``.
         checkpoint_seconds: seconds between checkpoints; None leaves it to ``checkpoint_every``. There is always one at
@@ -143,7 +144,9 @@ class TrainConfig:
         return cls(**values)
 
     def trajectory(self) -> dict[str, Any]:
-        """The fields that decide the numbers of a run: all but those about files, and those that are left off in ``_ABSENT``."""
+        """The fields that decide the numbers of a run: all but those about files, and those that are left off in
+        ``_ABSENT``.
+        """
         return {
             name: value
             for name, value in self.to_dict().items()

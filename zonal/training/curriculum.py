@@ -1,10 +1,12 @@
-"""A curriculum of geometries: the distances of a product open one after another, first the sphere, then the plane, then hyperbolic space.
+"""A curriculum of geometries: the distances of a product open one after another, first the sphere, then the plane, then
+hyperbolic space.
 
     stage 1: the first distance alone    stage 2: the second opens    stage 3: the rest opens    stage 4: all together
 
-A distance that is closed has a gate of exactly 0, and nothing of it moves: not its gate and weight, nor the rows of queries and keys that it is
-measured on. One that has just opened learns at a tenth of the learning rate, until the next stage. The stage is a function of the step alone, and a
-closed gate is a parameter like any other, so that a run which goes on from its checkpoint needs no more.
+A distance that is closed has a gate of exactly 0, and nothing of it moves: not its gate and weight, nor the rows of
+queries and keys that it is measured on. One that has just opened learns at a tenth of the learning rate, until the next
+stage. The stage is a function of the step alone, and a closed gate is a parameter like any other, so that a run which
+goes on from its checkpoint needs no more.
 """
 
 import contextlib
@@ -30,7 +32,9 @@ _ORDER: tuple[type[Metric], ...] = (Sphere, Euclidean, Hyperbolic)
 
 @dataclass(frozen=True)
 class _Share:
-    """A parameter of which each number belongs to a distance: ``place`` (as its gradient broadcasts) is that distance's, -1 = none's."""
+    """A parameter of which each number belongs to a distance: ``place`` (as its gradient broadcasts) is that
+    distance's, -1 = none's.
+    """
 
     parameter: Tensor
     place: Tensor
@@ -65,14 +69,18 @@ class Curriculum:
             gate.masked_fill_(_places(_product(layer.operator)).to(gate.device) > 0, 0)
 
     def hold(self, step: int) -> None:
-        """Take the gradient from what is closed: it neither moves, nor counts in the norm, nor is remembered by the optimiser."""
+        """Take the gradient from what is closed: it neither moves, nor counts in the norm, nor is remembered by the
+        optimiser.
+        """
         for share, rate in self._rated(step):
             if share.parameter.grad is not None:
                 share.parameter.grad.masked_fill_(rate == 0, 0)
 
     @contextlib.contextmanager
     def paced(self, step: int) -> Iterator[None]:
-        """Around an optimiser's step: each number goes its distance's part of the way. For AdamW that is its learning rate, decay included."""
+        """Around an optimiser's step: each number goes its distance's part of the way. For AdamW that is its learning
+        rate, decay included.
+        """
         before = [(share.parameter, rate, share.parameter.detach().clone()) for share, rate in self._rated(step)]
         yield
         with torch.no_grad():
@@ -132,7 +140,9 @@ def _product(operator: Operator) -> Product:
 
 
 def _places(product: Product) -> Tensor:
-    """(factors,) the stage before which each distance is closed, less one: 0, 1 or 2 by the order sphere, plane, hyperbolic space, others."""
+    """(factors,) the stage before which each distance is closed, less one: 0, 1 or 2 by the order sphere, plane,
+    hyperbolic space, others.
+    """
     rank = [
         next((i for i, kind in enumerate(_ORDER) if isinstance(factor, kind)), len(_ORDER))
         for factor in product.factors

@@ -35,11 +35,11 @@ def check_threads(call: str, threads: int | None) -> None:
 def deterministic(seed: int, threads: int, device: torch.device) -> Iterator[None]:
     """Run the body so that it gives the same bits each time on a CPU; everything is put back afterwards.
 
-    The order of floating-point sums depends on the number of threads, so it is fixed to ``threads``, and on the path that
-    attention takes, so paths are planned by typical rates instead of those measured on this machine (a call that takes more
-    than a sixteenth of 8 GB still depends on the memory that is free). Random numbers start from ``seed``; the caller's generators are not
-    touched. On CUDA only the random numbers are fixed: deterministic kernels exist for few of the operations used, and bit-identity is
-    promised for the CPU alone.
+    The order of floating-point sums depends on the number of threads, so it is fixed to ``threads``, and on the path
+    that attention takes, so paths are planned by typical rates instead of those measured on this machine (a call that
+    takes more than a sixteenth of 8 GB still depends on the memory that is free). Random numbers start from ``seed``;
+    the caller's generators are not touched. On CUDA only the random numbers are fixed: deterministic kernels exist for
+    few of the operations used, and bit-identity is promised for the CPU alone.
     """
     previous_threads = torch.get_num_threads()
     previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -71,7 +71,8 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
 
     ``wait``: seconds to wait for another holder. Windows has no such lock.
 
-    Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made, or holds a link in place of a file.
+    Raises: FolderInUseError when it is still held; ArgumentError when the folder cannot be made, or holds a link in
+    place of a file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,9 @@ def folder_lock(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """What is written to a file that is a link would replace something outside of the folder; a folder that is one leads nowhere by surprise."""
+    """What is written to a file that is a link would replace something outside of the folder; a folder that is one
+    leads nowhere by surprise.
+    """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise ArgumentError(
@@ -127,8 +130,10 @@ def remove_parts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C (or SIGTERM) into a wish: the yielded function then returns True, and the loop stops after the
-    step it is in, with a checkpoint. A second one interrupts at once. Outside the main thread signals are left alone."""
+    """Turn the first Ctrl-C (or SIGTERM) into a wish: the yielded function then returns True, and the loop stops after
+    the step it is in, with a checkpoint. A second one interrupts at once. Outside the main thread signals are left
+    alone.
+    """
     wished = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield wished.is_set
@@ -152,10 +157,10 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 class PeakMemory:
     """Highest memory of a stretch of work, in bytes, above what was there when it began.
 
-    CUDA: the allocator's own peak. Linux: the high-water mark of resident memory, which the kernel resets on request, so
-    several runs in one process do not hide one another. Where there is no such reset (macOS, some sandboxes) it is the mark
-    of the whole process, which only ever rises: a run that needs less than an earlier one then shows no growth.
-    ``method`` says which of the three it is.
+    CUDA: the allocator's own peak. Linux: the high-water mark of resident memory, which the kernel resets on request,
+    so several runs in one process do not hide one another. Where there is no such reset (macOS, some sandboxes) it is
+    the mark of the whole process, which only ever rises: a run that needs less than an earlier one then shows no
+    growth. ``method`` says which of the three it is.
     """
 
     def __init__(self, device: torch.device):
@@ -237,7 +242,9 @@ def package_version() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that this library runs from, with "-dirty" where its files have changed; the package's version where it is no checkout."""
+    """The commit of the checkout that this library runs from, with "-dirty" where its files have changed; the package's
+    version where it is no checkout.
+    """
     package = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str | None:

@@ -1,4 +1,5 @@
-"""What happens while training, as values: for a progress display, and for the pipe between a run's process and its parent.
+"""What happens while training, as values: for a progress display, and for the pipe between a run's process and its
+parent.
 
 ``run`` names the run: its folder relative to the comparison ("runs/sko/seed-0-lr-0.003"), or the folder's name where a
 single model is trained.
@@ -23,8 +24,9 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. The times are None
-    where there was no budget, hence no measurement; step_seconds and evaluation_seconds map operator → seconds."""
+    """The plan stands: ``runs`` runs of ``steps`` updates each, ``remaining`` of them not finished yet. The times are
+    None where there was no budget, hence no measurement; step_seconds and evaluation_seconds map operator → seconds.
+    """
 
     runs: int
     remaining: int
@@ -109,8 +111,10 @@ class RunFinished:
 
 @dataclass(frozen=True)
 class RungStarted:
-    """``regimes`` of a search begin to be trained for ``steps`` updates each, in ``round`` (0: the start) of at most ``rounds``; the search stands at
-    ``current``. ``share``: the part of the most work that there may be which lies behind."""
+    """``regimes`` of a search begin to be trained for ``steps`` updates each, in ``round`` (0: the start) of at most
+    ``rounds``; the search stands at ``current``. ``share``: the part of the most work that there may be which lies
+    behind.
+    """
 
     round: int
     rounds: int
@@ -122,7 +126,9 @@ class RungStarted:
 
 @dataclass(frozen=True)
 class Judged:
-    """A round of a search is over: whether it goes to ``regime``, whose measure differs by ``effort`` (less is better) from where it stands."""
+    """A round of a search is over: whether it goes to ``regime``, whose measure differs by ``effort`` (less is better)
+    from where it stands.
+    """
 
     round: int
     regime: str

@@ -18,9 +18,11 @@ class Spec(Protocol):
 def claimed(
     directory: Path, file: str, call: str, noun: str, spec: Spec, read: Callable[[Path], tuple[Spec, dict[str, Any]]]
 ) -> dict[str, Any] | None:
-    """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun: "comparison".
+    """What the file of a folder says, None for a folder that is to be made or is empty. call: "compare"; noun:
+    "comparison".
 
-    Raises: ArgumentError for a folder of other settings (the first that differs is named), for a file, and for a folder of something else.
+    Raises: ArgumentError for a folder of other settings (the first that differs is named), for a file, and for a folder
+    of something else.
     """
     if (directory / file).exists():
         stored_spec, stored = read(directory)

@@ -1,5 +1,6 @@
-"""What is inside a trained model, beside its run for the report: of ridge memories diagnostics.json (format: ``zonal.report.diagnostics``), of attention
-by distance witnesses.json (format: ``zonal.report.key_embeddings``)."""
+"""What is inside a trained model, beside its run for the report: of ridge memories diagnostics.json (format:
+``zonal.report.diagnostics``), of attention by distance witnesses.json (format: ``zonal.report.key_embeddings``).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def write(folder: Path, model: CausalLM, task: Task) -> None:
 
 
 def geometry(model: CausalLM) -> list[dict[str, Any]]:
-    """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature (``algebra.metric.Product.learned``)."""
+    """Of each layer that attends by a sum of distances what its heads make of them now: layer, weights, curvature
+    (``algebra.metric.Product.learned``).
+    """
     mixers = enumerate(block.attention for block in model.blocks)
     layers = [
         (index, mixer.learned())
@@ -77,7 +80,9 @@ def geometry(model: CausalLM) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def spaces(layer: Attention, x: Tensor, seen: Tensor) -> list[list[dict[str, Any]]]:
-    """For each key head the spaces of its metric, with the keys of the tokens ``seen`` of inputs x (B, T, dim), numbered one sequence after another."""
+    """For each key head the spaces of its metric, with the keys of the tokens ``seen`` of inputs x (B, T, dim),
+    numbered one sequence after another.
+    """
     return [
         [
             {"space": part.name, "curvature": part.curvature, "share": part.share, "points": _short(part.points[seen])}
@@ -94,8 +99,10 @@ def _short(points: Tensor) -> list[list[float]]:
 
 @torch.no_grad()
 def heads(layer: Attention, x: Tensor) -> list[dict[str, Any]]:
-    """One object a key head after inputs x (B, T, dim): numbers and the estimated capacity are means over the sequences, the spectrum is that of the
-    first, leverage that of every key of all (at most one: what has faded since is not taken off)."""
+    """One object a key head after inputs x (B, T, dim): numbers and the estimated capacity are means over the
+    sequences, the spectrum is that of the first, leverage that of every key of all (at most one: what has faded since
+    is not taken off).
+    """
     found = of_layer(layer, x)
     state = found.state
     stored = [n for n in (2**i for i in range(2, 20)) if n < x.shape[1]] + [x.shape[1]]

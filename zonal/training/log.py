@@ -1,8 +1,9 @@
 """metrics.jsonl, one line an update or evaluation, and TensorBoard events made from the same lines.
 
-The file is only ever appended to, with a flush a line: a killed process loses nothing that was logged, and at most leaves
-its last line half written. A checkpoint notes how many bytes the file had; going on from it cuts the file to that length,
-so what follows repeats the lost lines exactly once. The bytes before are never touched. TensorBoard events are a
+The file is only ever appended to, with a flush a line: a killed process loses nothing that was logged, and at most
+leaves its last line half written. A checkpoint notes how many bytes the file had; going on from it cuts the file to
+that length, so what follows repeats the lost lines exactly once. The bytes before are never touched. TensorBoard events
+are a
 projection of this file: they are written anew from its lines when a run goes on, so no step appears twice.
 """
 
@@ -31,7 +32,8 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 
 def kept(directory: Path, size: int, digest: str) -> bytes:
-    """The first ``size`` bytes of the log in ``directory``, as the checkpoint beside it describes them. digest: their SHA-256; "" where it was not noted.
+    """The first ``size`` bytes of the log in ``directory``, as the checkpoint beside it describes them. digest: their
+    SHA-256; "" where it was not noted.
 
     Raises: FileFormatError when the file is shorter, was not cut at the end of a line, or holds something else.
     """
@@ -55,9 +57,11 @@ def kept(directory: Path, size: int, digest: str) -> bytes:
 
 
 class MetricsLog:
-    """Append-only log in ``directory``, cut to ``size`` bytes first, which have the SHA-256 ``digest``. Use as a context manager.
+    """Append-only log in ``directory``, cut to ``size`` bytes first, which have the SHA-256 ``digest``. Use as a
+    context manager.
 
-    Raises: FileFormatError as ``kept``; InsufficientSpaceError when the disk is full, FileWriteError for what else the operating system refuses.
+    Raises: FileFormatError as ``kept``; InsufficientSpaceError when the disk is full, FileWriteError for what else the
+    operating system refuses.
     """
 
     def __init__(self, directory: Path, size: int, digest: str = "", *, elapsed: float, tensorboard: bool):
@@ -65,7 +69,8 @@ class MetricsLog:
         before = kept(directory, size, digest)
         self._digest = hashlib.sha256(before)
         with _write_errors(self.path):
-            # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that could fail;
+            # unbuffered: a line is in the operating system's hands once written, and closing has nothing left that
+            # could fail;
             # a link that was put there is not followed
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             self._file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115, closed by __exit__

@@ -1,8 +1,9 @@
-"""One run: a model, a task, a configuration and a folder. Killed at any moment and started again, it writes the same numbers.
+"""One run: a model, a task, a configuration and a folder. Killed at any moment and started again, it writes the same
+numbers.
 
-The loop looks at the state, never at what it did before: evaluate if this step is due and not yet evaluated, stop if that
-is wished or the last step is done, write a checkpoint if one is due, else make an update. A checkpoint can be taken at any
-turn and the run goes on from it in the same way.
+The loop looks at the state, never at what it did before: evaluate if this step is due and not yet evaluated, stop if
+that is wished or the last step is done, write a checkpoint if one is due, else make an update. A checkpoint can be
+taken at any turn and the run goes on from it in the same way.
 
 Times: ``seconds`` in metrics.jsonl and run.json count training alone (data, update, logging), without evaluation and
 checkpoints; after a resume they go on from the checkpoint's. They are the only entries that differ from run to run.
@@ -55,8 +56,8 @@ def train(
     """Train ``model`` on ``task`` and keep everything in ``directory``.
 
     Args:
-        model: freshly built; its parameters are replaced by the checkpoint's where the run goes on. Runs on the device it
-            is on. It holds the trained weights afterwards.
+        model: freshly built; its parameters are replaced by the checkpoint's where the run goes on. Runs on the device
+            it is on. It holds the trained weights afterwards.
         task: batches by step and seed, and evaluation batches.
         directory: run.json, metrics.jsonl, checkpoint.safetensors, TensorBoard events; made when absent.
         resume: go on from the checkpoint there. False refuses a folder that has one.
@@ -64,15 +65,18 @@ def train(
         should_stop: asked before each update and between evaluation batches; True ends the run with a checkpoint and
             status "stopped".
         run, label: names in the events and in run.json; by default the folder's name and the operator.
-        threads: of torch, on the CPU; by default as many as it has now. A run that goes on keeps the number it began with.
+        threads: of torch, on the CPU; by default as many as it has now. A run that goes on keeps the number it began
+            with.
 
     Returns: what run.json holds. A finished run is returned as it is, without work.
 
     Raises:
         NonFiniteError: the loss or the gradient became NaN or infinite; run.json then says "failed".
-        ArgumentError: resume=False and the folder holds a run. FolderInUseError, a kind of it: another process uses the folder.
+        ArgumentError: resume=False and the folder holds a run. FolderInUseError, a kind of it: another process uses the
+            folder.
         FileFormatError: the checkpoint is damaged or of another configuration.
-        InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be written.
+        InsufficientSpaceError: the disk is full; the last checkpoint stands. FileWriteError: the folder cannot be
+            written.
     """
     folder = Path(directory)
     check_threads("train", threads)
@@ -97,7 +101,9 @@ def _never() -> bool:
 
 
 def _check_room(model: CausalLM, task: Task, config: TrainConfig, device: torch.device) -> None:
-    """Refuse what cannot fit: gradients, the two moments of AdamW, a batch, and of its activations what every layer hands on."""
+    """Refuse what cannot fit: gradients, the two moments of AdamW, a batch, and of its activations what every layer
+    hands on.
+    """
     sequences = config.batch_size // config.accumulate
     numbers = 3 * model.num_parameters() + sequences * task.length * model.config.dim * len(model.config.layers)
     size = 4 * numbers + 16 * config.batch_size * task.length
@@ -204,8 +210,9 @@ class _Run:
         return self.record
 
     def _warm_up(self) -> None:
-        """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not count as
-        memory of the run that happens to come first."""
+        """One sequence there and back, thrown away: data made lazily, thread pools and libraries' buffers must not
+        count as memory of the run that happens to come first.
+        """
         batch = self.task.train_batch(self.progress.step, self.config.batch_size, self.config.seed)
         with (
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
@@ -342,7 +349,9 @@ class _Run:
         return True
 
     def _add_up(self, work: Iterable[tuple[Batch, Accumulator, int | None]]) -> bool:
-        """Predict batches, each into its accumulator and in pieces of its size; False when that was broken off by a wish to stop."""
+        """Predict batches, each into its accumulator and in pieces of its size; False when that was broken off by a
+        wish to stop.
+        """
         with evaluating(self.model), autocast(self.device, self.config.dtype):
             for index, (batch, total, piece) in enumerate(work):
                 if self.should_stop():
@@ -446,7 +455,9 @@ class _Run:
             inspect.write(self.folder, self.model, self.task)
 
     def _finish_quietly(self) -> RunResult:
-        """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it was written."""
+        """A run whose last checkpoint is the last step: its record is complete, or was lost by a kill just before it
+        was written.
+        """
         kept(self.folder, self.progress.metrics_bytes, self.progress.metrics_sha256)
         found = RunResult.read(self.folder) if (self.folder / RECORD).exists() else None
         if found is not None and found.status == "done":

@@ -3,9 +3,11 @@
 Weight decay pulls towards zero what a matrix multiplication uses: weights of at least two dimensions. It is left off
 
 * vectors and scalars (norm gains, biases): zero is not a neutral value for a gain;
-* parameters of an attention operator (degrees, ridge, gates), whatever their shape: they are coordinates of a kernel, one
+* parameters of an attention operator (degrees, ridge, gates), whatever their shape: they are coordinates of a kernel,
+one
   row a head, and zero is no simpler kernel;
-* embedding tables, tied to the head or not: rows of rare tokens get no gradient and would only shrink, and with pre-norm
+* embedding tables, tied to the head or not: rows of rare tokens get no gradient and would only shrink, and with
+pre-norm
   blocks small embeddings blow up the gradients of the first layers;
 * gates of a dense skip, a row a record: the last record's are neutral at 1.
 """

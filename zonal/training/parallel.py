@@ -1,8 +1,9 @@
-"""Several runs at a time, each in a process of its own; the parent only listens, hands out runs, and passes on the wish to stop.
+"""Several runs at a time, each in a process of its own; the parent only listens, hands out runs, and passes on the wish
+to stop.
 
-A process that dies (killed for memory, crashed) costs nothing but the updates since the last checkpoint of its run: the run
-is marked stopped with the reason, and the same comparison goes on with it next time. A parent that dies is noticed by its
-children at the end of their input; they stop with a checkpoint.
+A process that dies (killed for memory, crashed) costs nothing but the updates since the last checkpoint of its run: the
+run is marked stopped with the reason, and the same comparison goes on with it next time. A parent that dies is noticed
+by its children at the end of their input; they stop with a checkpoint.
 """
 
 import contextlib

@@ -2,7 +2,8 @@
 
     budget · 0.9 - time spent so far  ≥  Σ over runs of (n · update + evaluations(n) · evaluation + overhead) / jobs
 
-The largest such n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one second.
+The largest such n is taken. A tenth is kept back, since a machine is never as free for ten minutes as it was for one
+second.
 """
 
 import math

@@ -13,7 +13,8 @@ from zonal.errors import ArgumentError
 
 
 def learning_rate(step: int, *, steps: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
-    """Learning rate of the update that follows ``step`` finished ones; from ``steps`` on it stays at ``min_ratio · peak``.
+    """Learning rate of the update that follows ``step`` finished ones; from ``steps`` on it stays at ``min_ratio ·
+    peak``.
 
     Raises: ArgumentError for a negative step.
     """

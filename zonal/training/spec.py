@@ -43,7 +43,8 @@ class ComparisonSpec:
     model: the decoder; every entry of ``layers`` gives way to the operator of the run, so only their number counts.
     training: settings of all runs. ``steps`` is the number for every run, or with a budget the most allowed;
         ``learning_rate`` and ``seed`` give way to the grids below.
-    operators: specs such as "softmax", "ska(power=1)" or "mamba2", each once; "[mamba2*3, ska]" is a model with these layers.
+    operators: specs such as "softmax", "ska(power=1)" or "mamba2", each once; "[mamba2*3, ska]" is a model with these
+    layers.
     seeds: data order and initial weights; the same for every operator.
     learning_rates: the grid, the same for every operator; empty means ``training.learning_rate`` alone.
     budget_seconds: wall-clock for everything, measuring and evaluating included; None takes ``training.steps``.

@@ -1,8 +1,8 @@
 """A process that runs runs of a comparison for its parent: ``python -m zonal.training.worker DIRECTORY THREADS``.
 
-Lines of JSON on standard input: {"run": name}; "stop" or the end of input (the parent is gone) stops the current run after
-its update, with a checkpoint. Lines of JSON on standard output: events, {"event": "Idle"} when ready for a run, and
-{"event": "Fatal", "kind": …, "message": …} before the process ends for an error that concerns all runs.
+Lines of JSON on standard input: {"run": name}; "stop" or the end of input (the parent is gone) stops the current run
+after its update, with a checkpoint. Lines of JSON on standard output: events, {"event": "Idle"} when ready for a run,
+and {"event": "Fatal", "kind": …, "message": …} before the process ends for an error that concerns all runs.
 """
 
 import json

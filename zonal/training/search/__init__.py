@@ -1,4 +1,6 @@
-"""Search over regimes: training as a walk among operators and parameters, by typed moves, on the machinery of comparisons."""
+"""Search over regimes: training as a walk among operators and parameters, by typed moves, on the machinery of
+comparisons.
+"""
 
 from zonal.training.search.moves import KINDS, PALETTE, Move, Moves, Skipped, moves
 from zonal.training.search.regime import Regime

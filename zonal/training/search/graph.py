@@ -1,8 +1,10 @@
-"""The move graph of what was tried: regimes joined by single moves, each with its effort, and whether the efforts come from a potential.
+"""The move graph of what was tried: regimes joined by single moves, each with its effort, and whether the efforts come
+from a potential.
 
-The effort of an edge is the difference in the measure at the largest number of steps that both ends were trained for: what the search itself compares.
-Where all edges have the same number of steps it is the difference of one number a regime, and exact by construction; where halving ended some regimes
-early, edges are of unlike numbers of steps, and learning curves that cross make it circulate.
+The effort of an edge is the difference in the measure at the largest number of steps that both ends were trained for:
+what the search itself compares. Where all edges have the same number of steps it is the difference of one number a
+regime, and exact by construction; where halving ended some regimes early, edges are of unlike numbers of steps, and
+learning curves that cross make it circulate.
 """
 
 from collections.abc import Mapping, Sequence

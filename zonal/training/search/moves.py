@@ -1,8 +1,9 @@
-"""Typed moves: one slot of an operator swapped, one layer placed, or one parameter changed, and what the declaration says of the result.
+"""Typed moves: one slot of an operator swapped, one layer placed, or one parameter changed, and what the declaration
+says of the result.
 
-A move is proposed from a table; whether its result is an operator is not for the search to say: the parts check their arguments,
-``Operator.refusal`` says which parts mean nothing together, and the model says which sizes do not fit. What they refuse is kept with
-their reason and never run.
+A move is proposed from a table; whether its result is an operator is not for the search to say: the parts check their
+arguments, ``Operator.refusal`` says which parts mean nothing together, and the model says which sizes do not fit. What
+they refuse is kept with their reason and never run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +80,9 @@ def check_kinds(kinds: Sequence[str], call: str) -> None:
 
 
 def moves(start: Regime, model: ModelConfig, kinds: Sequence[str] = KINDS, palette: Sequence[str] = PALETTE) -> Moves:
-    """Every move out of ``start`` in the order of the tables, each judged. model: its sizes; ``layers`` and ``head_dim`` give way to the regime's."""
+    """Every move out of ``start`` in the order of the tables, each judged. model: its sizes; ``layers`` and
+    ``head_dim`` give way to the regime's.
+    """
     legal: list[Move] = []
     skipped: list[Skipped] = []
     for found in proposals(start, model, kinds, palette):
@@ -116,7 +119,9 @@ def refusal(target: Regime, model: ModelConfig) -> str | None:
 def proposals(
     start: Regime, model: ModelConfig, kinds: Sequence[str] = KINDS, palette: Sequence[str] = PALETTE
 ) -> Iterator[Move | Skipped]:
-    """All moves out of ``start``, not judged but for what has no result at all; each result once, under the first kind that reaches it."""
+    """All moves out of ``start``, not judged but for what has no result at all; each result once, under the first kind
+    that reaches it.
+    """
     seen = {start}
     for kind in (kind for kind in KINDS if kind in kinds):
         found = (

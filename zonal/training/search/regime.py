@@ -74,7 +74,9 @@ def written(operator: Operator) -> str:
 
 
 def canonical(spec: str) -> str:
-    """A layer's spec as ``written`` has it, so that one regime has one name; as it is where it cannot be written by its parts."""
+    """A layer's spec as ``written`` has it, so that one regime has one name; as it is where it cannot be written by its
+    parts.
+    """
     operator = operator_of(spec)
     if operator is None:
         specs.name_of(spec)

@@ -11,7 +11,9 @@ from zonal.training.search.regime import Regime
 
 @dataclass(frozen=True)
 class Outcome:
-    """One regime on one rung. ``costs``: seed → cost, None when a run of it failed or it could not be run, which ``message`` explains."""
+    """One regime on one rung. ``costs``: seed → cost, None when a run of it failed or it could not be run, which
+    ``message`` explains.
+    """
 
     runs: tuple[RunResult, ...]
     costs: dict[int, float] | None
@@ -25,8 +27,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Round:
-    """One proposal: from ``current``, ``drawn`` of the moves that had not been tried, ``rungs`` of (steps, regimes in the order of their costs); ``chosen``
-    is the best of the last, ``effort`` what going there costs over seeds, ``probability`` that it was to be accepted with."""
+    """One proposal: from ``current``, ``drawn`` of the moves that had not been tried, ``rungs`` of (steps, regimes in
+    the order of their costs); ``chosen`` is the best of the last, ``effort`` what going there costs over seeds,
+    ``probability`` that it was to be accepted with.
+    """
 
     current: Regime
     drawn: tuple[Move, ...]
@@ -39,7 +43,9 @@ class Round:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Where a search stands: "done", or "stopped" by a wish; ``reason`` says what ended it. ``winner``: the best on the last rung."""
+    """Where a search stands: "done", or "stopped" by a wish; ``reason`` says what ended it. ``winner``: the best on the
+    last rung.
+    """
 
     directory: Path
     status: str

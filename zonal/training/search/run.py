@@ -1,8 +1,9 @@
 """A search over regimes: propose moves, train what they lead to, go on from there or not; any number of sittings.
 
-Every regime on every rung is a comparison of its own (``zonal.training.Comparison``) in a folder of its own, so that data, seeds, files and resume are
-those of all runs. What the search decides follows from their results and from numbers drawn by (draw, round) alone: a search that was killed is walked
-again from its start, finds what has been trained, and goes on at the first run that is not done.
+Every regime on every rung is a comparison of its own (``zonal.training.Comparison``) in a folder of its own, so that
+data, seeds, files and resume are those of all runs. What the search decides follows from their results and from numbers
+drawn by (draw, round) alone: a search that was killed is walked again from its start, finds what has been trained, and
+goes on at the first run that is not done.
 """
 
 import contextlib
@@ -54,7 +55,8 @@ class _Stopped(Exception):  # noqa: N818, a wish is no error
 class Search:
     """A search in ``directory``: new, or the same one that is there already.
 
-    Raises: ArgumentError when the folder holds another search (the first field that differs is named), or is a non-empty folder without one.
+    Raises: ArgumentError when the folder holds another search (the first field that differs is named), or is a
+    non-empty folder without one.
     """
 
     def __init__(self, directory: str | Path, spec: SearchSpec):
@@ -89,8 +91,10 @@ class Search:
         Args:
             on_event: called with ``zonal.training.events``, in this process and thread.
             should_stop: asked often; True stops with a checkpoint. By default Ctrl-C does that.
-            workers: regimes of a rung at a time, by Ray Tune when more than one. Decisions and numbers are the same whatever their number.
-            threads: of each run, when the search is new; by default torch's number, divided by ``workers``. It is stored.
+            workers: regimes of a rung at a time, by Ray Tune when more than one. Decisions and numbers are the same
+                whatever their number.
+            threads: of each run, when the search is new; by default torch's number, divided by ``workers``. It is
+                stored.
 
         Raises: ArgumentError for more than one worker without Ray, and as ``Comparison.run``.
         """
@@ -262,7 +266,9 @@ class _Walk:
         return math.fsum(costs.values()) / len(costs)
 
     def _affords(self, count: int, steps: int) -> bool:
-        """Whether ``count`` regimes of so many steps are expected to fit into what is left of the budget, at the mean speed so far."""
+        """Whether ``count`` regimes of so many steps are expected to fit into what is left of the budget, at the mean
+        speed so far.
+        """
         if self.spec.budget_seconds is None:
             return True
         runs = [run for found in self.outcomes.values() for outcome in found.values() for run in outcome.runs]
@@ -353,7 +359,9 @@ def _trial(directory: str, steps: int, item: str) -> dict[str, Any]:
 
 
 def acceptance(spec: SearchSpec, amount: float) -> float:
-    """The probability of going where the measure differs by ``amount``: 1 or 0 by the threshold, min(1, exp(-amount / temperature)) by Metropolis."""
+    """The probability of going where the measure differs by ``amount``: 1 or 0 by the threshold, min(1, exp(-amount /
+    temperature)) by Metropolis.
+    """
     if spec.rule == "threshold":
         return 1.0 if amount <= spec.threshold else 0.0
     return math.exp(min(0.0, -amount / spec.temperature))

@@ -33,14 +33,16 @@ class SearchSpec:
     training: settings of all runs; ``steps`` is what a regime is given on the last rung, ``learning_rate`` the start's.
     seeds: data order and initial weights; the same for every regime, whose differences are paired by them.
     rounds: the most proposals that are judged. width: regimes drawn from the moves out of where the search stands.
-    rungs, eta: successive halving: on each rung the regimes train ``eta`` times as long, and the best 1 / ``eta`` of them (at least one) go on; each rung is
-        trained anew, since a schedule belongs to a number of steps.
-    measure: what a regime is judged by, smaller being better: "metric" is the task's own (1 - accuracy, or the loss), "loss" the held-out loss, "steps"
-        the steps to ``target`` accuracy, all steps of the rung for a run that does not get there.
-    rule: "threshold" goes where the effort of the move, its mean difference in that measure, is at most ``threshold``; "metropolis" accepts with probability
-        min(1, exp(-effort / temperature)).
+    rungs, eta: successive halving: on each rung the regimes train ``eta`` times as long, and the best 1 / ``eta`` of
+        them (at least one) go on; each rung is trained anew, since a schedule belongs to a number of steps.
+    measure: what a regime is judged by, smaller being better: "metric" is the task's own (1 - accuracy, or the loss),
+        "loss" the held-out loss, "steps" the steps to ``target`` accuracy, all steps of the rung for a run that does
+        not get there.
+    rule: "threshold" goes where the effort of the move, its mean difference in that measure, is at most ``threshold``;
+        "metropolis" accepts with probability min(1, exp(-effort / temperature)).
     kinds, palette: which moves are proposed, and what one of placement may put into a layer.
-    budget_seconds: of training and evaluating, summed over all runs; None = no limit. A rung begins when it is expected to fit.
+    budget_seconds: of training and evaluating, summed over all runs; None = no limit. A rung begins when it is expected
+    to fit.
     draw: seed of what the search itself draws: which moves, and whether a worse one is accepted.
 
     Raises: ArgumentError naming the field.
@@ -208,7 +210,10 @@ def _most_rungs(steps: int, eta: int) -> int:
 
 
 def read_search(directory: Path) -> tuple[SearchSpec, dict[str, Any]]:
-    """The spec in a folder and everything else its search.json says. Raises: FileFormatError when the folder holds no search of this version."""
+    """The spec in a folder and everything else its search.json says.
+
+    Raises: FileFormatError when the folder holds no search of this version.
+    """
     path = directory / FILE
     stored = stored_in(directory, FILE, SCHEMA, "search", "search")
     with understood("search", path):

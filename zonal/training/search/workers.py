@@ -1,4 +1,6 @@
-"""Several at a time by Ray Tune, which is an extra: one function over a list of texts, each call in a process of its own."""
+"""Several at a time by Ray Tune, which is an extra: one function over a list of texts, each call in a process of its
+own.
+"""
 
 import contextlib
 import importlib.util
@@ -22,7 +24,9 @@ def required(workers: int) -> None:
 
 @contextlib.contextmanager
 def session(workers: int, threads: int) -> Iterator[None]:
-    """Ray, for as long as the body runs: the caller's where there is one, else one of this machine with ``workers`` times ``threads`` cores."""
+    """Ray, for as long as the body runs: the caller's where there is one, else one of this machine with ``workers``
+    times ``threads`` cores.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # which is silent where verbose=0 asks for it
     os.environ.setdefault(
