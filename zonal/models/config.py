@@ -37,7 +37,7 @@ class ModelConfig:
         rotary: rotary positions in every layer of attention.
         rotary_base: their wavelength base.
         qk_norm: RMSNorm on q and k.
-        conv: width of the short convolution before the projections of attention, one number or one a layer; 0 = none.
+        conv: width of the short convolution before the projections of attention, one number or one per layer; 0 = none.
         tie_embeddings: the head is the embedding.
         max_len: the length the model is meant for; informs, does not limit.
         norm_eps: ε of the norms.

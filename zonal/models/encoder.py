@@ -133,7 +133,7 @@ class VisionConfig:
         channels, classes: of images; to choose among.
         dim, heads, qk_norm, layers: as in ``Encoder``, ``layers`` by specs.
         hidden: as in ``Encoder``.
-        merge: rates of a ``MergeSchedule``, one a layer; () = none.
+        merge: rates of a ``MergeSchedule``, one per layer; () = none.
         init_std: of initial weights, None = 1 / √dim; projections into the residual stream have init_std / √(2 ·
             layers).
 

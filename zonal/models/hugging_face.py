@@ -42,7 +42,7 @@ def convert(model: nn.Module, operator: Operator | str | Make = rewa.with_closed
         model: a decoder, such as ``AutoModelForCausalLM.from_pretrained(...)``. Queries and keys reach the operator
             after their norms and rotary positions, with grouped heads, padding and caches as they come. A layer with a
             sliding window gets the prior ``Window``.
-        operator: one for all layers, each of which gets its own copy, a row of learned numbers a head; a spec such as
+        operator: one for all layers, each of which gets its own copy, a row of learned numbers per head; a spec such as
             "sko"; or a function from c, the factor of the layer's dot product, to an operator. A ``Dot`` score whose
             scale is open takes c; features that are drawn are drawn for each layer, and a scale of keys starts as for
             keys whose numbers are of size one.

@@ -56,7 +56,7 @@ class Attention(TokenMixer):
         dim: size of x and y.
         heads: H query heads.
         operator: an Operator, or a spec such as "sko" or "ska(power=1)"; the layer keeps its own copy, one parameter
-            row a head. With rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
+            row per head. With rewa(shared_witness=True) and rewa_categorical one map makes queries and keys.
         kv_heads: key and value heads, a divisor of ``heads``; None = ``heads``.
         head_dim: size of v of one head, and of q and k unless ``qk_dim`` is given; None = dim / heads.
         qk_dim: size of q and k of one head; None = what the operator asks for, or head_dim.
@@ -66,8 +66,8 @@ class Attention(TokenMixer):
             "concat" over all heads at once, None for none; "auto" takes what the operator declares.
         readout_eps: ε of that norm.
         conv: width of the short convolution of x before the projections; 0 = none.
-        key_gate: a learned gate a token and key head, by which the key is stored weakly or strongly (ridge and Koopman
-            read-outs only).
+        key_gate: a learned gate per token and key head, by which the key is stored weakly or strongly (ridge and
+            Koopman read-outs only).
         init: how the projections start; "auto" takes what the operator declares (``reset_parameters`` has them).
         cg_lift: size r of queries and keys after a ``CGLift`` (behind norms and rotary positions); None = no lift.
         bias: biases in the four projections.

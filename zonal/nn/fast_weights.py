@@ -40,7 +40,7 @@ class FastWeights(TokenMixer):
     """y_t from a matrix a head that fades and is written at each token; keys and queries have norm 1.
 
     [q, k, v, z, …] = W_I x; q and k (and v where ``convolves_values``) pass a causal depthwise convolution and SiLU,
-    then q and k are divided by their norms. A read-out y (P numbers a head) is normed head by head with one gain of
+    then q and k are divided by their norms. A read-out y (P numbers per head) is normed head by head with one gain of
     size P, multiplied by SiLU(z) where ``gated``, and projected by W_O. There are expand · dim / head_dim heads, each
     with keys of its own.
 
@@ -79,8 +79,8 @@ class FastWeights(TokenMixer):
 
     @abc.abstractmethod
     def _gates(self, raw: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """From ``gates`` numbers a token and head, each (B, H, T): log decay <= 0 and how strongly a token is written,
-        0 … 1.
+        """From ``gates`` numbers per token and head, each (B, H, T): log decay <= 0 and how strongly a token is
+        written, 0 … 1.
         """
 
     @abc.abstractmethod

@@ -17,7 +17,7 @@ _OPEN = 4.0
 
 
 class DecayGate(nn.Module):
-    """log λ = log σ(W x + b), or −c σ(W x + b) where the fastest log decay −c is given; one number a token and head.
+    """log λ = log σ(W x + b), or −c σ(W x + b) where the fastest log decay −c is given; one number per token and head.
 
     Args:
         dim: size of x.

@@ -63,7 +63,7 @@ class Draws:
 
     @torch.no_grad()
     def orthogonal_(self, parameter: Tensor, name: str, blocks: int) -> None:
-        """Fill a (blocks · r, dim) matrix with ``blocks`` semi-orthogonal (r, dim) matrices, one a head."""
+        """Fill a (blocks · r, dim) matrix with ``blocks`` semi-orthogonal (r, dim) matrices, one per head."""
         generator = self.generator(name)
         for block in parameter.chunk(blocks):
             block.copy_(torch.nn.init.orthogonal_(torch.empty(block.shape, dtype=torch.float32), generator=generator))

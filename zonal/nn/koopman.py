@@ -21,7 +21,7 @@ class KoopmanMLP(nn.Module):
     Args:
         dim: input and output size.
         hidden: size between, even; None = 64 ⌈(8/3) dim / 64⌉, the paper's.
-        gated: the gated form, with the parameters of a SwiGLU of the same size and two numbers a pair.
+        gated: the gated form, with the parameters of a SwiGLU of the same size and two numbers per pair.
     """
 
     def __init__(self, dim: int, hidden: int | None = None, *, gated: bool = False) -> None:

@@ -19,7 +19,7 @@ from zonal.theory.carrier import Buckets, Factor
 class MergeSchedule:
     """Which share of the tokens present is merged away before each layer: ``MergeSchedule((0.0, 0.25, 0.25, 0.0))``.
 
-    rates: one a layer, in [0, 1). Of n tokens floor(rate n) go.
+    rates: one per layer, in [0, 1). Of n tokens floor(rate n) go.
 
     Raises: ArgumentError for rates that leave no token, and rates that are none.
     """

@@ -53,7 +53,7 @@ LATEST = Latest()
 
 
 class DenseSkip(nn.Module):
-    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, a learned weight a record and channel.
+    """The memory that reads all records: m = Σ_k g_k ⊙ r_k, a learned weight per record and channel.
 
     At the start m is the last record.
 
